@@ -1,0 +1,25 @@
+import pytest
+
+from ligermodels import errors
+
+
+@pytest.mark.parametrize(
+    "error, builtin",
+    [
+        (errors.ConfigError, ValueError),
+        (errors.CheckpointError, ValueError),
+        (errors.SaveError, OSError),
+    ],
+)
+def test_each_error_is_ours_and_the_builtin_kind(error, builtin):
+    with pytest.raises(builtin, match="what went wrong"):
+        raise error("what went wrong")
+    assert issubclass(error, errors.LigerError)
+    assert str(error("a message")) == "a message"
+
+
+def test_listing_stops_at_ten_and_counts_the_rest():
+    assert errors.listing(["a", "b"]) == "  a\n  b"
+    lines = errors.listing(f"name{i}" for i in range(13)).splitlines()
+    assert lines[:10] == [f"  name{i}" for i in range(10)]
+    assert lines[10:] == ["  ... and 3 more"]
