@@ -1,0 +1,56 @@
+# make demo   fine-tune a small pretrained model on this machine, export it, open it in transformers
+# make test   lint, types and every test
+# make lint   ruff and mypy alone
+#
+# Each makes .venv first, from constraints.txt. MODEL=<hub id or folder> gives the demo another model;
+# PYTHON=<interpreter> makes the environment with another Python; WORKERS=<n> sets how many
+# processes run the tests.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+SMOLLM2 := build/smollm2
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
+
+# The interpreter's choice is made when triton is imported, so its tests have their own process.
+# The larger run comes last: its summary is the last line.
+test: lint $(SMOLLM2)/config.json
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
+
+lint: $(VENV)/.test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.test
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+$(SMOLLM2)/config.json: | $(VENV)/.test
+	$(BIN)/python examples/smollm2.py $(SMOLLM2)
+
+# torch goes first and alone, so that a CPU build that pip already knows of is taken as it is.
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) -e ".[demo]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache *.egg-info
