@@ -1,0 +1,21 @@
+"""The fused ops as plain functions. Triton is imported by the first op on a GPU, not here."""
+
+from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.fused_linear import norm_linear, norm_qkv_rope, swiglu_linear
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.rope import rope, split_qkv
+from ligermodels.kernels.swiglu import swiglu
+
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "norm_linear",
+    "norm_qkv_rope",
+    "rms_norm",
+    "rope",
+    "split_qkv",
+    "swiglu",
+    "swiglu_linear",
+]

@@ -1,0 +1,55 @@
+"""Which implementation an op takes: Triton for GPU tensors, plain PyTorch for the rest."""
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels import reference
+
+ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
+
+
+def choose(device: torch.device) -> tuple[str, str]:
+    """Return ("triton" or "torch", the reason) for tensors on `device`.
+
+    LIGERMODELS_BACKEND=torch|triton forces one. Triton on CPU tensors works only in its
+    interpreter (TRITON_INTERPRET=1), which is how the kernels are tested without a GPU.
+
+    Raises:
+        ValueError: LIGERMODELS_BACKEND names something else.
+    """
+    forced = os.environ.get(ENVIRONMENT_VARIABLE)
+    if forced is not None:
+        if forced not in ("torch", "triton"):
+            raise ValueError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected 'torch' or 'triton'")
+        return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
+    if device.type != "cuda":
+        return "torch", f"{device.type} tensors take plain PyTorch"
+    if find_spec("triton") is None:
+        return "torch", "triton is not installed"
+    return "triton", "GPU tensors take Triton"
+
+
+def select(x: Tensor) -> ModuleType:
+    """Return the module (reference, or the Triton launchers) whose functions handle `x`."""
+    # The common cases are decided without a look at the file system: this runs in every op.
+    forced = os.environ.get(ENVIRONMENT_VARIABLE)
+    if forced is None:
+        name = "triton" if x.device.type == "cuda" else "torch"
+    else:
+        name, _ = choose(x.device)
+    if name == "torch":
+        return reference
+    return import_module("ligermodels.kernels.triton")
+
+
+def refuse_double_backward(op: str) -> None:
+    """Raise where a gradient of a gradient is asked for, which these ops would get wrong."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{op}: second derivatives are not implemented; call backward without create_graph"
+        )

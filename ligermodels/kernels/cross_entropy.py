@@ -1,0 +1,132 @@
+"""Cross entropy on logits that exist: three passes over them, forward and backward together."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.reference import CrossEntropyOptions
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+class _CrossEntropyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, class_weights, options):
+        loss, z_loss, lse, _ = select(logits).cross_entropy_rows(
+            logits, targets, None, None, class_weights, options, False
+        )
+        ctx.save_for_backward(logits, targets, lse, class_weights)
+        ctx.options = options
+        ctx.mark_non_differentiable(z_loss)
+        return loss, z_loss
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        refuse_double_backward("cross_entropy")
+        logits, targets, lse, class_weights = ctx.saved_tensors
+        *_, grad = select(logits).cross_entropy_rows(
+            logits, targets, grad_loss.contiguous(), lse, class_weights, ctx.options, False
+        )
+        return grad, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of softcap(logit_scale * logits), and the z-loss within it.
+
+    Args: logits (..., vocab); targets (...) int64; class_weights (vocab); the options as in
+        `linear_cross_entropy`.
+    Returns: loss and z-loss, scalars, or (...) with reduction "none"; float32. Only the loss is
+        differentiable. logits are left intact.
+    Raises:
+        ValueError: shapes or options that do not fit.
+        IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
+            that row is NaN.
+    """
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
+    with without_autocast(logits):
+        loss, z = _CrossEntropyRows.apply(
+            logits.flatten(0, -2), targets.flatten(), class_weights, options
+        )
+    if reduction == "none":
+        check_reduction(reduction, normalizer)
+        return loss.view(targets.shape), z.view(targets.shape)
+    divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, loss.dtype)
+    return loss.sum() / divisor, z.sum() / divisor
+
+
+def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(
+            f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
+        )
+
+
+def loss_divisor(
+    targets: Tensor,
+    reduction: str,
+    normalizer: float | Tensor | None,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the summed loss is divided by, as a scalar tensor on the targets' device."""
+    check_reduction(reduction, normalizer)
+    if reduction == "sum":
+        return torch.ones((), dtype=dtype, device=targets.device)
+    if normalizer is not None:
+        return torch.as_tensor(normalizer, dtype=dtype, device=targets.device).detach()
+    valid = targets != ignore_index
+    if class_weights is None:
+        total = valid.sum().to(dtype)
+    else:
+        inside = valid & (targets >= 0) & (targets < class_weights.shape[0])
+        total = torch.where(inside, class_weights[torch.where(inside, targets, 0)], 0.0)
+        total = total.to(dtype).sum()
+    # With every target ignored the loss is 0 / 1.
+    return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def check_cross_entropy(
+    targets: Tensor,
+    shape: torch.Size,
+    vocab: int,
+    options: CrossEntropyOptions,
+    class_weights: Tensor | None,
+) -> None:
+    if targets.shape != shape:
+        raise ValueError(
+            f"cross entropy: targets {tuple(targets.shape)} do not fit {tuple(shape)} rows"
+        )
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"cross entropy: softcap={options.softcap} must be positive or None")
+    if class_weights is not None and class_weights.shape != (vocab,):
+        raise ValueError(
+            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+        )
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
+        wrong = (targets != options.ignore_index) & ((targets < 0) | (targets >= vocab))
+        if wrong.any():
+            position = int(wrong.flatten().nonzero()[0])
+            raise IndexError(
+                f"cross entropy: target {int(targets.flatten()[position])} at flat position "
+                f"{position} is outside the vocabulary of {vocab} and is not "
+                f"ignore_index={options.ignore_index}"
+            )

@@ -1,0 +1,164 @@
+"""Linears whose input is a cheap function of a tensor that is kept anyway.
+
+The norm's output and the activation product are not saved for backward: each is recomputed there
+by the kernel that computes its gradient. What stays per token is the residual, 1 / rms and the
+linear's output where the next op needs it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels.autocast import cast_operands, without_autocast
+from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.rms_norm import check_norm
+from ligermodels.kernels.rope import check_rope, split_qkv
+
+
+def _linear_grads(
+    grad: Tensor, x: Tensor, want_weight: bool, want_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias of a linear from the gradient of its output and its input."""
+    rows = grad.flatten(0, -2)
+    grad_weight = rows.t() @ x.flatten(0, -2) if want_weight else None
+    grad_bias = rows.sum(0) if want_bias else None
+    return grad_weight, grad_bias
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting):
+        ops = select(x)
+        y, s, rstd = ops.rms_norm_forward(
+            x, residual, norm_weight, eps, offset, casting, weight.dtype
+        )
+        out = F.linear(y, weight, bias)
+        outputs = (out,)
+        if cos is not None:
+            outputs = split_qkv(out, *heads)
+            # In place: `out` was made two lines above and nobody else holds it.
+            ops.rope_packed(*outputs, cos, sin, out)
+        ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
+        ctx.options = eps, offset, casting
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        return outputs if residual is None else (*outputs, s)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_double_backward("norm_linear")
+        s, norm_weight, rstd, weight, cos, sin = ctx.saved_tensors
+        eps, offset, casting = ctx.options
+        x_dtype, residual_dtype = ctx.dtypes
+        needs = ctx.needs_input_grad
+        ops = select(s)
+        grad_s = None if residual_dtype is None else grads[-1]
+        if cos is None:
+            grad_out = grads[0]
+        else:
+            grad_out = ops.rope_packed(*grads[:3], cos, -sin, None)
+
+        grad_norm = grad_s_total = None
+        if any(needs[:3]):
+            grad_y = grad_out @ weight
+            grad_s_total, grad_norm, y = ops.rms_norm_backward(
+                grad_y, grad_s, s, norm_weight, rstd, offset, casting, needs[2], needs[3]
+            )
+            del grad_y
+        elif needs[3]:
+            y, _, _ = ops.rms_norm_forward(s, None, norm_weight, eps, offset, casting, weight.dtype)
+        else:
+            y = None
+        grad_weight, grad_bias = _linear_grads(grad_out, y, needs[3], needs[4])
+        grad_x = grad_s_total.to(x_dtype) if needs[0] else None
+        grad_residual = grad_s_total.to(residual_dtype) if needs[1] else None
+        return grad_x, grad_residual, grad_norm, grad_weight, grad_bias, *[None] * 6
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return (linear(rms_norm(x + residual)), x + residual), keeping only the sum for backward.
+
+    Args: x, residual (..., in); norm_weight (in); weight (out, in); bias (out); the rest as in
+        `rms_norm`. residual None means zero.
+    Returns: (..., out) in weight's dtype, and the sum (..., in).
+    """
+    check_norm(x, norm_weight, casting)
+    weight, bias = cast_operands(x, weight, bias)
+    with without_autocast(x):
+        outputs = _NormLinear.apply(
+            x, residual, norm_weight, weight, bias, None, None, None, eps, offset, casting
+        )
+    return (outputs[0], x) if residual is None else outputs
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_linear` onto packed queries, keys and values, rotated in place.
+
+    Args: as in `norm_linear` with x (batch, seq, in) and the packed weight
+        ((heads + 2 kv heads) * head_dim, in), and as in `rope`.
+    Returns: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum.
+    """
+    check_norm(x, norm_weight, casting)
+    check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, num_heads, num_kv_heads)
+    weight, bias = cast_operands(x, weight, bias)
+    heads = (num_heads, num_kv_heads)
+    with without_autocast(x):
+        outputs = _NormLinear.apply(
+            x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting
+        )
+    return (*outputs, x) if residual is None else outputs
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weight, bias):
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(select(gate_up).swiglu_forward(gate_up), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        refuse_double_backward("swiglu_linear")
+        gate_up, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        ops = select(gate_up)
+        grad_gate_up = y = None
+        if needs[0]:
+            grad_gate_up, y = ops.swiglu_backward(gate_up, grad_out @ weight, needs[1])
+        elif needs[1]:
+            y = ops.swiglu_forward(gate_up)
+        grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
+        return grad_gate_up, grad_weight, grad_bias
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(swiglu(gate_up)), keeping only gate_up for backward.
+
+    Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out).
+    Returns: (..., out) in weight's dtype.
+    """
+    gate_up, weight, bias = cast_operands(gate_up, gate_up, weight, bias)  # type: ignore
+    with without_autocast(gate_up):
+        return _SwiGLULinear.apply(gate_up, weight, bias)

@@ -1,0 +1,207 @@
+"""Every op in plain PyTorch: it defines the op, serves CPU tensors and is the tests' oracle.
+
+Each op has a forward, differentiable by autograd, and a written-out backward with the same
+signature as its Triton twin in `ligermodels.kernels.triton`. Arithmetic is float32, or float64
+where the input is.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype an op calculates in: float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# --- RMSNorm -------------------------------------------------------------------------------------
+
+
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
+
+    Zhang and Sennrich 2019, arXiv:1910.07467. With casting "llama" the normalised s is rounded to
+    its own dtype before the product with the weight, as HF's Llama does; with "gemma" everything
+    stays in float32 until the end.
+
+    Args: x, residual (..., hidden); weight (hidden).
+    Returns: y (..., hidden) in out_dtype, s (x itself without a residual), 1/rms (rows).
+    """
+    s = x if residual is None else x + residual
+    dtype = compute_dtype(s)
+    s_float = s.to(dtype)
+    rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + eps)
+    normed = s_float * rstd
+    if casting == "llama":
+        normed = normed.to(s.dtype).to(dtype)
+    y = normed * (weight.to(dtype) + offset)
+    return y.to(out_dtype), s, rstd.flatten()
+
+
+def rms_norm_backward(
+    grad_y: Tensor,
+    grad_s: Tensor | None,
+    s: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    want_weight: bool,
+    want_y: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of `rms_norm_forward` with respect to s (grad_s of the residual stream included).
+
+    Returns: grad of s in s's dtype, grad of weight or None, y recomputed in grad_y's dtype or None.
+    """
+    dtype = compute_dtype(s)
+    normed = s.to(dtype) * rstd.view(*s.shape[:-1], 1)
+    scaled = weight.to(dtype) + offset
+    grad = grad_y.to(dtype)
+    grad_normed = grad * scaled
+    grad_x = grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)
+    grad_x = grad_x * rstd.view(*s.shape[:-1], 1)
+    if grad_s is not None:
+        grad_x = grad_x + grad_s.to(dtype)
+    rounded = normed.to(s.dtype).to(dtype) if casting == "llama" else normed
+    grad_weight = y = None
+    if want_weight:
+        grad_weight = (grad * rounded).flatten(0, -2).sum(0).to(weight.dtype)
+    if want_y:
+        y = (rounded * scaled).to(grad_y.dtype)
+    return grad_x.to(s.dtype), grad_weight, y
+
+
+# --- RoPE ----------------------------------------------------------------------------------------
+
+
+def rope_packed(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None
+) -> Tensor:
+    """Rotate q and k, copy v, and pack the three: the rotary embedding and, with -sin, its gradient.
+
+    Su et al. 2021, arXiv:2104.09864, in the half-split layout of HF checkpoints: with (a, b) the
+    two halves of a head, (a cos - b sin, b cos + a sin).
+
+    Args: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), any strides;
+        cos, sin (batch or 1, seq, head_dim / 2); out, the packed buffer that q, k and v are views
+        of, to be overwritten, or None for a new one.
+    Returns: (batch, seq, (heads + 2 kv heads) * head_dim).
+    """
+    dtype = compute_dtype(q)
+    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.to(dtype).chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype).flatten(-2)
+
+    q_columns, k_columns = q.shape[-2] * q.shape[-1], k.shape[-2] * k.shape[-1]
+    if out is None:
+        return torch.cat((rotate(q), rotate(k), v.flatten(-2)), -1)
+    out[..., :q_columns] = rotate(q)
+    out[..., q_columns : q_columns + k_columns] = rotate(k)
+    return out
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------
+
+
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202."""
+    gate, up = gate_up.to(compute_dtype(gate_up)).chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def swiglu_backward(gate_up: Tensor, grad: Tensor, want_out: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradient of `swiglu_forward` (..., 2 * intermediate), and its output again if wanted."""
+    dtype = compute_dtype(gate_up)
+    gate, up = gate_up.to(dtype).chunk(2, -1)
+    grad = grad.to(dtype)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    out = (silu * up).to(gate_up.dtype) if want_out else None
+    return torch.cat((grad_gate, grad * silu), -1).to(gate_up.dtype), out
+
+
+# --- Cross entropy -------------------------------------------------------------------------------
+
+
+class CrossEntropyOptions(NamedTuple):
+    """What the cross entropy kernels take beside tensors; `cross_entropy` explains each."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    targets: Tensor,
+    row_scale: Tensor | None,
+    lse: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    in_place: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss of each row and, given row_scale, the gradient of sum(row_scale * loss).
+
+    t = softcap * tanh(logit_scale * logits / softcap); loss = cross entropy of t, with class
+    weights and label smoothing as in `torch.nn.functional.cross_entropy`, + z_loss * lse(t)^2.
+    A row whose target is neither in the vocabulary nor ignore_index gets NaN.
+
+    Args: logits (rows, vocab); targets (rows) int64; row_scale (rows) or (1,) float32, or None
+        for no gradient; lse (rows) from an earlier call, which spares a pass over the logits;
+        class_weights (vocab); in_place overwrites logits with the gradient.
+    Returns: loss (rows) with the z-loss included, z-loss (rows), logsumexp of t (rows), gradient
+        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
+        with lse given, the first two may be anything.
+    """
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    vocab = logits.shape[-1]
+    t = logits.to(compute_dtype(logits)) * logit_scale
+    tanh = None
+    if softcap is not None:
+        tanh = torch.tanh(t / softcap)
+        t = softcap * tanh
+    if lse is None:
+        lse = torch.logsumexp(t, -1)
+    valid = targets != ignore_index
+    inside = (targets >= 0) & (targets < vocab)
+    index = torch.where(inside, targets, 0)
+    weights = torch.ones_like(t[0]) if class_weights is None else class_weights.to(t.dtype)
+    target_weight = weights[index] * (1 - label_smoothing)
+    smooth = label_smoothing / vocab
+    loss = target_weight * (lse - t.gather(-1, index[:, None])[:, 0])
+    if label_smoothing:
+        loss = loss + smooth * (lse * weights.sum() - (t * weights).sum(-1))
+    z = z_loss * lse * lse
+    nan = torch.where(inside, 0.0, float("nan")).to(t.dtype)
+    loss = torch.where(valid, loss + z + nan, 0.0)
+    z = torch.where(valid, z + nan, 0.0)
+    if row_scale is None:
+        return loss, z, lse, None
+
+    scale = torch.where(valid, row_scale.to(t.dtype) + nan, 0.0)[:, None]
+    softmax_factor = target_weight + smooth * weights.sum() + 2 * z_loss * lse
+    grad = torch.exp(t - lse[:, None]) * softmax_factor[:, None]
+    grad = grad.scatter_add(-1, index[:, None], -target_weight[:, None])
+    if label_smoothing:
+        grad = grad - smooth * weights
+    if tanh is not None:
+        grad = grad * (1 - tanh * tanh)
+    # An ignored row gets exact zeros even where its logits are not finite.
+    grad = torch.where(valid[:, None], grad * scale * logit_scale, 0.0).to(logits.dtype)
+    return loss, z, lse, logits.copy_(grad) if in_place else grad

@@ -1,0 +1,81 @@
+"""RMSNorm, alone or behind the residual add, each way in one launch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.backend import refuse_double_backward, select
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, casting):
+        y, s, rstd = select(x).rms_norm_forward(x, residual, weight, eps, offset, casting, x.dtype)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.options = offset, casting, None if residual is None else residual.dtype
+        ctx.x_dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_s=None):
+        refuse_double_backward("rms_norm")
+        s, weight, rstd = ctx.saved_tensors
+        offset, casting, residual_dtype = ctx.options
+        if grad_y is None:
+            grad_x, grad_weight = grad_s, None
+        else:
+            grad_x, grad_weight, _ = select(s).rms_norm_backward(
+                grad_y, grad_s, s, weight, rstd, offset, casting, ctx.needs_input_grad[2], False
+            )
+        grad_residual = None
+        if residual_dtype is not None and grad_x is not None and ctx.needs_input_grad[1]:
+            grad_residual = grad_x.to(residual_dtype)
+        if grad_x is not None:
+            grad_x = grad_x.to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, grad_residual, grad_weight, None, None, None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
+    """y = (offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension.
+
+    Args: x (..., hidden); weight (hidden); offset is 1 for Gemma, whose checkpoints store w - 1;
+        casting "llama" rounds the normalised x to its dtype before the product with the weight,
+        "gemma" rounds once at the end. Statistics are float32.
+    Returns: (..., hidden) in x's dtype. Source: arXiv:1910.07467.
+    """
+    check_norm(x, weight, casting)
+    return _RMSNorm.apply(x, None, weight, eps, offset, casting)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual) from one launch, and one launch backward.
+
+    Args: x, residual (..., hidden), one shape; the rest as in `rms_norm`.
+    Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
+    """
+    check_norm(x, weight, casting)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_rms_norm: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape"
+        )
+    return _RMSNorm.apply(x, residual, weight, eps, offset, casting)
+
+
+def check_norm(x: Tensor, weight: Tensor, casting: str) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "
+            f"expected ({x.shape[-1]},)"
+        )
+    if casting not in ("llama", "gemma"):
+        raise ValueError(f"rms_norm: casting={casting!r}; expected 'llama' or 'gemma'")

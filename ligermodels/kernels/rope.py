@@ -1,0 +1,59 @@
+"""Rotary position embedding on packed query/key/value rows, q and k in one launch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.backend import refuse_double_backward, select
+
+
+def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) of qkv."""
+    heads = num_heads + 2 * num_kv_heads
+    packed = qkv.unflatten(-1, (heads, -1))
+    q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    return q, k, v
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads):
+        ctx.save_for_backward(cos, sin)
+        q, k, v = split_qkv(qkv, num_heads, num_kv_heads)
+        out = select(qkv).rope_packed(q, k, v, cos, sin, None)
+        return split_qkv(out, num_heads, num_kv_heads)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        refuse_double_backward("rope")
+        cos, sin = ctx.saved_tensors
+        grad = select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, -sin, None)
+        return grad, None, None, None, None
+
+
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split packed qkv into q, k, v and rotate q and k by their positions' angles.
+
+    Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim), rows in the order q, k, v, last
+        dimension contiguous; cos, sin (batch or 1, seq, head_dim / 2) float32.
+    Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
+        dtype. qkv is left intact. Source: arXiv:2104.09864, half-split layout.
+    """
+    check_rope(qkv.shape, cos, num_heads, num_kv_heads)
+    return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads)
+
+
+def check_rope(shape: torch.Size, cos: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    batch, seq, columns = shape
+    head_dim = 2 * cos.shape[-1]
+    if columns != (num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(
+            f"rope: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads "
+            f"of {head_dim}, the head_dim of cos {tuple(cos.shape)}"
+        )
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
+        raise ValueError(
+            f"rope: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
+            f"expected ({batch} or 1, {seq}, {head_dim // 2})"
+        )

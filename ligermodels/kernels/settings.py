@@ -1,0 +1,84 @@
+"""Launch settings of every Triton kernel, one table per vendor. Change them here and only here."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    block: int  # elements a program handles at once
+    num_warps: int
+    num_stages: int = 2
+
+
+# Op -> (largest row length, launch), first fit wins; None means any length.
+# Block 0 stands for the row length rounded up to a power of two.
+# An AMD warp has 64 lanes and a workgroup at most 1024: num_warps stays at 16 or below there.
+Table = dict[str, tuple[tuple[int | None, Launch], ...]]
+
+NVIDIA: Table = {
+    "rms_norm_forward": (
+        (1024, Launch(0, 2)),
+        (2048, Launch(0, 4)),
+        (8192, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "rms_norm_backward": (
+        (1024, Launch(0, 2)),
+        (2048, Launch(0, 4)),
+        (4096, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "rope": ((None, Launch(1024, 4)),),
+    "swiglu_forward": ((None, Launch(2048, 8)),),
+    "swiglu_backward": ((None, Launch(1024, 4)),),
+    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(8192, 16))),
+}
+
+AMD: Table = {
+    "rms_norm_forward": (
+        (1024, Launch(0, 2)),
+        (4096, Launch(0, 4)),
+        (8192, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "rms_norm_backward": (
+        (1024, Launch(0, 2)),
+        (4096, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "rope": ((None, Launch(1024, 4)),),
+    "swiglu_forward": ((None, Launch(2048, 4)),),
+    "swiglu_backward": ((None, Launch(1024, 4)),),
+    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+}
+
+# Programs of the RMSNorm backward per multiprocessor: each sums the weight gradient of many rows.
+RMS_NORM_PROGRAMS = 4
+
+MAX_NORM_WIDTH = 65536
+
+
+def launch_for(table: Table, op: str, length: int) -> Launch:
+    """The launch of `op` for rows of `length` elements."""
+    for limit, launch in table[op]:
+        if limit is None or length <= limit:
+            if launch.block:
+                return launch
+            return launch._replace(block=1 << max(length - 1, 0).bit_length())
+    raise AssertionError(f"{op} has no launch without a limit")
+
+
+@cache
+def launch(op: str, length: int) -> Launch:
+    """The launch of `op` on the GPU at hand."""
+    return launch_for(AMD if torch.version.hip else NVIDIA, op, length)
+
+
+@cache
+def num_multiprocessors(device_index: int | None) -> int:
+    """Multiprocessors of a GPU; a small number where there is none (the interpreter)."""
+    if device_index is None or not torch.cuda.is_available():
+        return 2
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

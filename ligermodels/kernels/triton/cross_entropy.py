@@ -1,0 +1,185 @@
+"""Loss and gradient of rows of logits: one pass for logsumexp, one to write the gradient."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.settings import launch
+
+
+@triton.jit
+def _tanh(x):
+    # From exp(-2|x|), which cannot overflow.
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _transform(logit, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
+    t = logit.to(tl.float32) * logit_scale
+    if HAS_SOFTCAP:
+        t = softcap * _tanh(t / softcap)
+    return t
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,
+    row_stride,
+    targets_ptr,
+    row_scale_ptr,
+    row_scale_stride,
+    class_weights_ptr,
+    weight_sum_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    lse_ptr,
+    grad_ptr,
+    grad_stride,
+    vocab,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    logit_scale,
+    HAS_LSE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(targets_ptr + row)
+    valid = target != ignore_index
+    inside = (target >= 0) & (target < vocab)
+    index = tl.where(inside, target, 0)
+    column = tl.arange(0, BLOCK)
+    infinity = float("inf")
+    # NaN in a valid row whose target is outside the vocabulary, else 0.
+    poison = tl.where(inside, 0.0, float("nan"))
+    smooth = label_smoothing / vocab
+    target_weight = 1.0 - label_smoothing
+    weight_sum = tl.cast(vocab, tl.float32)
+    if HAS_WEIGHTS:
+        target_weight *= tl.load(class_weights_ptr + index).to(tl.float32)
+        weight_sum = tl.load(weight_sum_ptr)
+
+    if HAS_LSE:
+        lse = tl.load(lse_ptr + row)
+    else:
+        highest = tl.full((BLOCK,), -infinity, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        weighted = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            at = start + column
+            mask = at < vocab
+            logit = tl.load(logits_ptr + at, mask=mask, other=-infinity)
+            t = _transform(logit, softcap, logit_scale, HAS_SOFTCAP)
+            t = tl.where(mask, t, -infinity)
+            new = tl.maximum(highest, t)
+            shift = tl.where(new == -infinity, 0.0, new)
+            total = total * tl.exp(highest - shift) + tl.exp(t - shift)
+            highest = new
+            if HAS_SMOOTHING:
+                if HAS_WEIGHTS:
+                    t *= tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                weighted += tl.where(mask, t, 0.0)
+        top = tl.max(highest, 0)
+        lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+        logit = tl.load(logits_ptr + index)
+        loss = target_weight * (lse - _transform(logit, softcap, logit_scale, HAS_SOFTCAP))
+        if HAS_SMOOTHING:
+            loss += smooth * (lse * weight_sum - tl.sum(weighted, 0))
+        z = z_loss * lse * lse
+        tl.store(lse_ptr + row, lse)
+        tl.store(loss_ptr + row, tl.where(valid, loss + z + poison, 0.0))
+        tl.store(z_loss_ptr + row, tl.where(valid, z + poison, 0.0))
+
+    if WANT_GRAD:
+        grad_ptr += row * grad_stride
+        scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32) * logit_scale
+        scale = tl.where(valid, scale + poison, 0.0)
+        factor = target_weight + smooth * weight_sum + 2.0 * z_loss * lse
+        for start in range(0, vocab, BLOCK):
+            at = start + column
+            mask = at < vocab
+            logit = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32) * logit_scale
+            slope = 1.0
+            if HAS_SOFTCAP:
+                tanh = _tanh(logit / softcap)
+                slope = 1.0 - tanh * tanh
+                logit = softcap * tanh
+            grad = tl.exp(logit - lse) * factor
+            grad -= tl.where(at == index, target_weight, 0.0)
+            if HAS_SMOOTHING:
+                if HAS_WEIGHTS:
+                    grad -= smooth * tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(
+                        tl.float32
+                    )
+                else:
+                    grad -= smooth
+            # An ignored row gets exact zeros even where its logits are not finite.
+            grad = tl.where(valid, grad * slope * scale, 0.0)
+            tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    targets: Tensor,
+    row_scale: Tensor | None,
+    lse: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    in_place: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if logits.stride(-1) != 1:
+        logits, in_place = logits.contiguous(), False
+    rows, vocab = logits.shape
+    have_lse = lse is not None
+    if lse is None:
+        lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
+    grad = None
+    if row_scale is not None:
+        grad = logits if in_place else torch.empty_like(logits)
+    if rows == 0:
+        return loss, z_loss, lse, grad
+    weight_sum = None
+    if class_weights is not None:
+        class_weights = class_weights.contiguous()
+        weight_sum = class_weights.sum(dtype=torch.float32)
+    block, num_warps, num_stages = launch("cross_entropy", vocab)
+    cross_entropy_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        targets.contiguous(),
+        lse if row_scale is None else row_scale,
+        0 if row_scale is None or row_scale.numel() == 1 else row_scale.stride(0),
+        lse if class_weights is None else class_weights,
+        lse if weight_sum is None else weight_sum,
+        loss,
+        z_loss,
+        lse,
+        logits if grad is None else grad,
+        (logits if grad is None else grad).stride(0),
+        vocab,
+        options.ignore_index,
+        options.label_smoothing,
+        options.z_loss,
+        options.softcap or 1.0,
+        options.logit_scale,
+        HAS_LSE=have_lse,
+        WANT_GRAD=grad is not None,
+        HAS_WEIGHTS=class_weights is not None,
+        HAS_SMOOTHING=options.label_smoothing > 0,
+        HAS_SOFTCAP=options.softcap is not None,
+        BLOCK=block,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return loss, z_loss, lse, grad
