@@ -19,6 +19,10 @@ class CheckpointError(LigerError, ValueError):
     """A checkpoint that cannot be found, is damaged, or does not hold what its config promises."""
 
 
+class DataError(LigerError, ValueError):
+    """Training data that cannot be read, or holds nothing to learn from."""
+
+
 class SaveError(LigerError, OSError):
     """A checkpoint that could not be written; what was there before is still there."""
 

@@ -1,0 +1,308 @@
+"""Training data: text and JSONL files become documents of tokens, each told which are targets.
+
+`packing` makes the rows of a batch from them. Everything in both is a function of the files, the
+tokenizer and a seed, so that a run that was killed finds the same rows in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ligermodels.errors import DataError, LigerError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
+
+
+class TokenizerLike(Protocol):
+    """What this module asks of a tokenizer; `ligermodels.tokenizers.Tokenizer` is one."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: `ids` (n,) int32, and which of them the loss asks for, `targets` (n,) bool.
+
+    A plain text may be cut anywhere; an example with a prompt may not (`divisible` False), for
+    what is cut off would be an answer without its question.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    divisible: bool = True
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.targets.sum())
+
+
+def check_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The paths as `Path`, each an existing file of a kind that can be read; DataError otherwise.
+
+    Separate from reading, so that a mistyped name is found before a model is downloaded.
+    """
+    files = [Path(path) for path in paths]
+    for file in files:
+        if file.is_dir():
+            raise DataError(f"{file}: is a folder, a text or JSONL file is needed")
+        if not file.is_file():
+            raise DataError(f"{file}: no such file")
+        if file.suffix.lower() in REFUSED_SUFFIXES:
+            raise DataError(
+                f"{file}: {file.suffix} files are not read; give plain text, or .jsonl with one "
+                "object per line"
+            )
+    return files
+
+
+def read_documents(
+    paths: Sequence[str | Path], tokenizer: TokenizerLike, *, separator: str | None = None
+) -> list[Document]:
+    """Tokenise files into documents, in file order.
+
+    Names that end in .jsonl or .ndjson hold one object per line, with `text`, with `prompt` and
+    `completion`, or with `messages` (a list of role and content, which goes through the chat
+    template). Any other file is UTF-8 text: one document, or several between lines that equal
+    `separator` ("" separates paragraphs, at blank lines).
+
+    Every document ends with the tokenizer's end-of-text token. Targets are all tokens but the
+    first of a text, the completion and its end, and the assistant's turns. Raises DataError naming
+    file and line.
+    """
+    files = check_files(paths)
+    encoder = _Encoder(tokenizer)
+    documents = []
+    for file in files:
+        if file.suffix.lower() in JSONL_SUFFIXES:
+            documents += list(_read_jsonl(file, encoder))
+        else:
+            documents += [encoder.text(text) for text in split_text(_read_text(file), separator)]
+    documents = [document for document in documents if document.num_targets]
+    if not documents:
+        names = ", ".join(str(file) for file in files)
+        raise DataError(f"{names}: nothing to train on, every document is empty")
+    return documents
+
+
+def split_text(text: str, separator: str | None) -> list[str]:
+    """The documents of a text, cut at lines that equal `separator`; empty ones are left out."""
+    if separator is None:
+        documents = [text]
+    else:
+        documents = []
+        lines: list[str] = []
+        for line in text.split("\n"):
+            if line.strip() == separator.strip():
+                documents.append("\n".join(lines))
+                lines = []
+            else:
+                lines.append(line)
+        documents.append("\n".join(lines))
+    return [document.strip("\n") for document in documents if document.strip()]
+
+
+def _read_text(file: Path) -> str:
+    data = _read_bytes(file)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line}: not UTF-8 text") from None
+    if "\0" in text:
+        raise DataError(f"{file}: holds NUL characters, so it is not a text file")
+    return text.replace("\r\n", "\n")
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
+    for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
+        where = f"{file}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"{where}: not UTF-8 text") from None
+        if not text.strip():
+            continue
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{where}: not JSON that can be read") from None
+        document = _record_document(record, where, encoder)
+        if document is not None:
+            yield document
+
+
+def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | None:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object, found {_kind(record)}")
+    kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
+    if len(kinds) != 1:
+        raise DataError(
+            f'{where}: expected one of "text", "prompt" with "completion", or "messages"; '
+            f"found {', '.join(map(repr, record)) or 'no keys'}"
+        )
+    if kinds == ["messages"]:
+        return encoder.chat(_checked_messages(record["messages"], where), where)
+    if kinds == ["text"]:
+        text = _checked_string(record, "text", where)
+        return encoder.text(text) if text.strip() else None
+    prompt = _checked_string(record, "prompt", where)
+    return encoder.completion(prompt, _checked_string(record, "completion", where))
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _checked_string(record: dict[str, Any], key: str, where: str) -> str:
+    if key not in record:
+        raise DataError(f'{where}: "{key}" is missing')
+    value = record[key]
+    if not isinstance(value, str):
+        raise DataError(f'{where}: "{key}" must be a string, found {_kind(value)}')
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(f'{where}: "{key}" holds half a surrogate pair') from None
+    return value
+
+
+def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: "messages" must be a list with at least one message')
+    for message in messages:
+        if not isinstance(message, dict):
+            raise DataError(f"{where}: a message must be an object, found {_kind(message)}")
+        for key in ("role", "content"):
+            _checked_string(message, key, where)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f'{where}: "messages" has no turn of the assistant to learn from')
+    return messages
+
+
+class _Encoder:
+    """Texts, completions and chats to documents, with the tokenizer's own special tokens."""
+
+    def __init__(self, tokenizer: TokenizerLike):
+        self.tokenizer = tokenizer
+        bare = tokenizer.encode("a", add_special_tokens=False)
+        full = tokenizer.encode("a", add_special_tokens=True)
+        # What the tokenizer puts in front (usually a begin token or nothing); what it may put
+        # behind is left to `end`, so that a prompt never carries an end token in the middle.
+        start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        self.prefix = full[:start]
+        self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def text(self, text: str) -> Document:
+        ids = self.prefix + self.tokenizer.encode(text, add_special_tokens=False) + self.end
+        return _document(ids, [True] * len(ids), divisible=True)
+
+    def completion(self, prompt: str, completion: str) -> Document:
+        ids, targets = self._segments([(prompt, False), (completion, True)])
+        ids = self.prefix + ids + self.end
+        targets = [False] * len(self.prefix) + targets + [True] * len(self.end)
+        return _document(ids, targets, divisible=False)
+
+    def chat(self, messages: list[dict[str, Any]], where: str) -> Document:
+        """A conversation through the chat template; targets are what the assistant would write.
+
+        A turn of the assistant begins where the template's generation prompt ends, which is
+        where the model takes over when it is asked, and ends where the template ends the turn.
+        """
+        whole = self._render(messages, False, where)
+        segments: list[tuple[str, bool]] = []
+        done = 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:i], True, where)
+            through = self._render(messages[: i + 1], False, where)
+            if not (whole.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    f"{where}: the chat template renders message {i + 1} differently inside the "
+                    "conversation than at its end, so its tokens cannot be told apart; split the "
+                    "conversation so that this message is the last"
+                )
+            segments += [
+                (whole[done : len(before)], False),
+                (whole[len(before) : len(through)], True),
+            ]
+            done = len(through)
+        segments.append((whole[done:], False))
+        ids, targets = self._segments([segment for segment in segments if segment[0]])
+        return _document(ids, targets, divisible=False)
+
+    def _render(self, messages: list[dict[str, Any]], generation: bool, where: str) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=generation, tokenize=False
+            )
+        # A template is a program of the checkpoint's: it raises what it likes.
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if isinstance(error, LigerError) and not messages:
+                raise
+            raise DataError(f"{where}: the chat template fails: {reason}") from error
+
+    def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """Tokens of the joined segments, and for each whether it lies in a trained one.
+
+        The whole is encoded at once where every boundary is also a boundary between tokens, as
+        it nearly always is; else segment by segment, which is how a prompt meets its answer
+        when the model generates.
+        """
+        encode = self._encode
+        ids = encode("".join(text for text, _ in segments))
+        ends = []
+        text = ""
+        for segment, _ in segments[:-1]:
+            text += segment
+            head = encode(text)
+            if ids[: len(head)] != head:
+                pieces = [encode(segment) for segment, _ in segments]
+                ids = [token for piece in pieces for token in piece]
+                ends = list(np.cumsum([len(piece) for piece in pieces]))[:-1]
+                break
+            ends.append(len(head))
+        targets: list[bool] = []
+        for (_, trained), end in zip(segments, [*ends, len(ids)]):
+            targets += [trained] * (int(end) - len(targets))
+        return ids, targets
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _document(ids: list[int], targets: list[bool], divisible: bool) -> Document:
+    trained = np.array(targets, dtype=np.bool_)
+    trained[:1] = False
+    return Document(np.array(ids, dtype=np.int32), trained, divisible)

@@ -1,0 +1,217 @@
+"""Documents become rows of a batch, several to a row, and rows get an order.
+
+A row holds whole documents one after the other. `position_ids` restart with each of them, which is
+what tells the model where attention must stop, and the first token of each is never a target, so
+that the loss does not cross a boundary either. Padding at the end of a row is a document of its own
+without targets. Lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ligermodels.data import Document
+from ligermodels.errors import DataError
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows as the model takes them: three (rows, width) int64 tensors, and host counts."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    num_tokens: int
+    num_targets: int
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return Batch(
+            self.input_ids.to(device),
+            self.labels.to(device),
+            self.position_ids.to(device),
+            self.num_tokens,
+            self.num_targets,
+        )
+
+
+def hold_out(
+    documents: list[Document], fraction: float, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Split off about `fraction` of the documents, for evaluation: (training, held out).
+
+    Documents are chosen at random by `seed`. Where there are too few of them, the end of each
+    plain text is held out instead. Raises DataError when nothing can be split off.
+    """
+    if fraction <= 0:
+        return documents, []
+    if len(documents) * fraction < 1 and all(document.divisible for document in documents):
+        train, held = [], []
+        for document in documents:
+            cut = len(document) - max(2, round(len(document) * fraction))
+            if cut < 2:
+                train.append(document)
+                continue
+            train.append(Document(document.ids[:cut], document.targets[:cut]))
+            # The two parts share one token, so that each token is still predicted once.
+            tail = document.targets[cut - 1 :].copy()
+            tail[0] = False
+            held.append(Document(document.ids[cut - 1 :], tail))
+    else:
+        count = max(1, round(len(documents) * fraction))
+        chosen = set(_generator(seed, 1).permutation(len(documents))[:count].tolist())
+        train = [document for i, document in enumerate(documents) if i not in chosen]
+        held = [document for i, document in enumerate(documents) if i in chosen]
+    if not train or not held:
+        raise DataError(
+            "the training data is too small to hold out a part of it for evaluation; give an "
+            "evaluation file, or hold out nothing with an eval fraction of 0"
+        )
+    return train, held
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+def cut(document: Document, seq_len: int) -> list[Document]:
+    """The document in pieces of at most `seq_len` tokens that hold a target each.
+
+    Neighbouring pieces of a text share one token, so that every target is predicted exactly once.
+    An example with a prompt keeps its beginning only.
+    """
+    if len(document) <= seq_len:
+        return [document] if document.num_targets else []
+    stop = len(document) - 1 if document.divisible else 1
+    pieces = []
+    for start in range(0, stop, seq_len - 1):
+        targets = document.targets[start : start + seq_len].copy()
+        targets[0] = False
+        piece = Document(document.ids[start : start + seq_len], targets, document.divisible)
+        if piece.num_targets:
+            pieces.append(piece)
+    return pieces
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `lengths` grouped so that no group exceeds `capacity`: best fit, longest first."""
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        rows[row].append(i)
+        left = room - lengths[i]
+        if left not in by_room:
+            by_room[left] = []
+            bisect.insort(rooms, left)
+        by_room[left].append(row)
+    return rows
+
+
+class PackedRows:
+    """Documents packed into rows of at most `seq_len` tokens.
+
+    Args:
+        documents: what to pack; texts longer than a row are cut, see `cut`.
+        seq_len: tokens in a row, at least 2.
+        pad_id: the token that fills what is left over.
+
+    `width` is the length of the longest row, to which all are padded: with little data it is less
+    than `seq_len`. `num_truncated` counts examples with a prompt that were too long and lost their
+    end, `num_dropped` those that lost every target with it.
+    """
+
+    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0):
+        self.pad_id = pad_id
+        self.pieces: list[Document] = []
+        self.num_truncated = self.num_dropped = 0
+        for document in documents:
+            pieces = cut(document, seq_len)
+            self.pieces += pieces
+            if not document.divisible and len(document) > seq_len:
+                self.num_truncated += 1
+                self.num_dropped += not pieces
+        if not self.pieces:
+            raise DataError(f"no document has a target within the first {seq_len} tokens")
+        self.rows = best_fit([len(piece) for piece in self.pieces], seq_len)
+        self.width = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
+        self.num_tokens = sum(len(piece) for piece in self.pieces)
+        self.num_targets = sum(piece.num_targets for piece in self.pieces)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def max_id(self) -> int:
+        """The largest token id in the rows."""
+        return max(int(piece.ids.max()) for piece in self.pieces)
+
+    def fingerprint(self) -> str:
+        """A hash of every row's tokens and targets: equal exactly when the rows are."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(f"row {len(row)}".encode())
+            for i in row:
+                digest.update(f"doc {len(self.pieces[i])}".encode())
+                digest.update(np.ascontiguousarray(self.pieces[i].ids).tobytes())
+                digest.update(np.ascontiguousarray(self.pieces[i].targets).tobytes())
+        return digest.hexdigest()
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """The rows with these indices, on the CPU: `input_ids`, `labels` with -100 where the loss
+        asks nothing (the positions of `input_ids`, unshifted), and restarting `position_ids`."""
+        indices = list(indices)
+        shape = (len(indices), self.width)
+        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        position_ids = np.zeros(shape, dtype=np.int64)
+        num_tokens = num_targets = 0
+        for at, index in enumerate(indices):
+            end = 0
+            for i in self.rows[index]:
+                piece = self.pieces[i]
+                start, end = end, end + len(piece)
+                input_ids[at, start:end] = piece.ids
+                labels[at, start:end] = np.where(piece.targets, piece.ids, IGNORE_INDEX)
+                position_ids[at, start:end] = np.arange(end - start)
+                num_targets += piece.num_targets
+            position_ids[at, end:] = np.arange(self.width - end)
+            num_tokens += end
+        return Batch(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            torch.from_numpy(position_ids),
+            num_tokens,
+            num_targets,
+        )
+
+
+def row_order(num_rows: int, seed: int) -> Callable[[int], int]:
+    """A function from a running count to a row; each epoch visits all, in an order of its own.
+
+    It has no state: the order follows from `seed` and the count alone, which makes resuming exact.
+    """
+
+    @lru_cache(maxsize=2)
+    def permutation(epoch: int) -> np.ndarray:
+        return _generator(seed, 0, epoch).permutation(num_rows)
+
+    return lambda count: int(permutation(count // num_rows)[count % num_rows])

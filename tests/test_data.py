@@ -1,0 +1,204 @@
+"""Reading text and JSONL: what becomes a document, what becomes a target, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ligermodels.data import check_files, read_documents, split_text
+from ligermodels.errors import DataError
+
+BOS, EOS = 1, 2
+
+
+class Letters:
+    """A tokenizer of characters, with ids from 10, and a template with a turn's end."""
+
+    eos_token_id = EOS
+
+    def encode(self, text, add_special_tokens=True):
+        ids = [EOS if c == "$" else ord(c) + 10 for c in text]
+        return [BOS, *ids] if add_special_tokens else ids
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True):
+        text = "".join(f"<{m['role'][0]}>{m['content']}$" for m in messages)
+        return text + ("<a>" if add_generation_prompt else "")
+
+
+class Pairs(Letters):
+    """Merges "ab" into one token, so that a boundary between a and b is none between tokens."""
+
+    def encode(self, text, add_special_tokens=True):
+        ids = super().encode(text.replace("ab", "\x00"), False)
+        return [BOS, *ids] if add_special_tokens else ids
+
+
+def plain(document):
+    """What a Letters document says, and the same with a dot where nothing is learnt."""
+    names = {BOS: "^", EOS: "$"}
+    text = [names.get(int(i)) or chr(int(i) - 10) for i in document.ids]
+    return "".join(text), "".join(c if t else "." for c, t in zip(text, document.targets))
+
+
+def write(folder, name, *lines):
+    file = folder / name
+    file.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return file
+
+
+def test_a_text_file_is_one_document_with_its_ends(tmp_path):
+    file = write(tmp_path, "a.txt", "one", "", "two")
+    (document,) = read_documents([file], Letters())
+    assert plain(document) == ("^one\n\ntwo$", ".one\n\ntwo$")
+    assert document.divisible
+
+
+def test_separators_make_documents():
+    text = "one\ntwo\n%\n\n%\n  three\n"
+    assert split_text(text, "%") == ["one\ntwo", "  three"]
+    assert split_text("a\nb\n\n\n \nc", "") == ["a\nb", "c"]
+    assert split_text(" \n", None) == []
+
+
+def test_the_order_is_that_of_the_files(tmp_path):
+    files = [
+        write(tmp_path, "b.txt", "b"),
+        write(tmp_path, "a.jsonl", {"text": "a"}, "", {"text": "c"}),
+    ]
+    assert [plain(d)[0] for d in read_documents(files, Letters())] == ["^b$", "^a$", "^c$"]
+
+
+def test_windows_line_ends_and_byte_order_marks_are_no_text(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    assert plain(read_documents([file], Letters())[0])[0] == "^one\ntwo$"
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n')
+    assert plain(read_documents([lines], Letters())[0])[0] == "^a$"
+
+
+def test_only_the_completion_is_learnt(tmp_path):
+    file = write(tmp_path, "a.jsonl", {"prompt": "2+2=", "completion": "4"})
+    (document,) = read_documents([file], Letters())
+    assert plain(document) == ("^2+2=4$", ".....4$")
+    assert not document.divisible
+
+
+def test_a_prompt_that_would_merge_with_its_completion_keeps_its_own_tokens(tmp_path):
+    file = write(tmp_path, "a.jsonl", {"prompt": "xa", "completion": "by"})
+    (document,) = read_documents([file], Pairs())
+    assert plain(document) == ("^xaby$", "...by$")
+
+
+def test_a_completion_that_does_not_merge_is_encoded_as_one_text(tmp_path):
+    file = write(tmp_path, "a.jsonl", {"prompt": "x", "completion": "aby"})
+    (document,) = read_documents([file], Pairs())
+    assert plain(document) == ("^x\x00y$", "..\x00y$")
+
+
+def test_only_the_assistants_turns_are_learnt(tmp_path):
+    turns = [
+        ("system", "s"),
+        ("user", "q"),
+        ("assistant", "hi"),
+        ("user", "r"),
+        ("assistant", "yo"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (document,) = read_documents([write(tmp_path, "a.jsonl", {"messages": messages})], Letters())
+    assert plain(document) == (
+        "<s>s$<u>q$<a>hi$<u>r$<a>yo$",
+        ".............hi$........yo$",
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    class Forgetful(Letters):
+        def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True):
+            last = len(messages) - 1
+            shown = [
+                {**m, "content": m["content"] if i == last or m["role"] == "user" else ""}
+                for i, m in enumerate(messages)
+            ]
+            return super().apply_chat_template(shown, add_generation_prompt, tokenize)
+
+    turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    file = write(tmp_path, "a.jsonl", {"messages": turn}, {"messages": turn + turn})
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the chat template renders message 2"):
+        read_documents([file], Forgetful())
+
+
+def test_a_template_that_fails_is_named_with_the_line(tmp_path):
+    class NoTemplate(Letters):
+        def apply_chat_template(self, *args, **kwargs):
+            raise ValueError("no chat template\nin this folder")
+
+    message = {"role": "assistant", "content": "a"}
+    file = write(tmp_path, "a.jsonl", {"messages": [message]})
+    with pytest.raises(DataError) as error:
+        read_documents([file], NoTemplate())
+    assert str(error.value) == f"{file}:1: the chat template fails: no chat template"
+
+
+def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
+    class Ends(Letters):
+        def encode(self, text, add_special_tokens=True):
+            ids = super().encode(text, add_special_tokens)
+            return [*ids, EOS] if add_special_tokens else ids
+
+    file = write(tmp_path, "a.jsonl", {"text": "t"}, {"prompt": "p", "completion": "c"})
+    assert [plain(d)[0] for d in read_documents([file], Ends())] == ["^t$", "^pc$"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
+        ("[1]", "expected an object, found a list"),
+        ("null", "expected an object, found null"),
+        ({"body": "a"}, 'expected one of "text"'),
+        ({}, "found no keys"),
+        ({"text": "a", "prompt": "b"}, 'expected one of "text"'),
+        ({"text": 3}, '"text" must be a string, found a number'),
+        ({"prompt": "a"}, '"completion" is missing'),
+        ({"prompt": "a", "completion": None}, '"completion" must be a string, found null'),
+        ({"messages": []}, '"messages" must be a list'),
+        ({"messages": ["hello"]}, "a message must be an object, found a string"),
+        ({"messages": [{"role": "user"}]}, '"content" is missing'),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
+        ('{"text": "\\ud800"}', "half a surrogate pair"),
+        ("[" * 100_000, "not JSON that can be read"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
+    file = write(tmp_path, "bad.jsonl", {"text": "fine"}, "", line)
+    with pytest.raises(DataError) as error:
+        read_documents([file], Letters())
+    assert str(error.value).startswith(f"{file}:3: ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"fine\n\xff", "a.txt:2: not UTF-8 text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: not UTF-8 text"),
+        ("a.txt", b"a\0b", "holds NUL characters"),
+        ("a.txt", b" \n", "nothing to train on"),
+        ("a.jsonl", b"", "nothing to train on"),
+        ("a.json", b"[]", ".json files are not read"),
+        ("a.parquet", b"PAR1", ".parquet files are not read"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message.replace(".", r"\.")):
+        read_documents([tmp_path / name], Letters())
+
+
+def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
+    with pytest.raises(DataError, match=r"none\.txt: no such file"):
+        check_files([tmp_path / "none.txt"])
+    with pytest.raises(DataError, match="is a folder"):
+        check_files([tmp_path])

@@ -1,0 +1,143 @@
+"""Packing: every target once, boundaries kept, an order that follows from the seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ligermodels.data import Document
+from ligermodels.errors import DataError
+from ligermodels.packing import IGNORE_INDEX, PackedRows, best_fit, cut, hold_out, row_order
+
+
+def text(length, first=100):
+    targets = np.ones(length, dtype=bool)
+    targets[0] = False
+    return Document(np.arange(first, first + length, dtype=np.int32), targets)
+
+
+def example(prompt, completion, first=100):
+    targets = np.array([False] * prompt + [True] * completion)
+    ids = np.arange(first, first + prompt + completion, dtype=np.int32)
+    return Document(ids, targets, divisible=False)
+
+
+def random_documents(count, seed=0, longest=40):
+    rng = np.random.default_rng(seed)
+    return [text(int(n), first=1000 * i) for i, n in enumerate(rng.integers(2, longest, count))]
+
+
+def test_a_row_holds_documents_with_positions_that_restart():
+    rows = PackedRows([text(3, 10), text(4, 20)], seq_len=8, pad_id=7)
+    assert (len(rows), rows.width) == (1, 7)
+    batch = rows.batch([0])
+    assert batch.input_ids.tolist() == [[20, 21, 22, 23, 10, 11, 12]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert batch.labels.tolist() == [[-100, 21, 22, 23, -100, 11, 12]]
+    assert (batch.num_tokens, batch.num_targets) == (7, 5)
+
+
+def test_padding_is_a_document_of_its_own_without_targets():
+    rows = PackedRows([text(5, 10), text(3, 20), text(3, 30)], seq_len=6, pad_id=7)
+    batch = rows.batch([0, 1])
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 7], [20, 21, 22, 30, 31, 32]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 2]]
+    assert batch.labels[0, 5] == IGNORE_INDEX
+
+
+def test_prompts_are_no_targets():
+    batch = PackedRows([example(3, 2), text(2, 50)], seq_len=8).batch([0])
+    assert batch.labels.tolist() == [[-100, -100, -100, 103, 104, -100, 51]]
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 7, 16, 64])
+def test_every_target_of_a_text_is_predicted_exactly_once(seq_len):
+    documents = random_documents(50)
+    rows = PackedRows(documents, seq_len)
+    batch = rows.batch(range(len(rows)))
+    found = batch.labels[batch.labels != IGNORE_INDEX]
+    wanted = torch.cat([torch.from_numpy(d.ids[1:]) for d in documents])
+    assert torch.equal(found.sort().values, wanted.long().sort().values)
+    assert batch.num_targets == rows.num_targets == len(wanted)
+
+
+@pytest.mark.parametrize("seq_len", [2, 5, 33])
+def test_a_target_is_preceded_by_its_own_documents_token_and_never_at_a_start(seq_len):
+    rows = PackedRows(random_documents(40, seed=1), seq_len)
+    batch = rows.batch(range(len(rows)))
+    at_start = batch.position_ids == 0
+    assert (batch.labels[at_start] == IGNORE_INDEX).all()
+    row, column = torch.nonzero(batch.labels != IGNORE_INDEX, as_tuple=True)
+    # these documents count upwards, so the token before a target is one less
+    assert torch.equal(batch.input_ids[row, column - 1] + 1, batch.labels[row, column])
+    assert torch.equal(batch.position_ids[row, column - 1] + 1, batch.position_ids[row, column])
+
+
+def test_an_example_that_is_too_long_keeps_its_beginning_and_is_counted():
+    rows = PackedRows([example(3, 9), example(8, 2), text(4)], seq_len=6)
+    assert (rows.num_truncated, rows.num_dropped) == (2, 1)
+    assert sorted(piece.num_targets for piece in rows.pieces) == [3, 3]
+    assert cut(example(8, 2), 6) == []
+
+
+def test_nothing_that_fits_a_row_is_an_error():
+    with pytest.raises(DataError, match="first 6 tokens"):
+        PackedRows([example(8, 2)], seq_len=6)
+
+
+def test_best_fit_fills_rows_and_never_beyond():
+    lengths = np.random.default_rng(3).integers(1, 100, 500).tolist()
+    groups = best_fit(lengths, 100)
+    assert sorted(i for group in groups for i in group) == list(range(500))
+    used = [sum(lengths[i] for i in group) for group in groups]
+    assert max(used) <= 100
+    assert len(groups) <= 1.03 * sum(lengths) / 100 + 1
+    assert best_fit([60, 50, 40, 50], 100) == [[0, 2], [1, 3]]
+
+
+def test_holding_out_takes_whole_documents_by_the_seed():
+    documents = random_documents(100)
+    train, held = hold_out(documents, 0.1, seed=5)
+    assert (len(train), len(held)) == (90, 10)
+    again, other = hold_out(documents, 0.1, seed=5), hold_out(documents, 0.1, seed=6)
+    assert [d.ids[0] for d in again[1]] == [d.ids[0] for d in held]
+    assert [d.ids[0] for d in other[1]] != [d.ids[0] for d in held]
+    assert sorted([d.ids[0] for d in train + held]) == sorted(d.ids[0] for d in documents)
+
+
+def test_holding_out_of_one_long_text_takes_its_end():
+    (train,), (held,) = hold_out([text(200)], 0.1, seed=0)
+    assert train.num_targets + held.num_targets == 199
+    assert held.ids[0] == train.ids[-1] and not held.targets[0]
+    assert held.num_targets == 20
+
+
+def test_holding_out_of_nearly_nothing_is_refused():
+    with pytest.raises(DataError, match="too small to hold out"):
+        hold_out([example(2, 2)], 0.05, seed=0)
+    with pytest.raises(DataError, match="too small to hold out"):
+        hold_out([text(3)], 0.05, seed=0)
+    assert hold_out([text(3)], 0.0, seed=0)[1] == []
+
+
+def test_an_epoch_visits_every_row_once_and_the_next_in_another_order():
+    order = row_order(20, seed=1)
+    first = [order(i) for i in range(20)]
+    second = [order(i) for i in range(20, 40)]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    # without state: asked anew from the middle, as after a resume, the answer is the same
+    assert [row_order(20, seed=1)(i) for i in range(15, 25)] == (first + second)[15:25]
+    assert [row_order(20, seed=2)(i) for i in range(20)] != first
+
+
+def test_the_fingerprint_tells_ids_targets_and_rows_apart():
+    base = PackedRows([text(4), text(5, 50)], 16).fingerprint()
+    assert PackedRows([text(4), text(5, 50)], 16).fingerprint() == base
+    others = [
+        PackedRows([text(4), text(5, 51)], 16),
+        PackedRows([example(2, 2), text(5, 50)], 16),
+        PackedRows([text(4), text(5, 50)], 5),
+    ]
+    assert len({base, *(rows.fingerprint() for rows in others)}) == 4
