@@ -1,0 +1,42 @@
+"""From a config.json's model_type to the class that computes it."""
+
+import os
+from typing import Any
+
+from ligermodels.converters import config as hf_config
+from ligermodels.converters import hub
+from ligermodels.errors import ConfigError
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.llama import LigerLlama
+
+FAMILIES: dict[str, type[DecoderModel]] = {
+    cls.config_class.model_type: cls for cls in (LigerLlama,)
+}
+
+
+class AutoLiger:
+    """Loads a checkpoint with the class its config names."""
+
+    @staticmethod
+    def from_hf(
+        path: str | os.PathLike[str], *, revision: str | None = None, **options: Any
+    ) -> DecoderModel:
+        """Load a local folder or hub id; arguments and errors as `DecoderModel.from_hf`."""
+        folder = hub.resolve(path, revision=revision)
+        return family_of(folder).from_hf(folder, **options)
+
+
+def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
+    """The model class for a checkpoint folder.
+
+    Raises:
+        ConfigError: its config.json cannot be read or names no supported model_type.
+    """
+    raw = hf_config.read_config(folder)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"{os.path.join(folder, 'config.json')}: model_type {model_type!r} is not supported; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]

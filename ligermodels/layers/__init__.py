@@ -1,0 +1,19 @@
+"""The layers that models are made of: plain nn.Modules to compose freely."""
+
+from ligermodels.layers.attention import Attention, AttentionContext
+from ligermodels.layers.block import DecoderBlock
+from ligermodels.layers.loss_head import HeadOutput, LossHead
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.rotary import RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "AttentionContext",
+    "DecoderBlock",
+    "GatedMLP",
+    "HeadOutput",
+    "LossHead",
+    "RMSNorm",
+    "RotaryEmbedding",
+]

@@ -1,0 +1,39 @@
+"""The pre-norm decoder block, carrying the residual through add + norm."""
+
+from torch import Tensor, nn
+
+from ligermodels.layers.attention import Attention, AttentionContext
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.norm import RMSNorm
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then + mlp(norm(.)), with each add left to the norm that follows.
+
+    Per token it keeps for backward: both residual sums, q, k, v after rope, attention's output
+    and gate_up; norm outputs and the activation product are computed again.
+    """
+
+    def __init__(
+        self,
+        self_attn: Attention,
+        mlp: GatedMLP,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the block's output.
+
+        Args: x, residual (batch, seq, hidden); their sum is the block's input, and a residual of
+            None stands for zero.
+        """
+        x, residual = self.self_attn(x, context, norm=self.input_layernorm, residual=residual)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=residual)

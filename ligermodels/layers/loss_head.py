@@ -1,0 +1,169 @@
+"""The head: hidden states in, a loss out, logits only where they are asked for by name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels import kernels
+from ligermodels.kernels.cross_entropy import check_reduction, loss_divisor
+from ligermodels.kernels.linear_cross_entropy import choose_chunk
+from ligermodels.layers.plain import is_plain
+
+
+@dataclass
+class HeadOutput:
+    """What the head returns; tensors on hidden's device."""
+
+    loss: Tensor  # scalar, or targets' shape with reduction "none"; z-loss included
+    z_loss: Tensor  # the z-loss within it, not differentiable
+    num_valid: Tensor  # targets that are not ignored, int64 scalar
+    token_loss: Tensor | None = None  # targets' shape, on request, not differentiable
+
+
+# Wrappers look for the tensors of a module's output: FSDP2 hooks its backward to them.
+register_dataclass(HeadOutput)
+
+
+class LossHead(nn.Module):
+    """A linear head fused with cross entropy, chunk by chunk.
+
+    Args:
+        hidden_size, vocab_size: shape of the projection.
+        bias: whether the projection has one.
+        tied_to: an embedding whose weight serves as the projection; then the head has no
+            parameter of its own. It is looked up at every call: tie again after replacing it.
+        loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
+            keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
+            ignore_index, chunk_size, max_scratch_bytes); any call may override them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        tied_to: nn.Embedding | None = None,
+        **loss_options: Any,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.loss_options = loss_options
+        if tied_to is None:
+            self.proj = nn.Linear(hidden_size, vocab_size, bias=bias)
+            self._tied: tuple[nn.Embedding, ...] = ()
+        else:
+            if bias:
+                raise ValueError("LossHead: a tied head has no bias")
+            self.tie(tied_to)
+
+    def tie(self, embedding: nn.Embedding) -> None:
+        """Use the embedding's weight (vocab, hidden) as the projection."""
+        # In a tuple, so that the embedding is not registered as a child of the head.
+        self._tied = (embedding,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The projection's weight (vocab, hidden): its own, or that of the tied embedding."""
+        return self._tied[0].weight if self._tied else self.proj.weight
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        return_token_loss: bool = False,
+        **loss_options: Any,
+    ) -> HeadOutput:
+        """Loss of targets aligned with hidden: no shift here.
+
+        Args: hidden (..., hidden), targets (...) int64; loss_options as in the constructor, and
+            `normalizer`, a number or an integer 0-d tensor that the summed loss is divided by.
+        Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
+            head under FSDP2 outside the model's forward.
+        """
+        options = {**self.loss_options, **loss_options}
+        if self._tied or is_plain(self.proj, nn.Linear):
+            weight = self.weight
+            if _is_distributed(weight):
+                raise RuntimeError(
+                    "the tied head's weight is sharded here: call the wrapped model with labels, "
+                    "model(input_ids, labels=labels), rather than model.head(...)"
+                )
+            bias = None if self._tied else self.proj.bias
+            loss, z_loss, token_loss = kernels.linear_cross_entropy(
+                hidden, weight, targets, bias, **options
+            )
+        else:
+            loss, z_loss, token_loss = self._module_loss(hidden, targets, **options)
+        num_valid = (targets != options.get("ignore_index", -100)).sum()
+        return HeadOutput(loss, z_loss, num_valid, token_loss if return_token_loss else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """softcap(logit_scale * projection of hidden): (..., hidden) -> (..., vocab).
+
+        Works on a sharded model too, outside its forward: every rank must call it.
+        """
+        if self._tied or _is_distributed(self.proj.weight):
+            weight = _whole(self.weight).to(hidden.dtype)
+            bias = None if self._tied or self.proj.bias is None else _whole(self.proj.bias)
+            logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+        else:
+            logits = self.proj(hidden)
+        logits = logits * self.loss_options.get("logit_scale", 1.0)
+        softcap = self.loss_options.get("softcap")
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def _module_loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        chunk_size: int | None = None,
+        max_scratch_bytes: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss through a projection that was swapped: called chunk by chunk, logits made again
+        in backward. Its gradients are its own affair, their accumulation autograd's."""
+        check_reduction(reduction, normalizer)
+        rows, row_targets = hidden.flatten(0, -2), targets.flatten()
+        # Logits, their gradient and float32 copies of either.
+        bytes_per_row = self.vocab_size * (2 * hidden.element_size() + 16)
+        chunk = chunk_size or choose_chunk(len(rows), bytes_per_row, 0, max_scratch_bytes)
+
+        def chunk_loss(part: Tensor, part_targets: Tensor) -> tuple[Tensor, Tensor]:
+            return kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
+
+        parts = [
+            checkpoint(chunk_loss, part, part_targets, use_reentrant=False)
+            for part, part_targets in zip(rows.split(chunk), row_targets.split(chunk))
+        ]
+        loss = torch.cat([part[0] for part in parts]).view(targets.shape)
+        z_loss = torch.cat([part[1] for part in parts]).view(targets.shape).detach()
+        if reduction == "none":
+            return loss, z_loss, loss.detach()
+        divisor = loss_divisor(
+            targets,
+            reduction,
+            normalizer,
+            options.get("class_weights"),
+            options.get("ignore_index", -100),
+            loss.dtype,
+        )
+        return loss.sum() / divisor, z_loss.sum() / divisor, loss.detach()
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it where it is sharded (a DTensor)."""
+    return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+"""The gated MLP on a packed gate and up projection."""
+
+from torch import Tensor, nn
+
+from ligermodels import kernels
+from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.plain import is_plain, norm_then_linear
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), arXiv:2002.05202, keeping only gate and up for backward.
+
+    Args:
+        hidden_size: width of input and output.
+        intermediate_size: width of gate and up.
+        bias: whether the projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply to x, or to norm(x + residual) with the add and norm fused in.
+
+        Args: x, residual (..., hidden).
+        Returns: (..., hidden); with a norm the pair (that, x + residual).
+        """
+        if norm is None:
+            return self._down(self.gate_up_proj(x if residual is None else x + residual))
+        gate_up, total = norm_then_linear(x, residual, norm, self.gate_up_proj)
+        return self._down(gate_up), total
+
+    def _down(self, gate_up: Tensor) -> Tensor:
+        if is_plain(self.down_proj, nn.Linear):
+            return kernels.swiglu_linear(gate_up, self.down_proj.weight, self.down_proj.bias)
+        return self.down_proj(kernels.swiglu(gate_up))

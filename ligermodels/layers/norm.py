@@ -1,0 +1,64 @@
+"""RMSNorm as a module, with the residual add fused in where a residual is given."""
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import kernels
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm over the last dimension. Source: arXiv:1910.07467.
+
+    Args:
+        hidden_size: the last dimension.
+        eps: added to the mean square.
+        offset: added to the weight; 1 for Gemma, whose weights are stored as w - 1.
+        casting: "llama" rounds the normalised input to its dtype before the product with the
+            weight, "gemma" rounds once at the end.
+    """
+
+    weight: nn.Parameter
+    eps: float
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting: str = "llama",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        self.offset = offset
+        self.casting = casting
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the factor, offset + weight, to one."""
+        # nn.RMSNorm calls this before the offset is known.
+        nn.init.constant_(self.weight, 1.0 - getattr(self, "offset", 0.0))
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):  # type: ignore[override]
+        """Normalise x, or x + residual.
+
+        Args: x, residual (..., hidden_size).
+        Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
+        """
+        options = {"offset": self.offset, "casting": self.casting}
+        if residual is None:
+            return kernels.rms_norm(x, self.weight, self.eps, **options)
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps, **options)
+
+    def extra_repr(self) -> str:
+        """Show offset and casting beside what nn.RMSNorm shows."""
+        return f"{super().extra_repr()}, offset={self.offset}, casting={self.casting!r}"

@@ -1,0 +1,1 @@
+"""One file per family, over the base they share."""

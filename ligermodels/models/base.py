@@ -1,0 +1,322 @@
+"""What all families share: the forward pass, loading, saving, and the report on kernels."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self
+
+from ligermodels.kernels import backend
+from ligermodels.layers import (
+    AttentionContext,
+    DecoderBlock,
+    GatedMLP,
+    HeadOutput,
+    LossHead,
+    RMSNorm,
+    RotaryEmbedding,
+)
+from ligermodels.layers.attention import Attention, Cache
+from ligermodels.layers.masks import (
+    Mask,
+    VarlenMask,
+    document_ids,
+    document_mask,
+    padding_mask,
+    positions_from_cu_seqlens,
+)
+from ligermodels.layers.plain import is_plain
+from ligermodels.models import checkpoints
+from ligermodels.models.config import ModelConfig
+
+
+class DecoderModel(nn.Module):
+    """A decoder that emits hidden states; families set up the parts declared here.
+
+    Attributes:
+        config: the family's config.
+        source_folder: the local checkpoint folder that the weights came from, or None.
+    """
+
+    config_class: ClassVar[type[ModelConfig]]
+    embed_tokens: nn.Embedding
+    rotary: RotaryEmbedding
+    layers: nn.ModuleList
+    norm: RMSNorm
+    head: LossHead
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        config.validate()
+        self.config = config
+        self.source_folder: Path | None = None
+        self.activation_checkpointing = False
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        **loss_options: Any,
+    ) -> Tensor | HeadOutput:
+        """Hidden states after the final norm, or with labels the head's output. Never logits.
+
+        Args:
+            input_ids: (batch, seq) int64.
+            labels: (batch, seq) int64, same positions as input_ids: the shift by one happens
+                here. -100 is ignored, and so is what lies across a document's boundary.
+            position_ids: (batch or 1, seq). Several documents in a row are told by positions
+                that restart; attention stays inside each. Default 0, 1, 2, ...
+            cu_seqlens: (documents + 1) int, starts of the documents in a single row and its
+                length; instead of position_ids.
+            max_seqlen: longest document of cu_seqlens; lets a GPU use a varlen kernel.
+            attention_mask: (batch, seq), 0 for padding: a dense mask, as in HF. With a cache it
+                covers the cached tokens too.
+            cache: a `ligermodels.generation.KVCache`, for inference.
+            loss_options: as in `LossHead.forward` (normalizer, reduction, label_smoothing, ...).
+        Returns: (batch, seq, hidden), or a `HeadOutput`.
+        Raises:
+            ValueError: inputs that contradict each other or cannot be honoured.
+        """
+        batch, seq = _check_ids(input_ids)
+        if labels is None and loss_options:
+            raise ValueError(f"{', '.join(loss_options)}: loss options need labels")
+        context, documents = self._context(
+            input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
+        )
+        hidden = self._hidden(input_ids, context)
+        if cache is not None:
+            cache.advance(seq)
+        if labels is None:
+            return hidden
+        if labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels {tuple(labels.shape)} and input_ids {(batch, seq)} differ in shape"
+            )
+        ignore_index = loss_options.get(
+            "ignore_index", self.head.loss_options.get("ignore_index", -100)
+        )
+        targets = next_token_targets(labels, documents, ignore_index)
+        return self.head(hidden, targets, **loss_options)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """`model(input_ids, labels=labels, **options).loss`. Behind a wrapper, call the wrapper."""
+        return self(input_ids, labels=labels, **options).loss
+
+    def _hidden(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                # One tensor is kept at the boundary, not the pair.
+                x, residual = x if residual is None else x + residual, None
+                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
+            else:
+                x, residual = layer(x, residual, context)
+        return self.norm(x) if residual is None else self.norm(x, residual)[0]
+
+    def _context(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[AttentionContext, Tensor | None]:
+        """Angles and mask of this pass, and each token's document where rows are packed."""
+        batch, seq = input_ids.shape
+        past = 0 if cache is None else cache.length
+        if cu_seqlens is not None:
+            if position_ids is not None or batch != 1 or cache is not None:
+                raise ValueError(
+                    "cu_seqlens describes one packed row: batch must be 1, without position_ids "
+                    f"and without a cache; got batch {batch}"
+                )
+            position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
+        elif max_seqlen is not None:
+            raise ValueError("max_seqlen belongs to cu_seqlens, which is missing")
+        packed = position_ids is not None and cache is None
+        if packed and attention_mask is not None:
+            raise ValueError(
+                "attention_mask and packed documents exclude each other: give padding positions "
+                "of their own in position_ids and -100 as labels"
+            )
+        if attention_mask is not None and attention_mask.shape != (batch, past + seq):
+            raise ValueError(
+                f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, past + seq)}"
+            )
+        if position_ids is not None and position_ids.shape not in ((batch, seq), (1, seq)):
+            raise ValueError(
+                f"position_ids {tuple(position_ids.shape)}: expected {(batch, seq)} or {(1, seq)}"
+            )
+
+        documents = None
+        mask: Mask = None
+        if packed:
+            assert position_ids is not None
+            documents = document_ids(position_ids)
+            if cu_seqlens is not None and max_seqlen is not None and input_ids.is_cuda:
+                mask = VarlenMask(cu_seqlens.to(torch.int32), max_seqlen)
+            else:
+                mask = document_mask(position_ids)
+        elif attention_mask is not None:
+            mask = padding_mask(attention_mask, seq)
+        elif past and seq > 1:
+            mask = padding_mask(input_ids.new_ones(1, past + seq), seq)
+
+        length: int | None = None
+        if position_ids is None:
+            position_ids = torch.arange(past, past + seq, device=input_ids.device).unsqueeze(0)
+            length = past + seq
+        cos, sin = self.rotary(position_ids, length)
+        return AttentionContext(cos, sin, mask, cache), documents
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw weights anew: normal with config.initializer_range, biases 0, norms 1, padding 0."""
+        std = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx].zero_()
+            elif isinstance(module, RMSNorm):
+                module.reset_parameters()
+
+    @classmethod
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        allow_nonfinite: bool = False,
+    ) -> Self:
+        """Load an HF checkpoint.
+
+        Args:
+            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
+            dtype: of the parameters; default what the checkpoint is stored in.
+            device: where the parameters go, tensor by tensor.
+            revision: branch, tag or commit of a hub id.
+            allow_nonfinite: let NaN and infinite weights in.
+        Raises:
+            ConfigError: config.json is damaged, of another family, or asks for what is not
+                implemented.
+            CheckpointError: weights missing, unexpected, mis-shaped, damaged or quantised, a
+                repository absent or closed; names and shapes are checked before anything large
+                is allocated.
+        """
+        return checkpoints.load(cls, path, dtype, torch.device(device), revision, allow_nonfinite)
+
+    def save_hf(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
+        """Write an HF checkpoint that transformers, vLLM and llama.cpp read.
+
+        The folder is replaced in one step: a save that is killed leaves the old one. Tokenizer
+        and generation files come along from the checkpoint that was loaded; other files in the
+        folder stay.
+
+        Args: max_shard_size in bytes.
+        Raises:
+            SaveError: the disk is full or closed to us, or a projection is still wrapped.
+        """
+        checkpoints.save(self, folder, max_shard_size)
+
+    # --- use -------------------------------------------------------------------------------------
+
+    def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
+        """Continue prompts, greedily unless asked; see `ligermodels.generation.generate`."""
+        from ligermodels.generation import generate
+
+        return generate(self, input_ids, **options)
+
+    def activation_checkpointing_enable(self) -> None:
+        """Keep one tensor per block and compute the rest again in backward."""
+        self.activation_checkpointing = True
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep what `DecoderBlock` lists for backward."""
+        self.activation_checkpointing = False
+
+    def kernels(self) -> dict[str, str]:
+        """Which implementation each op takes on this model as it is now, and why.
+
+        Returns: op -> "implementation (reason)"; swapped projections are listed by name.
+        """
+        device = self.embed_tokens.weight.device
+        name, reason = backend.choose(device)
+        here = f"{name} ({reason})"
+        report = dict.fromkeys(
+            ("rms_norm", "add_rms_norm", "rope", "swiglu", "cross_entropy"), here
+        )
+        report["attention"] = "scaled_dot_product_attention (causal); packed documents: " + (
+            "varlen_attn with max_seqlen, else flex_attention"
+            if device.type == "cuda"
+            else "scaled_dot_product_attention with a dense mask"
+        )
+        swapped = list(self._swapped_modules())
+        report["norm + linear, linear + rope, swiglu + linear"] = (
+            "fused"
+            if not swapped
+            else f"modules called where swapped: {', '.join(swapped[:10])}"
+            + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
+        )
+        plain_head = bool(self.head._tied) or is_plain(self.head.proj, nn.Linear)
+        report["linear_cross_entropy"] = (
+            f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
+        )
+        return report
+
+    def _swapped_modules(self) -> Iterator[str]:
+        for name, module in self.named_modules():
+            children: dict[str, type[nn.Module]] = {}
+            if isinstance(module, Attention):
+                children = {"qkv_proj": nn.Linear}
+            elif isinstance(module, GatedMLP):
+                children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
+            elif isinstance(module, DecoderBlock):
+                children = {"input_layernorm": RMSNorm, "post_attention_layernorm": RMSNorm}
+            for child, kind in children.items():
+                if not is_plain(getattr(module, child), kind):
+                    yield f"{name}.{child}"
+
+
+def next_token_targets(
+    labels: Tensor, documents: Tensor | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Targets aligned with hidden states: each position's next label, none across a boundary.
+
+    Args: labels (batch, seq); documents (batch or 1, seq), each token's document number.
+    Returns: (batch, seq), the last of each row and of each document ignore_index.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    if documents is None:
+        return targets
+    ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+    return targets.masked_fill(ends, ignore_index)
+
+
+def _check_ids(input_ids: Tensor) -> tuple[int, int]:
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids {tuple(input_ids.shape)}: expected (batch, seq)")
+    batch, seq = input_ids.shape
+    if batch == 0 or seq == 0:
+        raise ValueError(f"input_ids {(batch, seq)}: nothing to compute on")
+    return batch, seq

@@ -1,0 +1,146 @@
+"""What the configs of all families share."""
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from ligermodels.converters import config as hf_config
+from ligermodels.errors import ConfigError
+
+# Far above any published model; a config beyond them is damaged or hostile, and is refused
+# before anything is sized by it.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**40,
+}
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Sizes and settings of a decoder, under HF's field names.
+
+    Not frozen: assign to a field before building a model from it. `extra` holds the config.json
+    a checkpoint came with, whole, so that an export gives back every key.
+
+    Raises:
+        ConfigError: a field that no model can have.
+    """
+
+    model_type: ClassVar[str]
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None  # None: num_attention_heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None  # with "rope_type", without theta
+    attention_dropout: float = 0.0
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None  # the checkpoint's, such as "bfloat16"
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and _is_size(self.num_attention_heads):
+            if not isinstance(self.hidden_size, int) or self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"config: hidden_size {self.hidden_size} is not a multiple of "
+                    f"num_attention_heads {self.num_attention_heads}; set head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field; called on construction, and again when a model is built.
+
+        Raises:
+            ConfigError: naming the field, its value and what is allowed.
+        """
+        for name, largest in _LARGEST.items():
+            value = getattr(self, name)
+            if not _is_size(value) or value > largest:
+                raise ConfigError(
+                    f"config: {name} is {value!r}; expected an integer from 1 to {largest}"
+                )
+        assert self.num_key_value_heads is not None and self.head_dim is not None
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"config: head_dim {self.head_dim} is odd; rope rotates pairs")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"config: hidden_act {self.hidden_act!r} is not implemented: 'silu'")
+        if self.attention_dropout:
+            raise ConfigError(
+                f"config: attention_dropout {self.attention_dropout} is not implemented; set it to 0"
+            )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ConfigError(f"config: {name} is {value!r}; expected a positive number")
+        if self.pad_token_id is not None and not (
+            -self.vocab_size <= self.pad_token_id < self.vocab_size
+        ):
+            raise ConfigError(
+                f"config: pad_token_id {self.pad_token_id} is outside the vocabulary of "
+                f"{self.vocab_size}"
+            )
+
+    @classmethod
+    def from_hf(cls, folder: str | os.PathLike[str]) -> Self:
+        """Read `folder`/config.json.
+
+        Raises:
+            ConfigError: naming the file and the key that is damaged, unknown or not implemented.
+        """
+        source = Path(folder) / "config.json"
+        raw = hf_config.read_config(folder)
+        known = hf_config.fields_from_hf(raw, cls, str(source))
+        try:
+            return cls(**known)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """The config of a published model size, with fields changed by keyword.
+
+        Raises:
+            ConfigError: an unknown name; lists the known ones.
+        """
+        if name not in cls.presets:
+            raise ConfigError(f"preset {name!r} is unknown; known: {', '.join(cls.presets)}")
+        return cls(**{**cls.presets[name], **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields by name, model_type included, `extra` left out."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        del values["extra"]
+        return {"model_type": self.model_type, **values}
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
