@@ -75,11 +75,13 @@ def cross_entropy_kernel(
         highest = tl.full((BLOCK,), -infinity, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
+        # Read before the reductions below, whose barriers keep it ahead of every write in place.
+        target_t = _transform(tl.load(logits_ptr + index), softcap, logit_scale, HAS_SOFTCAP)
         for start in range(0, vocab, BLOCK):
             at = start + column
             mask = at < vocab
-            logit = tl.load(logits_ptr + at, mask=mask, other=-infinity)
-            t = _transform(logit, softcap, logit_scale, HAS_SOFTCAP)
+            logits = tl.load(logits_ptr + at, mask=mask, other=-infinity)
+            t = _transform(logits, softcap, logit_scale, HAS_SOFTCAP)
             t = tl.where(mask, t, -infinity)
             new = tl.maximum(highest, t)
             shift = tl.where(new == -infinity, 0.0, new)
@@ -91,8 +93,7 @@ def cross_entropy_kernel(
                 weighted += tl.where(mask, t, 0.0)
         top = tl.max(highest, 0)
         lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-        logit = tl.load(logits_ptr + index)
-        loss = target_weight * (lse - _transform(logit, softcap, logit_scale, HAS_SOFTCAP))
+        loss = target_weight * (lse - target_t)
         if HAS_SMOOTHING:
             loss += smooth * (lse * weight_sum - tl.sum(weighted, 0))
         z = z_loss * lse * lse
@@ -108,13 +109,13 @@ def cross_entropy_kernel(
         for start in range(0, vocab, BLOCK):
             at = start + column
             mask = at < vocab
-            logit = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32) * logit_scale
-            slope = 1.0
+            t = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32) * logit_scale
+            slope = tl.full((BLOCK,), 1.0, tl.float32)
             if HAS_SOFTCAP:
-                tanh = _tanh(logit / softcap)
+                tanh = _tanh(t / softcap)
                 slope = 1.0 - tanh * tanh
-                logit = softcap * tanh
-            grad = tl.exp(logit - lse) * factor
+                t = softcap * tanh
+            grad = tl.exp(t - lse) * factor
             grad -= tl.where(at == index, target_weight, 0.0)
             if HAS_SMOOTHING:
                 if HAS_WEIGHTS:
