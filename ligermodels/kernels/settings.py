@@ -28,12 +28,13 @@ NVIDIA: Table = {
         (1024, Launch(0, 2)),
         (2048, Launch(0, 4)),
         (4096, Launch(0, 8)),
-        (None, Launch(0, 16)),
+        (8192, Launch(0, 16)),
+        (None, Launch(0, 32)),
     ),
     "rope": ((None, Launch(1024, 4)),),
     "swiglu_forward": ((None, Launch(2048, 8)),),
     "swiglu_backward": ((None, Launch(1024, 4)),),
-    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(8192, 16))),
+    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
 }
 
 AMD: Table = {

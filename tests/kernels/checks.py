@@ -1,0 +1,147 @@
+"""One comparison for every op: values and gradients against float64, beside eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.tolerances import assert_close
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """A float64 tensor on the CPU that depends on shape and seed alone."""
+    generator = torch.Generator().manual_seed(seed * 1000003 + sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values at every second place of a longer tensor, the rest NaN."""
+    longer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    view = longer[..., ::2]
+    view.copy_(x)
+    return view
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same values with the last two dimensions swapped in memory."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": torch.Tensor.contiguous,
+    "strided": strided,
+    "transposed": transposed,
+}
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def compare(
+    op: Callable[..., Any],
+    formula: Callable[..., Any],
+    inputs: dict[str, Any],
+    place: Any,
+    *,
+    frozen: Collection[str] = (),
+    constant: Collection[str] = (),
+    layout: str = "contiguous",
+    outputs: int | None = None,
+    exact_place: str = "cpu",
+) -> None:
+    """Compare op(**inputs) and its gradients with formula(**inputs) in float64.
+
+    Args: inputs: tensors in float64 are rounded to place's dtype, the rest is passed as it is;
+        frozen: inputs that require no gradient and must get none;
+        constant: tensors without a gradient that stay in float32, such as angles;
+        layout: of the inputs and of the upstream gradients;
+        outputs: how many of the op's outputs the formula gives, where not all.
+    """
+    device, dtype = place
+
+    def prepare(kind: str) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        where = exact_place if kind == "exact" else device
+        for name, value in inputs.items():
+            if not isinstance(value, Tensor):
+                made[name] = value
+            elif not value.is_floating_point():
+                made[name] = value.to(where)
+            else:
+                low = torch.float32 if name in constant and dtype != torch.float64 else dtype
+                x = value.to(low).to(torch.float64 if kind == "exact" else low).to(where)
+                if kind == "ours":
+                    x = LAYOUTS[layout](x)
+                x = x.detach()
+                made[name] = x.requires_grad_(name not in frozen and name not in constant)
+        return made
+
+    def leaves(made: dict[str, Any]) -> dict[str, Tensor]:
+        return {k: v for k, v in made.items() if isinstance(v, Tensor) and v.requires_grad}
+
+    results: dict[str, tuple[Tensor, ...]] = {}
+    grads: dict[str, dict[str, Tensor]] = {}
+    upstreams: list[Tensor] = []
+    for kind, function in (("ours", op), ("eager", formula), ("exact", formula)):
+        made = prepare(kind)
+        before = {k: v.detach().clone() for k, v in made.items() if isinstance(v, Tensor)}
+        result = as_tuple(function(**made))[:outputs]
+        if kind == "ours":
+            upstreams = [
+                random(*x.shape, seed=7 + i).to(x.dtype).to(device) for i, x in enumerate(result)
+            ]
+        pairs = []
+        for x, y, upstream in zip(result, results.get("ours", result), upstreams):
+            if y.requires_grad:
+                upstream = upstream.to(x.device, x.dtype)
+                if kind == "ours" and x.ndim:
+                    upstream = LAYOUTS[layout](upstream)
+                pairs.append((x, upstream))
+        results[kind] = result
+        wanted = leaves(made)
+        grads[kind] = {}
+        if pairs and wanted:
+            torch.autograd.backward([x for x, _ in pairs], [upstream for _, upstream in pairs])
+            grads[kind] = {name: leaf.grad for name, leaf in wanted.items()}
+        if kind == "ours":
+            for name, value in before.items():
+                assert torch.equal(made[name], value), f"{name} was overwritten"
+                assert name in wanted or made[name].grad is None, f"{name} is frozen"
+    assert len(results["ours"]) == len(results["exact"])
+    for i, (ours, eager, exact) in enumerate(zip(*results.values())):
+        assert_close(f"output {i}", ours, eager.to(dtype), exact)
+    for name, ours in grads["ours"].items():
+        assert ours is not None, f"no gradient for {name}"
+        assert ours.dtype == grads["eager"][name].dtype, name
+        assert_close(f"gradient of {name}", ours, grads["eager"][name], grads["exact"][name])
+
+
+def check_repeatable(op: Callable[..., Any], inputs: dict[str, Any], place: Any) -> None:
+    """Backward twice over a retained graph gives the same gradients; twice differentiated, none."""
+    import pytest
+
+    device, dtype = place
+    made = {
+        k: v.to(dtype).to(device).requires_grad_()
+        if isinstance(v, Tensor) and v.is_floating_point()
+        else (v.to(device) if isinstance(v, Tensor) else v)
+        for k, v in inputs.items()
+    }
+    wanted = [v for v in made.values() if isinstance(v, Tensor) and v.requires_grad]
+    outputs = [x for x in as_tuple(op(**made)) if x.requires_grad]
+    upstreams = [random(*x.shape, seed=3).to(x.dtype).to(device) for x in outputs]
+    first = torch.autograd.grad(outputs, wanted, upstreams, retain_graph=True, allow_unused=True)
+    first = [None if g is None else g.clone() for g in first]
+    twice = [2 * upstream for upstream in upstreams]
+    again = torch.autograd.grad(outputs, wanted, twice, retain_graph=True, allow_unused=True)
+    for a, b in zip(first, again):
+        if a is not None:
+            torch.testing.assert_close(
+                2 * a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+            )
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(outputs, wanted, upstreams, create_graph=True, allow_unused=True)

@@ -1,0 +1,118 @@
+"""The ops once more, as anyone would write them in eager PyTorch: the oracle of the op tests.
+
+In float64 they are the exact result; in a test's dtype they are what its error is measured by.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
+    wide = widened(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if casting == "llama":
+        return normed.to(x.dtype) * (weight + offset)
+    return (normed * (widened(weight) + offset)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return rms_norm(s, weight, **options), s
+
+
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, seq, columns = qkv.shape
+    head_dim = columns // (num_heads + 2 * num_kv_heads)
+    sizes = [n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
+    q, k, v = (x.reshape(batch, seq, -1, head_dim) for x in qkv.split(sizes, -1))
+    cos = torch.cat((cos, cos), -1).unsqueeze(2).to(qkv.dtype)
+    sin = torch.cat((sin, sin), -1).unsqueeze(2).to(qkv.dtype)
+
+    def rotated(x: Tensor) -> Tensor:
+        half = torch.cat((-x[..., head_dim // 2 :], x[..., : head_dim // 2]), -1)
+        return x * cos + half * sin
+
+    return rotated(q), rotated(k), v
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    half = gate_up.shape[-1] // 2
+    return F.silu(gate_up[..., :half]) * gate_up[..., half:]
+
+
+def norm_linear(x, residual, norm_weight, weight, bias=None, **options) -> tuple[Tensor, Tensor]:
+    s = x if residual is None else x + residual
+    return F.linear(rms_norm(s, norm_weight, **options), weight, bias), s
+
+
+def norm_qkv_rope(
+    x, residual, norm_weight, weight, bias, cos, sin, num_heads, num_kv_heads, **options
+) -> tuple[Tensor, ...]:
+    qkv, s = norm_linear(x, residual, norm_weight, weight, bias, **options)
+    return *rope(qkv, cos, sin, num_heads, num_kv_heads), s
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(swiglu(gate_up), weight, bias)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = targets.shape
+    t = widened(logits).reshape(-1, logits.shape[-1]) * logit_scale
+    flat = targets.reshape(-1)
+    if softcap is not None:
+        t = softcap * torch.tanh(t / softcap)
+    weights = None if class_weights is None else class_weights.to(t.dtype)
+    loss = F.cross_entropy(
+        t,
+        flat,
+        weights,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    valid = flat != ignore_index
+    z = z_loss * torch.logsumexp(t, -1).square() * valid
+    loss = loss + z
+    if reduction == "none":
+        return loss.view(shape), z.view(shape)
+    divisor: float | Tensor = 1.0
+    if reduction == "mean":
+        if normalizer is not None:
+            divisor = normalizer
+        elif weights is not None:
+            divisor = weights[flat[valid]].sum()
+        else:
+            divisor = valid.sum()
+        if normalizer is None and not valid.any():
+            divisor = 1.0
+    return loss.sum() / divisor, z.sum() / divisor
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor]:
+    return cross_entropy(F.linear(hidden, weight, bias), targets, **options)

@@ -1,0 +1,137 @@
+"""The launches that the launchers of `kernels.triton` make, recorded and compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ligermodels.kernels.settings import Table, launch_for
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+
+
+class Recorded(NamedTuple):
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int, ...], list]
+    options: dict[str, int]
+
+    def key(self) -> tuple:
+        return (
+            self.kernel.__name__,
+            *(tuple(sorted(d.items())) for d in (self.signature, self.constants, self.options)),
+            str(self.attributes),
+        )
+
+    def describe(self) -> str:
+        return f"{self.kernel.__name__} {self.constants} {self.options} {self.signature}"
+
+
+class _Recorder:
+    """Stands in for a jitted kernel: `kernel[grid](...)` notes what would be compiled."""
+
+    def __init__(self, kernel: Any, into: list[Recorded]):
+        self.kernel, self.into = kernel, into
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        assert all(size > 0 for size in grid)
+        assert grid[0] < 2**31 and all(size < 2**16 for size in grid[1:])
+        return self.record
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages")}
+        values = dict(zip(self.kernel.arg_names, args)) | kwargs
+        constexprs = {p.name for p in self.kernel.params if p.is_constexpr}
+        signature, constants, attributes = {}, {}, {}
+        for position, name in enumerate(self.kernel.arg_names):
+            value = values[name]
+            if name in constexprs or (isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+                attributes[(position,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, int):
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0:
+                    attributes[(position,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32"
+        self.into.append(Recorded(self.kernel, signature, constants, attributes, options))
+
+
+def recorder(monkeypatch: Any, table: Table) -> list[Recorded]:
+    """Patch every launcher to record instead of launch, with the launch settings of `table`."""
+    from triton.runtime import JITFunction
+
+    recorded: list[Recorded] = []
+    for name in ("rms_norm", "rope", "swiglu", "cross_entropy"):
+        module = import_module(f"ligermodels.kernels.triton.{name}")
+        for key, value in list(vars(module).items()):
+            if isinstance(value, JITFunction) and not key.startswith("_"):
+                monkeypatch.setattr(module, key, _Recorder(value, recorded))
+        monkeypatch.setattr(module, "launch", lambda op, length: launch_for(table, op, length))
+    return recorded
+
+
+class Usage(NamedTuple):
+    shared: int
+    spilled: int  # registers or bytes of stack; 0 is all that matters
+    threads: int
+
+
+def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Usage:
+    """Compile a launch for a GPU that need not be there and read what it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=launch.kernel,
+        signature=launch.signature,
+        constexprs=launch.constants,
+        attrs=launch.attributes,
+    )
+    target = GPUTarget(backend, arch, warp_size)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    if backend == "hip":
+        text = compiled.asm["amdgcn"]
+        spilled = sum(
+            int(re.search(rf"\.{field}:\s*(\d+)", text)[1])
+            for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        )
+    else:
+        spilled = _cuda_stack(compiled.asm["cubin"])
+    return Usage(compiled.metadata.shared, spilled, compiled.metadata.num_warps * warp_size)
+
+
+def _cuda_stack(cubin: bytes) -> int:
+    """Bytes of stack and local memory a thread of the kernel takes: where ptxas spills to."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return 0
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", text)
+    assert found, text
+    return sum(int(stack) + int(local) for stack, local in found)

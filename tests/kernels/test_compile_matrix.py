@@ -1,0 +1,195 @@
+"""Every kernel, every flag that is used and every launch of the tables, compiled for the GPUs.
+
+No GPU takes part: the launchers run on meta tensors, what they would launch is recorded, and
+Triton compiles it for sm_80, sm_90, sm_100, gfx942 and gfx90a.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.settings import AMD, NVIDIA
+from tests.kernels.launches import Recorded, compile_for, recorder
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+
+NVIDIA_ARCHES = (80, 90, 100)
+AMD_ARCHES = ("gfx942", "gfx90a")
+# The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
+NVIDIA_SHARED = 99 * 1024
+AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
+# The RMSNorm backward holds five arrays of a row's length. Beyond 8192 columns that is more than
+# 1024 threads have registers for; a little of it may go to the L1 cache there, and nowhere else.
+NVIDIA_LONG_ROW_SPILL = 512
+
+WIDTHS = (576, 2048, 3072, 4096, 5120, 8192, 16384)
+VOCABS = (2048, 32000, 128256, 151936, 256000, 262208)
+ROWS = 64
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norm_forward(width: int, dtype: torch.dtype, out: torch.dtype, residual: bool, casting: str):
+    from ligermodels.kernels.triton import rms_norm_forward
+
+    x, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
+    rms_norm_forward(x, x if residual else None, weight, 1e-6, 0.0, casting, out)
+
+
+def norm_backward(
+    width: int,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    flags: tuple[bool, bool, bool],
+    casting: str,
+):
+    from ligermodels.kernels.triton import rms_norm_backward
+
+    has_grad_s, want_weight, want_y = flags
+    s, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
+    grad_y, rstd = meta(ROWS, width, dtype=grad_dtype), meta(ROWS, dtype=torch.float32)
+    grad_s = s if has_grad_s else None
+    rms_norm_backward(grad_y, grad_s, s, weight, rstd, 0.0, casting, want_weight, want_y)
+
+
+def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place: bool):
+    from ligermodels.kernels.rope import split_qkv
+    from ligermodels.kernels.triton import rope_packed
+
+    packed = meta(2, ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos = meta(1, ROWS, head_dim // 2, dtype=torch.float32)
+    q, k, v = split_qkv(packed, heads, kv_heads)
+    rope_packed(q, k, v, cos, cos, packed if in_place else None)
+
+
+def swiglu(width: int, dtype: torch.dtype):
+    from ligermodels.kernels.triton import swiglu_backward, swiglu_forward
+
+    gate_up, grad = meta(ROWS, 2 * width, dtype=dtype), meta(ROWS, width, dtype=dtype)
+    swiglu_forward(gate_up)
+    for want_out in (False, True):
+        swiglu_backward(gate_up, grad, want_out)
+
+
+def cross_entropy(vocab: int, dtype: torch.dtype, passes: str, features: tuple[bool, bool, bool]):
+    from ligermodels.kernels.triton import cross_entropy_rows
+
+    weights, smoothing, softcap = features
+    options = CrossEntropyOptions(
+        label_smoothing=0.1 if smoothing else 0.0, softcap=30.0 if softcap else None
+    )
+    row = meta(ROWS, dtype=torch.float32)
+    cross_entropy_rows(
+        meta(ROWS, vocab, dtype=dtype),
+        meta(ROWS, dtype=torch.int64),
+        None if passes == "loss" else row,
+        row if passes == "gradient" else None,
+        meta(vocab, dtype=torch.float32) if weights else None,
+        options,
+        True,
+    )
+
+
+def every_flag(dtype: torch.dtype) -> None:
+    """All combinations of flags, at the length where a program holds most."""
+    for residual, casting in product((False, True), ("llama", "gemma")):
+        norm_forward(16384, dtype, dtype, residual, casting)
+    for *flags, casting in product(*[(False, True)] * 3, ("llama", "gemma")):
+        norm_backward(16384, dtype, dtype, tuple(flags), casting)
+    for passes in ("loss", "gradient", "both"):
+        for features in product((False, True), repeat=3):
+            cross_entropy(32000, dtype, passes, features)
+    for in_place in (False, True):
+        rope(32, 8, 128, dtype, in_place)
+    swiglu(14336, dtype)
+
+
+def every_length(dtype: torch.dtype) -> None:
+    """All launches of the tables at real sizes, with the flags that hold most."""
+    for width in WIDTHS:
+        norm_forward(width, dtype, dtype, True, "llama")
+        norm_backward(width, dtype, dtype, (True, True, True), "llama")
+    for vocab in VOCABS:
+        cross_entropy(vocab, dtype, "both", (True, True, True))
+    for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
+        rope(heads, kv_heads, head_dim, dtype, False)
+    for width in (1536, 8192, 28672):
+        swiglu(width, dtype)
+
+
+def mixed() -> None:
+    """What autocast and float32 weights make: float32 in, bfloat16 out, and odd lengths."""
+    norm_forward(4096, torch.float32, torch.bfloat16, True, "llama")
+    norm_backward(4096, torch.float32, torch.bfloat16, (True, True, True), "llama")
+    for length in (1, 33, 1000):
+        norm_forward(length, torch.bfloat16, torch.bfloat16, True, "llama")
+        norm_backward(length, torch.bfloat16, torch.bfloat16, (True, True, True), "llama")
+        cross_entropy(length, torch.bfloat16, "both", (True, True, True))
+    rope(1, 1, 2, torch.bfloat16, False)
+    swiglu(1, torch.bfloat16)
+    swiglu(100, torch.float32)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, table: dict, full: bool) -> list[Recorded]:
+    recorded = recorder(monkeypatch, table)
+    if full:
+        every_flag(torch.bfloat16)
+        mixed()
+    for dtype in (torch.bfloat16, torch.float32):
+        every_length(dtype)
+    return list({launch.key(): launch for launch in recorded}.values())
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", AMD_ARCHES)
+def test_amd(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    wrong = []
+    for launch in launches(monkeypatch, AMD, full=arch == "gfx942"):
+        usage = compile_for(launch, "hip", arch, 64)
+        if usage.threads > AMD_THREADS or usage.shared > AMD_SHARED or usage.spilled:
+            wrong.append((usage, launch.describe()))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", NVIDIA_ARCHES)
+def test_nvidia(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+    wrong = []
+    for launch in launches(monkeypatch, NVIDIA, full=arch == 90):
+        usage = compile_for(launch, "cuda", arch, 32)
+        long_row = launch.kernel.__name__ == "rms_norm_backward_kernel" and (
+            launch.constants["BLOCK"] > 8192
+        )
+        may_spill = NVIDIA_LONG_ROW_SPILL if long_row else 0
+        if (
+            usage.threads > NVIDIA_THREADS
+            or usage.shared > NVIDIA_SHARED
+            or usage.spilled > may_spill
+        ):
+            wrong.append((usage, launch.describe()))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_every_table_has_every_op_and_ends_without_a_limit() -> None:
+    assert NVIDIA.keys() == AMD.keys()
+    for table, warp in ((NVIDIA, 32), (AMD, 64)):
+        for op, rows in table.items():
+            limits = [limit for limit, _ in rows]
+            assert limits[-1] is None and None not in limits[:-1], op
+            assert limits[:-1] == sorted(limits[:-1]), op
+            assert all(launch.num_warps * warp <= 1024 for _, launch in rows), op

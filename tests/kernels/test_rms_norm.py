@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import add_rms_norm, rms_norm
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+SHAPES = [(3, 33), (2, 3, 64), (1, 1), (5, 1), (1, 100), (0, 16), (17,)]
+VARIANTS = [("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("llama", 1.0)]
+
+
+def inputs(shape: tuple[int, ...], residual: bool) -> dict:
+    made = {"x": random(*shape, seed=1, scale=3.0), "weight": random(shape[-1], seed=2)}
+    if residual:
+        made["residual"] = random(*shape, seed=3)
+    return made
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("casting, offset", VARIANTS)
+def test_rms_norm(place, shape, casting, offset) -> None:
+    options = {"casting": casting, "offset": offset, "eps": 1e-5}
+    compare(rms_norm, formulas.rms_norm, inputs(shape, False) | options, place)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("casting, offset", VARIANTS[:2])
+def test_add_rms_norm(place, shape, casting, offset) -> None:
+    options = {"casting": casting, "offset": offset, "eps": 1e-5}
+    compare(add_rms_norm, formulas.add_rms_norm, inputs(shape, True) | options, place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    compare(rms_norm, formulas.rms_norm, inputs((4, 6, 20), False), place, layout=layout)
+    compare(add_rms_norm, formulas.add_rms_norm, inputs((4, 6, 20), True), place, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("x",), ("weight",), ("residual",), ("x", "residual"), ("x", "weight")], ids=str
+)
+def test_gradient_for_what_requires_it(place, frozen) -> None:
+    compare(add_rms_norm, formulas.add_rms_norm, inputs((5, 24), True), place, frozen=frozen)
+    if set(frozen) < {"x", "weight"}:
+        compare(rms_norm, formulas.rms_norm, inputs((5, 24), False), place, frozen=frozen)
+
+
+def test_one_output_unused(place) -> None:
+    """The gradient through the norm alone and through the sum alone."""
+    for used in (0, 1):
+        compare(
+            lambda used=used, **kwargs: add_rms_norm(**kwargs)[used],
+            lambda used=used, **kwargs: formulas.add_rms_norm(**kwargs)[used],
+            inputs((3, 16), True),
+            place,
+            frozen=() if used == 0 else ("weight",),
+        )
+
+
+def test_more_rows_than_programs(place) -> None:
+    compare(rms_norm, formulas.rms_norm, inputs((40, 8), False), place)
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    check_repeatable(rms_norm, inputs((3, 8), False), place)
+    check_repeatable(add_rms_norm, inputs((3, 8), True), place)
+
+
+def test_large_values_do_not_overflow(place) -> None:
+    x = torch.full((2, 8), 1e15, dtype=place.dtype, device=place.device)
+    y = rms_norm(x, torch.ones(8, dtype=place.dtype, device=place.device))
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+def test_residual_in_a_wider_dtype(place) -> None:
+    """A bfloat16 branch added to a float32 stream: the sum is float32, so is its gradient."""
+    x = random(3, 16, seed=1).to(torch.bfloat16).to(place.device).requires_grad_()
+    residual = random(3, 16, seed=2).float().to(place.device).requires_grad_()
+    weight = random(16, seed=3).to(torch.bfloat16).to(place.device).requires_grad_()
+    y, s = add_rms_norm(x, residual, weight)
+    assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
+    (y.float().sum() + s.sum()).backward()
+    assert (x.grad.dtype, residual.grad.dtype) == (torch.bfloat16, torch.float32)
+    exact = [t.detach().double().cpu().requires_grad_() for t in (x, residual, weight)]
+    want_y, want_s = formulas.add_rms_norm(*exact)
+    (want_y.sum() + want_s.sum()).backward()
+    torch.testing.assert_close(s.double().cpu(), want_s, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y.double().cpu(), want_y, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(residual.grad.double().cpu(), exact[1].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_refusals() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(ValueError, match=r"expected \(4,\)"):
+        rms_norm(x, torch.ones(3))
+    with pytest.raises(ValueError, match="casting='hf'"):
+        rms_norm(x, weight, casting="hf")
+    with pytest.raises(ValueError, match="differ in shape"):
+        add_rms_norm(x, torch.ones(1, 4), weight)

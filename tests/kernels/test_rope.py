@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import rope, split_qkv
+from ligermodels.kernels.backend import select
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+# batch, seq, heads, kv heads, head_dim
+SHAPES = [(2, 5, 4, 2, 8), (1, 1, 1, 1, 2), (3, 2, 3, 3, 6), (1, 7, 9, 3, 16), (0, 4, 2, 1, 4)]
+
+
+def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows: int = 1) -> dict:
+    angles = random(rows, seq, head_dim // 2, seed=5, scale=3.0)
+    return {
+        "qkv": random(batch, seq, (heads + 2 * kv_heads) * head_dim, seed=4),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+    }
+
+
+CONSTANT = ("cos", "sin")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rope(place, shape) -> None:
+    compare(rope, formulas.rope, inputs(*shape), place, constant=CONSTANT)
+
+
+def test_angles_of_each_row(place) -> None:
+    compare(rope, formulas.rope, inputs(3, 4, 2, 1, 8, rows=3), place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    made = inputs(2, 5, 4, 2, 8)
+    compare(rope, formulas.rope, made, place, constant=CONSTANT, layout=layout)
+
+
+def test_gradients_in_the_layout_of_attention(place) -> None:
+    """Upstream gradients as SDPA gives them: (batch, heads, seq, head_dim) in memory, or expanded."""
+    made = inputs(2, 3, 2, 1, 4)
+    qkv = made["qkv"].to(place.dtype).to(place.device).requires_grad_()
+    angles = [made[k].float().to(place.device) for k in CONSTANT]
+    q, k, v = rope(qkv, *angles, 2, 1)
+    (q.transpose(1, 2).contiguous().sum() + k.sum() + 2 * v.sum()).backward()
+    exact = made["qkv"].requires_grad_()
+    q, k, v = formulas.rope(exact, made["cos"], made["sin"], 2, 1)
+    (q.sum() + k.sum() + 2 * v.sum()).backward()
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(qkv.grad.double().cpu(), exact.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_in_place(place) -> None:
+    """The packed buffer itself is overwritten, v stays, and the result is that of the other way."""
+    made = inputs(2, 5, 4, 2, 8)
+    qkv = made["qkv"].to(place.dtype).to(place.device)
+    angles = [made[k].float().to(place.device) for k in CONSTANT]
+    ops = select(qkv)
+    expected = ops.rope_packed(*split_qkv(qkv, 4, 2), *angles, None)
+    buffer = qkv.clone()
+    result = ops.rope_packed(*split_qkv(buffer, 4, 2), *angles, buffer)
+    assert result.data_ptr() == buffer.data_ptr()
+    assert torch.equal(result, expected)
+    assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])
+
+
+def test_rotation_keeps_the_length_and_is_undone_by_minus_sin(place) -> None:
+    made = inputs(1, 6, 3, 1, 8)
+    qkv = made["qkv"].to(place.dtype).to(place.device)
+    cos, sin = (made[k].float().to(place.device) for k in CONSTANT)
+    packed = torch.cat([x.flatten(-2) for x in rope(qkv, cos, sin, 3, 1)], -1)
+    back = torch.cat([x.flatten(-2) for x in rope(packed, cos, -sin, 3, 1)], -1)
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(back, qkv, rtol=tolerance, atol=tolerance)
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    made = inputs(1, 3, 2, 1, 4)
+    angles = {k: made.pop(k).float().to(place.device) for k in CONSTANT}
+    check_repeatable(lambda **kwargs: rope(**kwargs, **angles), made, place)
+
+
+def test_refusals() -> None:
+    cos = torch.ones(1, 3, 4)
+    with pytest.raises(ValueError, match="packed columns"):
+        rope(torch.ones(2, 3, 33), cos, cos, 2, 1)
+    with pytest.raises(ValueError, match="2 rows of 5 tokens"):
+        rope(torch.ones(2, 5, 32), cos, cos, 2, 1)
+    with pytest.raises(ValueError, match="4 rows of 3 tokens"):
+        rope(torch.ones(4, 3, 32), cos.expand(2, 3, 4), cos.expand(2, 3, 4), 2, 1)
