@@ -1,0 +1,137 @@
+"""From a hub id or a local path to a local folder, fetching no more than is needed."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ligermodels.converters.atomic import recover
+from ligermodels.converters.files import CONFIG, COPIED, INDEX, read_json, weight_files
+from ligermodels.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+_REPO_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
+) -> Path:
+    """A local checkpoint folder as it is, or the cached snapshot of a hub id.
+
+    The revision becomes a commit once, and every file comes from that commit. HF_HUB_OFFLINE,
+    HF_HOME, HF_ENDPOINT and a login are honoured as huggingface_hub does; without a connection a
+    complete cached snapshot is used.
+
+    Args:
+        name_or_path: a folder, or an id such as "meta-llama/Llama-3.2-1B".
+        revision: branch, tag or commit of a hub id; default its main branch.
+        weights: False fetches the config and tokenizer files only.
+    Raises:
+        CheckpointError: no such folder or repository, a gated one, no connection and nothing
+            cached, or no weights that can be read; says the way out.
+    """
+    name = os.fspath(name_or_path)
+    folder = Path(name).expanduser()
+    recover(folder)
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{name}: is a local folder, to which revision {revision!r} cannot apply"
+            )
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{name}: is a file; give the folder that holds {CONFIG}")
+    if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
+        raise CheckpointError(f"{name}: there is no such folder, and it cannot be a hub id")
+    return _fetch(name, revision, weights)
+
+
+def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
+    """The snapshot folder, every needed file in it."""
+    # Imported here: its import takes a while, and local folders do not need it.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
+    except errors.GatedRepoError as fault:
+        raise _gated(repo) from fault
+    except errors.RepositoryNotFoundError as fault:
+        raise CheckpointError(
+            f"{repo}: there is no such folder here and no such model on the hub, or it is "
+            "private; check the spelling, or log in with `hf auth login` (or set HF_TOKEN)"
+        ) from fault
+    except errors.RevisionNotFoundError as fault:
+        raise CheckpointError(f"{repo}: has no revision {revision!r}") from fault
+    except errors.HFValidationError as fault:
+        raise CheckpointError(f"{repo}: is no folder here and no valid hub id") from fault
+    except Exception as fault:  # no connection, in one of the many ways there are
+        return _cached(repo, revision, weights, fault)
+
+    commit = info.sha
+    names = {sibling.rfilename for sibling in info.siblings or ()}
+    if CONFIG not in names and weights:
+        raise CheckpointError(f"{repo}/{CONFIG}: is missing on the hub, revision {commit}")
+
+    def read_index() -> dict[str, Any]:
+        path = huggingface_hub.hf_hub_download(repo, INDEX, revision=commit)
+        return read_json(Path(path), CheckpointError)
+
+    try:
+        wanted = [CONFIG, *COPIED]
+        if weights:
+            files, weight_map = weight_files(repo, names, read_index)
+            wanted += files if weight_map is None else [INDEX, *files]
+        present = [name for name in wanted if name in names]
+        return Path(
+            huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
+        )
+    except errors.GatedRepoError as fault:
+        raise _gated(repo) from fault
+    except (OSError, errors.IncompleteSnapshotError) as fault:
+        raise CheckpointError(
+            f"{repo}: could not be downloaded: {_first_line(fault)}; what has come is kept, so "
+            "try again"
+        ) from fault
+
+
+def _gated(repo: str) -> CheckpointError:
+    return CheckpointError(
+        f"{repo}: is gated; accept its licence at https://huggingface.co/{repo} and log in with "
+        "`hf auth login` (or set HF_TOKEN)"
+    )
+
+
+def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) -> Path:
+    """What an earlier run left in the cache, if it is complete."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if offline else f"no connection ({_first_line(fault)})"
+    way_out = "unset HF_HUB_OFFLINE" if offline else "connect"
+    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG, revision=revision)
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"{repo}: there is no such folder here, {reason}, and nothing of it is cached; "
+            f"{way_out} to download it, or give the path of a local folder"
+        ) from fault
+    folder = Path(found).parent
+    if weights:
+        names = {path.name for path in folder.iterdir() if path.is_file()}
+        try:
+            weight_files(str(folder), names, lambda: read_json(folder / INDEX, CheckpointError))
+        except CheckpointError as incomplete:
+            raise CheckpointError(
+                f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "
+                f"rest\n  {incomplete}"
+            ) from fault
+    if not offline:
+        logger.warning("%s: %s; using the cached copy", repo, reason)
+    return folder
+
+
+def _first_line(fault: Exception) -> str:
+    text = str(fault).strip().partition("\n")[0]
+    return text or type(fault).__name__
