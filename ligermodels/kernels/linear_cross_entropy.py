@@ -135,7 +135,12 @@ def _chunks(
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """grad * scale in dtype, out of place: backward may run twice over a retained graph."""
-    return None if grad is None else (grad * scale.to(grad.dtype)).to(dtype)
+    if grad is None:
+        return None
+    if torch.compiler.is_compiling():
+        return (grad * scale.to(grad.dtype)).to(dtype)
+    # Straight into dtype: a scaled float32 weight gradient is never held beside its accumulator.
+    return torch.mul(grad, scale.to(grad.dtype), out=torch.empty_like(grad, dtype=dtype))
 
 
 class _ReducedLoss(torch.autograd.Function):
