@@ -1,0 +1,304 @@
+"""The folder of a training run: its settings, its metrics and its checkpoints, all safe to kill.
+
+    run.json        what was asked for, and hashes of what it was asked on
+    metrics.jsonl   one line per step and per evaluation
+    checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
+    model/          the export
+    loss.png        the loss curve
+
+A file is written beside its final name, flushed to the disk and renamed, so a reader finds the old
+one or the new one and never a part. The one file that grows in place, metrics.jsonl, is cut back to
+the checkpoint's step on resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ligermodels.errors import CheckpointError, LigerError, SaveError, listing
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+CURVE_FILE = "loss.png"
+LOCK_FILE = ".lock"
+OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, CURVE_FILE)
+
+
+def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have `write` fill a file beside `path`, then put it in `path`'s place in one step.
+
+    Raises SaveError, with `path` as it was, when the disk refuses.
+    """
+    aside = path.with_name(path.name + ".part")
+    try:
+        write(aside)
+        # safetensors creates its files readable by their owner alone, whatever the umask says
+        os.chmod(aside, 0o666 & ~_umask())
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        raise SaveError(f"{path}: cannot be written: {reason}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix":  # elsewhere a folder cannot be opened, and a file not for reading only
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class RunFolder:
+    """The folder `path` of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.metrics = self.path / METRICS_FILE
+        self.model = self.path / MODEL
+        self.curve = self.path / CURVE_FILE
+        self.checkpoints = self.path / CHECKPOINTS
+
+    def found(self) -> list[str]:
+        """Names of a run's files that exist already."""
+        return [name for name in OWNED if os.path.lexists(self.path / name)]
+
+    def check(self, resume: bool, overwrite: bool, inputs: Iterable[tuple[str, Path]]) -> None:
+        """Refuse, before anything is loaded, a folder that must not be written to.
+
+        `inputs` are what the run reads and what it calls them: overwriting must not remove them.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise LigerError(f"{self.path}: is a file, the output must be a folder")
+        found = self.found()
+        if found and not resume and not overwrite:
+            raise LigerError(
+                f"{self.path}: holds another run ({', '.join(found)}); resume it, overwrite it, or "
+                "choose another folder"
+            )
+        if resume and found and RUN_FILE not in found:
+            raise LigerError(
+                f"{self.path}: holds {', '.join(found)} but no {RUN_FILE}, so it is not a run that "
+                "can be resumed"
+            )
+        for what, source in inputs:
+            for name in found if overwrite else ():
+                owned = (self.path / name).resolve()
+                if source.resolve() == owned or owned in source.resolve().parents:
+                    raise LigerError(
+                        f"{source}: overwriting {self.path} would remove the {what} it is made from"
+                    )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder and keep other processes from writing to it meanwhile."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / LOCK_FILE, "w")
+        except OSError as error:
+            raise SaveError(f"{self.path}: cannot be written: {error.strerror}") from None
+        with lock:
+            try:
+                import fcntl
+
+                # held by the process, not by the file: a killed run leaves no lock behind
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass
+            except BlockingIOError:
+                raise LigerError(f"{self.path}: another process is training into it") from None
+            yield
+
+    def clear(self) -> None:
+        """Remove what a run wrote and nothing else; the settings go last, to mark it as a run."""
+        for name in reversed(self.found()):
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    # Settings ------------------------------------------------------------------------------------
+
+    def read_settings(self) -> dict[str, Any] | None:
+        """What run.json holds, None when there is none."""
+        file = self.path / RUN_FILE
+        if not file.is_file():
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+            raise CheckpointError(f"{file}: settings: missing, this is not a run of ligermodels")
+        return found
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write run.json."""
+        text = json.dumps(settings, indent=2) + "\n"
+        atomic_write(self.path / RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
+
+    # Metrics -------------------------------------------------------------------------------------
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        try:
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise SaveError(f"{self.metrics}: cannot be written: {error.strerror}") from None
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
+        if not self.metrics.is_file():
+            return []
+        entries = []
+        for line in self.metrics.read_bytes().splitlines(keepends=True):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if line.endswith(b"\n") and isinstance(entry, dict) and "step" in entry:
+                entries.append(entry)
+        return entries
+
+    def cut_metrics(self, step: int) -> None:
+        """Forget every metric after `step`; a negative step forgets all."""
+        lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
+        atomic_write(self.metrics, lambda file: file.write_text("".join(lines), encoding="utf-8"))
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def latest_checkpoint(self) -> Path | None:
+        """The checkpoint of the highest step."""
+        return max(self._all_checkpoints(), default=None)
+
+    def _all_checkpoints(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step-*.safetensors"))
+
+    def save_checkpoint(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        keep: int,
+    ) -> Path:
+        """Write the state after `step` steps, then remove all but the newest `keep` checkpoints."""
+        tensors = dict(named_state(model, optimizer))
+        file = self.checkpoints / f"step-{step:08d}.safetensors"
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+            if self.metrics.is_file():
+                # a checkpoint that survives a power cut must find its metrics there as well
+                _sync(self.metrics)
+        except OSError as error:
+            raise SaveError(f"{file}: cannot be written: {error.strerror}") from None
+        atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
+        for old in self._all_checkpoints()[:-keep]:
+            old.unlink()
+        for part in self.checkpoints.glob("*.part"):
+            part.unlink()
+        return file
+
+
+def named_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor a run goes on from: weights, and the optimizer's state by parameter name."""
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer.{key}.{name}", value.detach()
+
+
+def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Copy a checkpoint into the model and a fresh AdamW; returns the step it was written after.
+
+    Raises CheckpointError, before anything is changed, when the file is damaged or belongs to
+    another model.
+    """
+    try:
+        with safe_open(file, framework="pt") as checkpoint:
+            names = set(checkpoint.keys())
+            wanted = {
+                f"{kind}.{name}": tuple(parameter.shape)
+                for name, parameter in model.named_parameters()
+                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.step")
+            }
+            wrong = sorted(names.symmetric_difference(wanted))
+            wrong += [
+                name
+                for name in wanted
+                if name in names
+                and not name.startswith("optimizer.step.")
+                and tuple(checkpoint.get_slice(name).get_shape()) != wanted[name]
+            ]
+            if wrong:
+                raise CheckpointError(
+                    f"{file}: {wrong[0]}: the checkpoint is not of this model\n{listing(wrong)}"
+                )
+            step = int((checkpoint.metadata() or {})["step"])
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(checkpoint.get_tensor(f"model.{name}"))
+                    state = optimizer.state[parameter]
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        # memory of its own, allocated as the optimizer would: a kernel may give
+                        # other last bits on memory that is aligned differently
+                        state[key] = torch.empty_like(parameter)
+                        state[key].copy_(checkpoint.get_tensor(f"optimizer.{key}.{name}"))
+                    count = checkpoint.get_tensor(f"optimizer.step.{name}")
+                    fused = any(group.get("fused") for group in optimizer.param_groups)
+                    state["step"] = count.to(parameter.device) if fused else count.clone()
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    return step
+
+
+def plot_losses(metrics: list[dict[str, Any]], file: Path) -> bool:
+    """Draw the loss of every step and evaluation; False, and nothing, without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, label, style in (
+        ("loss", "training", {"linewidth": 1.0}),
+        ("eval_loss", "held out", {"marker": "o", "linewidth": 1.5}),
+    ):
+        points = [(entry["step"], entry[key]) for entry in metrics if key in entry]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per token (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    atomic_write(file, lambda path: figure.savefig(path, format="png", dpi=120))
+    return True

@@ -1,0 +1,140 @@
+"""Kill a fine-tuning run again and again; run by test_finetune in a process of its own.
+
+    python tests/kill_driver.py MODEL TEXT FOLDER
+
+Each life of the run is a fork of this process, which itself never trains: a life costs a fraction
+of a second instead of an import of torch. Lives end by SIGKILL, at a moment that is either counted
+(the n-th write, flush, rename or step, where files are half written) or drawn from the clock.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # optimizers import it on first use; a fork starts with it
+
+from ligermodels import runs, training
+from ligermodels.finetune import FinetuneConfig, finetune
+
+
+class Countdown:
+    """Kills this process at the n-th moment; counts them all when n is 0."""
+
+    def __init__(self, moments: int):
+        self.left = moments
+        self.seen = 0
+
+    def tick(self) -> None:
+        self.seen += 1
+        if self.seen == self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, holder, name):
+        original = getattr(holder, name)
+
+        def watched(*args, **kwargs):
+            self.tick()
+            result = original(*args, **kwargs)
+            self.tick()
+            return result
+
+        setattr(holder, name, watched)
+
+    def install(self) -> None:
+        for holder, name in (
+            (os, "replace"),
+            (os, "rename"),
+            (os, "fsync"),
+            (os, "unlink"),
+            (training.Trainer, "step"),
+            (training.Trainer, "evaluate"),
+        ):
+            self.around(holder, name)
+        save_file, log = runs.save_file, runs.RunFolder.log
+
+        def half_a_file(tensors, path, metadata):
+            save_file(tensors, path, metadata)
+            whole = Path(path).read_bytes()
+            Path(path).write_bytes(whole[: len(whole) // 2])
+            self.tick()
+            save_file(tensors, path, metadata)
+
+        def half_a_line(folder, entry):
+            size = folder.metrics.stat().st_size
+            log(folder, entry)
+            whole = folder.metrics.read_bytes()
+            folder.metrics.write_bytes(whole[: (size + len(whole)) // 2])
+            self.tick()
+            folder.metrics.write_bytes(whole)
+
+        runs.save_file, runs.RunFolder.log = half_a_file, half_a_line
+
+
+def live(settings: dict, moments: int | None = None, seconds: float | None = None) -> str:
+    """One life of the run: "finished", "killed", or what went wrong."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if moments is not None:
+                Countdown(moments).install()
+            finetune(FinetuneConfig(**settings), progress=False)
+            status = 0
+        finally:
+            os._exit(status)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return "killed"
+    return "finished" if os.WEXITSTATUS(status) == 0 else "failed"
+
+
+def main() -> None:
+    model, text, folder = sys.argv[1:4]
+    torch.set_num_threads(1)
+    settings = {
+        "model": model,
+        "train": [text],
+        "separator": "",
+        "seq_len": 64,
+        "batch_size": 2,
+        "grad_accumulation": 2,
+        "steps": 12,
+        "save_every": 3,
+        "eval_every": 5,
+        "learning_rate": 1e-3,
+        "device": "cpu",
+    }
+    straight = {**settings, "output": f"{folder}/straight"}
+    started = time.perf_counter()
+    if live(straight) != "finished":
+        sys.exit("the run that nobody kills does not finish")
+    whole = time.perf_counter() - started
+    for chain in range(4):
+        draw = random.Random(chain)
+        again = {**settings, "output": f"{folder}/killed-{chain}", "resume": True}
+        lives = kills = 0
+        fate = ""
+        while fate != "finished":
+            lives += 1
+            # Later lives last longer: each must be able to reach the next checkpoint.
+            if chain < 3:
+                fate = live(again, moments=draw.randint(1, 8 + 6 * lives))
+            else:
+                fate = live(again, seconds=draw.uniform(0, whole * (0.3 + 0.1 * lives)))
+            kills += fate == "killed"
+            if fate == "failed" or lives > 60:
+                sys.exit(f"chain {chain}: {fate} in life {lives}")
+        print(f"chain {chain}: killed {kills} times")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""A run from the files to the export: it learns, it can be killed, and it refuses what it must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels import AutoLiger
+from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
+from ligermodels.finetune import FinetuneConfig, finetune, resumed_settings
+from tests.tiny_run import make_checkpoint, make_text
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return make_text(tmp_path_factory.mktemp("text") / "words.txt")
+
+
+def options(checkpoint, text, output, **changes):
+    given = {
+        "model": checkpoint,
+        "train": [text],
+        "output": output,
+        "separator": "",
+        "seq_len": 64,
+        "batch_size": 2,
+        "learning_rate": 3e-3,
+        "steps": 6,
+        "device": "cpu",
+    }
+    return FinetuneConfig(**(given | changes))
+
+
+def run(*args, **changes):
+    return finetune(options(*args, **changes), progress=False)
+
+
+def tensors(folder):
+    return AutoLiger.from_hf(folder).state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, text, tmp_path_factory):
+    return run(
+        checkpoint, text, tmp_path_factory.mktemp("finished") / "run", steps=40, save_every=16
+    )
+
+
+def test_perplexity_falls_and_every_step_is_logged(finished):
+    assert finished.perplexity_after < 0.5 * finished.perplexity_before
+    steps = [entry["step"] for entry in finished.metrics if "loss" in entry]
+    assert steps == list(range(1, 41))
+    evaluated = [entry["step"] for entry in finished.metrics if "eval_loss" in entry]
+    assert evaluated == [0, 8, 16, 24, 32, 40]
+    keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "targets", "seconds"}
+    assert keys == finished.metrics[1].keys()
+    lines = (finished.output / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == finished.metrics
+
+
+def test_the_folder_holds_what_was_promised(finished):
+    assert (finished.output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(file.name for file in (finished.output / "checkpoints").iterdir())
+    assert names == ["step-00000032.safetensors", "step-00000040.safetensors"]
+    exported = {file.name for file in finished.model_folder.iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= exported
+    assert same(tensors(finished.model_folder), finished.model.state_dict())
+
+
+def test_the_export_opens_in_transformers_with_the_same_loss(finished):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(finished.model_folder).eval()
+    ids = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = finished.model.eval()(ids, labels=ids).loss
+        torch.testing.assert_close(ours, theirs(ids, labels=ids).loss, rtol=1e-5, atol=0)
+
+
+def test_a_resumed_finished_run_changes_nothing(finished, checkpoint, text):
+    before = (finished.model_folder / "model.safetensors").read_bytes()
+    again = run(checkpoint, text, finished.output, steps=40, save_every=16, resume=True)
+    assert again.metrics == finished.metrics
+    assert (finished.model_folder / "model.safetensors").read_bytes() == before
+
+
+def test_killing_at_any_moment_and_resuming_gives_the_same_weights(checkpoint, text, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    driver = subprocess.run(
+        [sys.executable, ROOT / "tests" / "kill_driver.py", checkpoint, text, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert driver.returncode == 0, driver.stderr
+    kills = [int(line.split()[-2]) for line in driver.stdout.splitlines()]
+    assert len(kills) == 4 and sum(kills) >= 8
+    straight = tmp_path / "straight"
+    for chain in range(4):
+        killed = tmp_path / f"killed-{chain}"
+        for name in ("model/model.safetensors", "checkpoints/step-00000012.safetensors"):
+            assert (killed / name).read_bytes() == (straight / name).read_bytes(), (chain, name)
+        assert timeless(killed) == timeless(straight)
+        assert not list(killed.rglob("*.part"))
+
+
+def timeless(folder):
+    """The metrics without what the clock says."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_resuming_without_a_run_starts_one(checkpoint, text, tmp_path):
+    one = run(checkpoint, text, tmp_path / "a", resume=True, steps=2)
+    other = run(checkpoint, text, tmp_path / "b", steps=2)
+    assert same(one.model.state_dict(), other.model.state_dict())
+
+
+def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, text, tmp_path):
+    def resume(train=text, **changes):
+        changes = {"steps": 40, "save_every": 16, "resume": True} | changes
+        return run(checkpoint, train, finished.output, **changes)
+
+    with pytest.raises(LigerError, match=r"learning_rate: the run was started with 0\.003"):
+        resume(learning_rate=1e-3)
+    with pytest.raises(LigerError, match="steps: the run was started with 40"):
+        resume(steps=50)
+    with pytest.raises(LigerError, match="the training data is not what"):
+        resume(train=make_text(tmp_path / "other.txt", seed=1))
+    saved = resumed_settings(finished.output)
+    assert saved["learning_rate"] == 3e-3 and "resume" not in saved
+    assert resumed_settings(tmp_path) == {}
+
+
+def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):
+    first = run(checkpoint, text, tmp_path / "run", steps=1)
+    (first.output / "notes.txt").write_text("mine")
+    with pytest.raises(LigerError, match="holds another run"):
+        run(checkpoint, text, tmp_path / "run", steps=1)
+    with pytest.raises(DataError):  # a mistake in the new run leaves the old one alone
+        run(checkpoint, tmp_path / "none.txt", tmp_path / "run", overwrite=True)
+    with pytest.raises(LigerError, match="would remove the model"):
+        run(first.model_folder, text, tmp_path / "run", overwrite=True)
+    assert first.model_folder.is_dir()
+    second = run(checkpoint, text, tmp_path / "run", steps=2, overwrite=True)
+    assert len(second.metrics) == 2 + 3
+    assert (first.output / "notes.txt").read_text() == "mine"
+
+
+def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, text, tmp_path):
+    other = make_text(tmp_path / "eval.txt", paragraphs=5, seed=3)
+    kept = run(checkpoint, text, tmp_path / "a", steps=1, eval=[other], save_every=0)
+    none = run(checkpoint, text, tmp_path / "b", steps=1, eval_fraction=0, save_every=0)
+    assert kept.eval_loss_before is not None and kept.metrics[0]["step"] == 0
+    assert none.eval_loss_before is None and none.perplexity_after is None
+    # neither takes anything from the training data
+    assert same(kept.model.state_dict(), none.model.state_dict())
+    assert not (kept.output / "checkpoints").exists()
+
+
+def test_completions_and_conversations_train(checkpoint, tmp_path):
+    records = [
+        *({"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)),
+        *(
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "yo"},
+                ]
+            }
+            for _ in range(10)
+        ),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    result = run(checkpoint, file, tmp_path / "run", steps=25, grad_accumulation=2)
+    assert result.perplexity_after < 0.5 * result.perplexity_before
+
+
+def test_bf16_weights_and_an_export_in_another_dtype(checkpoint, text, tmp_path):
+    pure = run(checkpoint, text, tmp_path / "a", precision="bf16", steps=2)
+    assert {t.dtype for t in tensors(pure.model_folder).values()} == {torch.bfloat16}
+    mixed = run(
+        checkpoint, text, tmp_path / "b", precision="bf16-mixed", steps=2, export_dtype="float16"
+    )
+    assert {t.dtype for t in tensors(mixed.model_folder).values()} == {torch.float16}
+    full = run(checkpoint, text, tmp_path / "c", precision="bf16-mixed", steps=2)
+    assert {t.dtype for t in tensors(full.model_folder).values()} == {torch.float32}
+
+
+def test_checkpointed_activations_change_nothing(checkpoint, text, tmp_path):
+    plain = run(checkpoint, text, tmp_path / "a", steps=2)
+    less = run(checkpoint, text, tmp_path / "b", steps=2, activation_checkpointing=True)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(less.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(checkpoint, text, tmp_path):
+    with pytest.raises(
+        LigerError, match=r"step \d+: the loss is (nan|inf|[\d.]+) and the gradient"
+    ):
+        run(checkpoint, text, tmp_path / "run", steps=40, learning_rate=1e30, max_grad_norm=0)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_the_callers_generators_are_left_alone(checkpoint, text, tmp_path):
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    run(checkpoint, text, tmp_path / "run", steps=1)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text, tmp_path):
+    small = make_checkpoint(
+        tmp_path / "small", vocab_size=250, eos_token_id=None, bos_token_id=None
+    )
+    with pytest.raises(ConfigError, match="vocab_size: the tokenizer makes token 257"):
+        run(small, text, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_of_the_run_is_named(checkpoint, text, tmp_path):
+    first = run(checkpoint, text, tmp_path / "run", steps=2)
+    (file,) = (first.output / "checkpoints").iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"step-00000002\.safetensors: cannot be read"):
+        run(checkpoint, text, tmp_path / "run", steps=2, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1}, "seq_len: must be at least 2, not 1"),
+        ({"learning_rate": 0.0}, "learning_rate: must be more than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
+        ({"eval_fraction": 1.0}, "eval_fraction: must be less than 1"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio: must be at most 1"),
+        ({"precision": "fp8"}, "precision: one of float32, bf16-mixed, bf16"),
+        ({"batch_size": "four"}, "batch_size: must be a whole number, not 'four'"),
+        ({"steps": 2.5}, "steps: must be a whole number, not 2.5"),
+        ({"epochs": "two"}, "epochs: must be more than 0, not 'two'"),
+        ({"train": []}, "train: at least one file"),
+        ({"resume": True, "overwrite": True}, "resume and overwrite"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ConfigError) as error:
+        options("m", "t", "o", **changes)
+    assert message in str(error.value)
+
+
+def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
+    for device in ("gpu", "mps", *([] if torch.cuda.is_available() else ["cuda"])):
+        with pytest.raises(ConfigError, match="device: "):
+            run(checkpoint, text, tmp_path / "run", device=device)
+    assert not (tmp_path / "run").exists()

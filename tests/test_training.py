@@ -1,0 +1,148 @@
+"""The parts of a step: schedule, decay groups, the exact normalizer, evaluation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ligermodels import LigerLlama
+from ligermodels.data import Document
+from ligermodels.finetune import FinetuneConfig
+from ligermodels.packing import PackedRows
+from ligermodels.training import Trainer, learning_rate, number_of_steps, parameter_groups
+from tests.tiny_run import tiny_config
+
+
+def make_rows(count=24, seq_len=32, seed=0):
+    """Documents of unequal lengths, of which some learn only their last few tokens."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for i in range(count):
+        length = int(rng.integers(4, 30))
+        targets = np.arange(length) >= (1 if i % 2 else length - 2)
+        ids = rng.integers(0, 258, length).astype(np.int32)
+        documents.append(Document(ids, targets, divisible=False))
+    return PackedRows(documents, seq_len)
+
+
+def make_trainer(rows, eval_rows=None, **options):
+    torch.manual_seed(0)
+    model = LigerLlama(tiny_config())
+    config = FinetuneConfig(model="m", train=["t"], output="o", **options)
+    return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
+
+
+def test_the_rate_warms_up_and_follows_half_a_cosine():
+    rates = [learning_rate(step, 110, 2.0, 10, 0.1) for step in range(110)]
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert max(rates) == rates[9] == 2.0
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[59] == pytest.approx(1.1)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert learning_rate(0, 1, 2.0, 0, 0.5) == pytest.approx(1.0)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    model = LigerLlama(tiny_config(attention_bias=True, mlp_bias=True))
+    decayed, plain = parameter_groups(model, 0.1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
+    assert all("norm" in names[p] or names[p].endswith("bias") for p in plain["params"])
+    assert not any("norm" in names[p] or names[p].endswith("bias") for p in decayed["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+def test_the_number_of_steps_covers_the_epochs():
+    def steps(rows, **options):
+        return number_of_steps(FinetuneConfig(model="m", train=["t"], output="o", **options), rows)
+
+    assert steps(10, batch_size=4) == 3
+    assert steps(10, batch_size=2, grad_accumulation=2, epochs=2) == 5
+    assert steps(10, batch_size=4, epochs=0.1) == 1
+    assert steps(10, steps=7) == 7
+
+
+def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
+    rows = make_rows()
+    losses, weights = [], []
+    for size, count in ((8, 1), (4, 2), (1, 8)):
+        trainer = make_trainer(rows, batch_size=size, grad_accumulation=count, steps=3)
+        batches = trainer.micro_batches(0)
+        if count > 1:  # otherwise a mean of means would pass as well
+            assert len({batch.num_targets for batch in batches}) > 1
+        loss, norm, _ = trainer.step(0, batches)
+        losses.append((loss.item(), norm.item()))
+        weights.append(trainer.model.state_dict())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+    for other in weights[1:]:
+        for name, value in weights[0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_a_packed_step_equals_its_documents_one_by_one():
+    rows = make_rows(count=6)
+    trainer = make_trainer(rows, batch_size=len(rows), steps=1)
+    (batch,) = trainer.micro_batches(0)
+    total, count = 0.0, 0
+    for piece in rows.pieces:
+        ids = torch.from_numpy(piece.ids).long()[None]
+        labels = torch.where(torch.from_numpy(piece.targets), ids, -100)
+        total += trainer.model(ids, labels=labels, reduction="sum").loss.item()
+        count += piece.num_targets
+    assert batch.num_targets == count
+    loss, _, _ = trainer.step(0, [batch])
+    assert loss.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_step_is_the_same_whoever_used_the_generators_before():
+    rows = make_rows()
+    found = []
+    for noise in (1, 2):
+        trainer = make_trainer(rows, batch_size=2, steps=4)
+        trainer.model.embed_tokens.register_forward_hook(
+            lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
+        )
+        torch.manual_seed(noise)
+        found.append(trainer.step(2, trainer.micro_batches(2))[0])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], trainer.step(3, trainer.micro_batches(2))[0])
+
+
+def test_gradients_are_clipped_to_the_norm():
+    rows = make_rows()
+    trainer = make_trainer(rows, batch_size=2, steps=1, max_grad_norm=1e-3)
+    before = []
+    hook = trainer.optimizer.register_step_pre_hook(
+        lambda *_: before.append([p.grad.clone() for p in trainer.model.parameters()])
+    )
+    _, norm, _ = trainer.step(0, trainer.micro_batches(0))
+    hook.remove()
+    assert norm > 1e-3
+    assert torch.linalg.vector_norm(
+        torch.cat([g.flatten() for g in before[0]])
+    ).item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_evaluation_is_the_mean_over_all_targets_whatever_the_batches():
+    rows = make_rows(count=10)
+    found = [make_trainer(rows, rows, batch_size=size, steps=1).evaluate() for size in (1, 3, 10)]
+    assert [each["targets"] for each in found] == [rows.num_targets] * 3
+    for each in found:
+        assert each["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-6)
+        assert each["eval_perplexity"] == pytest.approx(math.exp(each["eval_loss"]))
+    few = make_trainer(rows, rows, batch_size=2, steps=1, max_eval_rows=1).evaluate()
+    assert few["targets"] == rows.batch([0]).num_targets
+
+
+def test_bf16_mixed_keeps_float32_weights_and_states():
+    rows = make_rows()
+    trainer = make_trainer(rows, batch_size=2, steps=2)
+    trainer.precision = "bf16-mixed"
+    trainer.step(0, trainer.micro_batches(0))
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    states = [s["exp_avg"].dtype for s in trainer.optimizer.state.values()]
+    assert set(states) == {torch.float32}

@@ -1,0 +1,62 @@
+"""A checkpoint, a tokenizer and texts small enough to fine-tune in a test."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ligermodels import LigerLlama, LlamaConfig
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Byte-level, without merges: 256 bytes, then <s> and </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def tiny_config(**changes) -> LlamaConfig:
+    settings = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "tie_word_embeddings": True,
+    }
+    return LlamaConfig(**(settings | changes))
+
+
+def make_checkpoint(folder: Path, **changes) -> Path:
+    torch.manual_seed(0)
+    LigerLlama(tiny_config(**changes)).save_hf(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
+    """Paragraphs of a few words over and over, so that there is something to learn."""
+    draw = random.Random(seed)
+    words = "the cat saw a dog and the dog saw a cat run".split()
+    lines = [" ".join(draw.choices(words, k=draw.randint(3, 14))) for _ in range(paragraphs)]
+    file.write_text("\n\n".join(lines))
+    return file
