@@ -59,7 +59,7 @@ def cross_entropy(
     check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
     with without_autocast(logits):
         loss, z = _CrossEntropyRows.apply(
-            logits.flatten(0, -2), targets.flatten(), class_weights, options
+            logits.reshape(-1, logits.shape[-1]), targets.flatten(), class_weights, options
         )
     if reduction == "none":
         check_reduction(reduction, normalizer)
@@ -90,7 +90,10 @@ def loss_divisor(
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=targets.device)
     if normalizer is not None:
-        return torch.as_tensor(normalizer, dtype=dtype, device=targets.device).detach()
+        if isinstance(normalizer, Tensor):
+            return normalizer.detach().to(targets.device, dtype, non_blocking=True).reshape(())
+        # Filled on the device: a copy from the host would wait for it.
+        return torch.full((), normalizer, dtype=dtype, device=targets.device)
     valid = targets != ignore_index
     if class_weights is None:
         total = valid.sum().to(dtype)

@@ -16,11 +16,11 @@ from ligermodels.kernels.rope import check_rope, split_qkv
 
 
 def _linear_grads(
-    grad: Tensor, x: Tensor, want_weight: bool, want_bias: bool
+    grad: Tensor, x: Tensor | None, want_weight: bool, want_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias of a linear from the gradient of its output and its input."""
-    rows = grad.flatten(0, -2)
-    grad_weight = rows.t() @ x.flatten(0, -2) if want_weight else None
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if want_weight and x is not None else None
     grad_bias = rows.sum(0) if want_bias else None
     return grad_weight, grad_bias
 

@@ -289,7 +289,7 @@ def linear_cross_entropy(
         )
     elif chunk_size < 1:
         raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size} must be at least 1")
-    rows_hidden, rows_targets = hidden.flatten(0, -2), targets.flatten()
+    rows_hidden, rows_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     with without_autocast(hidden):
         if reduction == "none":
             loss, z = _TokenLoss.apply(

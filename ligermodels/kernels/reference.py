@@ -76,7 +76,7 @@ def rms_norm_backward(
     rounded = normed.to(s.dtype).to(dtype) if casting == "llama" else normed
     grad_weight = y = None
     if want_weight:
-        grad_weight = (grad * rounded).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (grad * rounded).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
     if want_y:
         y = (rounded * scaled).to(grad_y.dtype)
     return grad_x.to(s.dtype), grad_weight, y

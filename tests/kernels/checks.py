@@ -96,7 +96,7 @@ def compare(
             ]
         pairs = []
         for x, y, upstream in zip(result, results.get("ours", result), upstreams):
-            if y.requires_grad:
+            if y.requires_grad and x.requires_grad:
                 upstream = upstream.to(x.device, x.dtype)
                 if kind == "ours" and x.ndim:
                     upstream = LAYOUTS[layout](upstream)

@@ -32,10 +32,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options) -> tupl
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, seq, columns = qkv.shape
-    head_dim = columns // (num_heads + 2 * num_kv_heads)
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     sizes = [n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
-    q, k, v = (x.reshape(batch, seq, -1, head_dim) for x in qkv.split(sizes, -1))
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, -1))
     cos = torch.cat((cos, cos), -1).unsqueeze(2).to(qkv.dtype)
     sin = torch.cat((sin, sin), -1).unsqueeze(2).to(qkv.dtype)
 

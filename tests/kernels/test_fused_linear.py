@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import norm_linear, norm_qkv_rope, swiglu_linear
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+# shape of x, rows of the linear's weight
+SHAPES = [((3, 33), 17), ((2, 3, 16), 8), ((1, 1), 1), ((5, 8), 1), ((0, 16), 4), ((12,), 5)]
+CONSTANT = ("cos", "sin")
+
+
+def norm_inputs(shape, out: int, residual: bool = True, bias: bool = True) -> dict:
+    width = shape[-1]
+    return {
+        "x": random(*shape, seed=1),
+        "residual": random(*shape, seed=2) if residual else None,
+        "norm_weight": random(width, seed=3),
+        "weight": random(out, width, seed=4, scale=width**-0.5),
+        "bias": random(out, seed=5) if bias else None,
+        "eps": 1e-5,
+    }
+
+
+def qkv_inputs(residual: bool = True, bias: bool = True, batch: int = 2) -> dict:
+    heads, kv_heads, head_dim, seq = 4, 2, 6, 5
+    angles = random(1, seq, head_dim // 2, seed=6, scale=3.0)
+    made = norm_inputs((batch, seq, 24), (heads + 2 * kv_heads) * head_dim, residual, bias)
+    return made | {
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+    }
+
+
+def swiglu_inputs(shape, out: int, bias: bool = True) -> dict:
+    width = shape[-1]
+    return {
+        "gate_up": random(*shape[:-1], 2 * width, seed=1),
+        "weight": random(out, width, seed=2, scale=width**-0.5),
+        "bias": random(out, seed=3) if bias else None,
+    }
+
+
+@pytest.mark.parametrize("shape, out", SHAPES, ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+def test_norm_linear(place, shape, out, residual) -> None:
+    made = norm_inputs(shape, out, residual, bias=residual)
+    # Without a residual the sum is x itself, a leaf, which has no gradient of its own.
+    outputs = None if residual else 1
+    compare(norm_linear, formulas.norm_linear, made, place, outputs=outputs)
+
+
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_casting_and_offset(place, casting, offset) -> None:
+    options = {"casting": casting, "offset": offset}
+    compare(norm_linear, formulas.norm_linear, norm_inputs((4, 12), 8) | options, place)
+    made = qkv_inputs() | options
+    compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("residual, bias", [(False, False), (True, True)])
+def test_norm_qkv_rope(place, residual, bias, batch) -> None:
+    made = qkv_inputs(residual, bias, batch)
+    outputs = None if residual else 3
+    compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, constant=CONSTANT, outputs=outputs)
+
+
+@pytest.mark.parametrize("shape, out", SHAPES, ids=str)
+def test_swiglu_linear(place, shape, out) -> None:
+    compare(swiglu_linear, formulas.swiglu_linear, swiglu_inputs(shape, out), place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    compare(norm_linear, formulas.norm_linear, norm_inputs((2, 4, 6), 3), place, layout=layout)
+    compare(
+        norm_qkv_rope, formulas.norm_qkv_rope, qkv_inputs(), place, constant=CONSTANT, layout=layout
+    )
+    made = swiglu_inputs((2, 4, 6), 3)
+    compare(swiglu_linear, formulas.swiglu_linear, made, place, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("x", "residual"),
+        ("x", "residual", "norm_weight"),
+        ("norm_weight", "weight", "bias"),
+        ("weight",),
+        ("bias",),
+        ("x",),
+        ("residual",),
+        ("norm_weight",),
+        ("x", "residual", "weight", "bias"),
+    ],
+    ids=str,
+)
+def test_norms_gradient_for_what_requires_it(place, frozen) -> None:
+    compare(norm_linear, formulas.norm_linear, norm_inputs((3, 8), 5), place, frozen=frozen)
+    made = qkv_inputs()
+    compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, frozen=frozen, constant=CONSTANT)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("gate_up",), ("weight",), ("bias",), ("gate_up", "weight")], ids=str
+)
+def test_swiglus_gradient_for_what_requires_it(place, frozen) -> None:
+    made = swiglu_inputs((3, 8), 5)
+    compare(swiglu_linear, formulas.swiglu_linear, made, place, frozen=frozen)
+
+
+@pytest.mark.parametrize("used", range(4))
+def test_one_output_used(place, used) -> None:
+    """The outputs that nothing reads give no gradient, and no error."""
+    made = qkv_inputs()
+    frozen = ("norm_weight", "weight", "bias") if used == 3 else ()
+    compare(
+        lambda **kwargs: norm_qkv_rope(**kwargs)[used],
+        lambda **kwargs: formulas.norm_qkv_rope(**kwargs)[used],
+        made,
+        place,
+        frozen=frozen,
+        constant=CONSTANT,
+    )
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    check_repeatable(norm_linear, norm_inputs((3, 8), 5), place)
+    made = qkv_inputs()
+    angles = {k: made.pop(k).float().to(place.device) for k in CONSTANT}
+    check_repeatable(lambda **kwargs: norm_qkv_rope(**kwargs, **angles), made, place)
+    check_repeatable(swiglu_linear, swiglu_inputs((3, 8), 5), place)
+
+
+def saved_bytes(function) -> int:
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        keep = function()
+    del keep
+    return sum(storages.values())
+
+
+def test_what_is_kept_for_backward(place) -> None:
+    """The sum and 1 / rms of each row beside the parameters; not the norm's output."""
+    device, dtype = place
+    rows, width, out = 64, 32, 16
+
+    def make(value):
+        return None if value is None else value.to(dtype).to(device).requires_grad_()
+
+    made = norm_inputs((rows, width), out)
+    eps = made.pop("eps")
+    leaves = {name: make(value) for name, value in made.items()}
+    size = leaves["x"].element_size()
+    parameters = sum(leaves[name].nbytes for name in ("norm_weight", "weight"))
+    kept = saved_bytes(lambda: norm_linear(**leaves, eps=eps)) - parameters
+    assert kept <= rows * width * size + rows * 8
+
+    leaves = {name: make(value) for name, value in swiglu_inputs((rows, width), out).items()}
+    kept = saved_bytes(lambda: swiglu_linear(**leaves)) - leaves["weight"].nbytes
+    assert kept == rows * 2 * width * size
+
+
+def test_refusals() -> None:
+    x, w = torch.ones(2, 4), torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"expected \(4,\)"):
+        norm_linear(x, None, torch.ones(3), w)
+    with pytest.raises(ValueError, match="casting='hf'"):
+        norm_linear(x, None, torch.ones(4), w, casting="hf")
+    cos = torch.ones(1, 2, 4)
+    with pytest.raises(ValueError, match="packed columns"):
+        norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)
