@@ -1,4 +1,4 @@
-"""Replacing a folder in one step, so that a kill at any moment leaves the old one or the new one."""
+"""Replacing a folder in one step: killed at any moment, it is the old one or the new one."""
 
 import contextlib
 import ctypes

@@ -243,7 +243,7 @@ def _check_rope(rope_type: str, scaling: dict[str, Any], raw: dict[str, Any], wh
                     f"{where}{name}' is no list of numbers; rope type 'longrope' needs it"
                 )
             head_dim = raw.get("head_dim")
-            if _is_int(head_dim) and len(factors) != head_dim // 2:
+            if isinstance(head_dim, int) and len(factors) != head_dim // 2:
                 raise ConfigError(
                     f"{where}{name}' has {len(factors)} numbers, expected head_dim / 2 = "
                     f"{head_dim // 2}"

@@ -1,0 +1,81 @@
+"""What a checkpoint is, from its config and headers alone."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ligermodels.converters.config import fields_from_hf, read_config, unknown_keys
+from ligermodels.converters.files import CONFIG, COPIED
+from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.table import table_for
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint in numbers; sizes are bytes.
+
+    Attributes:
+        folder: where it is.
+        family: its model_type.
+        config: the config's fields, defaults filled in.
+        unknown_keys: config.json keys that nothing reads; they are kept and exported again.
+        parameters: how many there are, a tied head counted once.
+        dtype_bytes: bytes stored per dtype, as safetensors spells it.
+        files: size of each weight, config, tokenizer and generation file.
+        memory: estimates by purpose.
+    """
+
+    folder: Path
+    family: str
+    config: dict[str, Any]
+    unknown_keys: dict[str, Any]
+    parameters: int
+    dtype_bytes: dict[str, int]
+    files: dict[str, int]
+    memory: dict[str, int]
+
+
+def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
+    """Describe a local HF checkpoint after the checks of a load, without reading a tensor.
+
+    Args: config_class is the config class of its family.
+    Raises:
+        ConfigError, CheckpointError: what a load would raise for names, shapes and config.
+    """
+    folder = Path(folder)
+    raw = read_config(folder)
+    config = config_class(**fields_from_hf(raw, config_class, str(folder / CONFIG)))
+    table = table_for(config)
+    checkpoint = Checkpoint(folder)
+    checkpoint.plan(table)
+
+    parameters = sum(prod(entry.shape) for entry in table)
+    dtype_bytes: dict[str, int] = {}
+    for name in table.source_shapes():
+        info = checkpoint.tensors[name]
+        dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
+    names = [CONFIG, *(path.name for path in checkpoint.files), *COPIED]
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    memory = {
+        "weights as stored": sum(dtype_bytes.values()),
+        "weights in bfloat16": 2 * parameters,
+        "weights in float32": 4 * parameters,
+        "AdamW training in bfloat16, without activations": 4 * 2 * parameters,
+        "AdamW training in float32, without activations": 4 * 4 * parameters,
+        "key/value cache per 1000 tokens in bfloat16": 1000 * 2 * cache,
+    }
+    fields = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    fields.pop("extra", None)
+    return Description(
+        folder=folder,
+        family=config.model_type,
+        config=fields,
+        unknown_keys=unknown_keys(raw, config_class),
+        parameters=parameters,
+        dtype_bytes=dtype_bytes,
+        files={n: (folder / n).stat().st_size for n in names if (folder / n).is_file()},
+        memory=memory,
+    )
