@@ -41,6 +41,7 @@ class DecoderModel(nn.Module):
     Attributes:
         config: the family's config.
         source_folder: the local checkpoint folder that the weights came from, or None.
+        source_dtype: the dtype they were loaded in, or None.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -55,6 +56,7 @@ class DecoderModel(nn.Module):
         config.validate()
         self.config = config
         self.source_folder: Path | None = None
+        self.source_dtype: torch.dtype | None = None
         self.activation_checkpointing = False
 
     # --- forward ---------------------------------------------------------------------------------

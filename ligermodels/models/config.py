@@ -95,7 +95,7 @@ class ModelConfig:
             raise ConfigError(f"config: hidden_act {self.hidden_act!r} is not implemented: 'silu'")
         if self.attention_dropout:
             raise ConfigError(
-                f"config: attention_dropout {self.attention_dropout} is not implemented; set it to 0"
+                f"config: attention_dropout {self.attention_dropout} is not implemented; set 0"
             )
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)

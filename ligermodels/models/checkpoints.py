@@ -1,0 +1,104 @@
+"""Between a model and an HF folder: allocation, and what of a model can be written."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ligermodels.converters import config as hf_config
+from ligermodels.converters import hub, writer
+from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.table import table_for
+from ligermodels.errors import SaveError, listing
+
+if TYPE_CHECKING:
+    from ligermodels.models.base import DecoderModel
+
+Model = TypeVar("Model", bound="DecoderModel")
+
+
+def load(
+    cls: type[Model],
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    revision: str | None,
+    allow_nonfinite: bool,
+) -> Model:
+    """`DecoderModel.from_hf`: headers, plan, comparison, and only then memory, tensor by tensor."""
+    folder = hub.resolve(path, revision=revision)
+    config = cls.config_class.from_hf(folder)
+    table = table_for(config)
+    checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
+    stored = checkpoint.plan(table)
+    checkpoint.check_aliases(table)
+    with torch.device("meta"):
+        model = cls(config)
+    weights: dict[str, Tensor] = {}
+    for entry in tqdm(table.entries, desc="Loading weights", unit="tensor", disable=None):
+        weight = torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
+        checkpoint.read(entry, weight)
+        weights[entry.name] = weight
+    model.load_state_dict(weights, assign=True)
+    model.rotary.to_empty(device=device)  # the one thing not in the table: derived from the config
+    if dtype is not None:
+        config.dtype = _name(dtype)
+    model.source_folder = folder
+    model.source_dtype = model.embed_tokens.weight.dtype
+    return model
+
+
+def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: int) -> None:
+    """`DecoderModel.save_hf`."""
+    config = model.config
+    dtype = model.embed_tokens.weight.dtype
+    if dtype != model.source_dtype:
+        config = dataclasses.replace(config, dtype=_name(dtype))
+    table = table_for(config)
+    weights = dict(model.named_parameters())
+    _check_savable(weights, {entry.name: entry.shape for entry in table}, folder)
+    writer.save(
+        folder,
+        hf_config.to_hf(config),
+        table,
+        lambda name: weights[name].detach(),
+        source_folder=model.source_folder,
+        max_shard_size=max_shard_size,
+    )
+
+
+def _check_savable(
+    weights: dict[str, torch.nn.Parameter],
+    expected: dict[str, tuple[int, ...]],
+    folder: str | os.PathLike[str],
+) -> None:
+    where = Path(folder)
+    if odd := sorted(weights.keys() ^ expected.keys()):
+        raise SaveError(
+            f"{where}: parameter {odd[0]!r} does not belong to this architecture or is missing "
+            f"({len(odd)} such); merge adapters first (peft: merge_and_unload), and undo wrappers "
+            f"around projections\n{listing(odd)}"
+        )
+    for name, shape in expected.items():
+        weight = weights[name]
+        if hasattr(weight, "full_tensor"):
+            raise SaveError(
+                f"{where}: parameter {name!r} is sharded; gather the weights first "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True) and load them into a model on one rank"
+            )
+        if tuple(weight.shape) != shape:
+            raise SaveError(
+                f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config asks "
+                f"for {shape}; change model.config along with the model"
+            )
+        if weight.is_meta:
+            raise SaveError(f"{where}: parameter {name!r} is on the meta device: it has no values")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
