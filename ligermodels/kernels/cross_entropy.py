@@ -69,6 +69,7 @@ def cross_entropy(
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
+    """Raise ValueError for an unknown reduction, or a normalizer that would divide nothing."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
     if normalizer is not None and reduction != "mean":
@@ -112,10 +113,13 @@ def check_cross_entropy(
     options: CrossEntropyOptions,
     class_weights: Tensor | None,
 ) -> None:
+    """Raise for shapes, options or (on CPU in eager mode) targets that do not fit."""
     if targets.shape != shape:
         raise ValueError(
             f"cross entropy: targets {tuple(targets.shape)} do not fit {tuple(shape)} rows"
         )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
     if options.softcap is not None and not options.softcap > 0:

@@ -26,7 +26,7 @@ DEFAULT_LOGITS_BYTES = 2**30
 def choose_chunk(
     rows: int, bytes_per_row: int, accumulator_bytes: int, max_scratch_bytes: int | None
 ) -> int:
-    """Rows per chunk: all of them where that fits the budget, else what fits beside the accumulator.
+    """Rows per chunk: all where that fits the budget, else what fits beside the accumulator.
 
     A single chunk needs no accumulator. Chunks are multiples of 128 rows where the budget allows.
 
@@ -64,6 +64,14 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
+def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
+    """out[rows] = a @ b without a copy of the product, which eager PyTorch would keep beside it."""
+    if torch.compiler.is_compiling():
+        out[rows] = a @ b
+    else:
+        torch.mm(a, b, out=out[rows])
+
+
 def _chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -85,8 +93,10 @@ def _chunks(
     ops = select(hidden)
     dtype = compute_dtype(hidden)
     several = chunk < rows
-    losses, z_losses, lses, grads_hidden = [], [], [], []
-    grad_weight = grad_bias = None
+    losses, z_losses, lses = [], [], []
+    grad_hidden = grad_weight = grad_bias = None
+    if wants[0]:
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if wants[1] and (several or rows == 0):
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     if wants[2]:
@@ -112,7 +122,7 @@ def _chunks(
         lses.append(part_lse)
         if grad is not None:
             if wants[0]:
-                grads_hidden.append(grad @ weight)
+                _product_into(grad_hidden, part, grad, weight)
             if wants[1]:
                 if several:
                     grad_weight = _accumulate(grad_weight, grad.t(), part_hidden)
@@ -127,20 +137,22 @@ def _chunks(
             return torch.zeros(0, dtype=dtype, device=hidden.device)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    grad_hidden = None
-    if wants[0]:
-        grad_hidden = join(grads_hidden) if rows else torch.zeros_like(hidden)
     return join(losses), join(z_losses), join(lses), (grad_hidden, grad_weight, grad_bias)
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """grad * scale in dtype, out of place: backward may run twice over a retained graph."""
+    """grad * scale in dtype, out of place: backward may run twice over a retained graph.
+
+    The product is float32 (a scale of one dimension or more takes part in the promotion), else
+    bfloat16 would round the scale and with it all gradients alike.
+    """
     if grad is None:
         return None
+    scale = scale.view([1] * grad.ndim)
     if torch.compiler.is_compiling():
-        return (grad * scale.to(grad.dtype)).to(dtype)
+        return (grad * scale).to(dtype)
     # Straight into dtype: a scaled float32 weight gradient is never held beside its accumulator.
-    return torch.mul(grad, scale.to(grad.dtype), out=torch.empty_like(grad, dtype=dtype))
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
 class _ReducedLoss(torch.autograd.Function):

@@ -88,7 +88,7 @@ def rms_norm_backward(
 def rope_packed(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None
 ) -> Tensor:
-    """Rotate q and k, copy v, and pack the three: the rotary embedding and, with -sin, its gradient.
+    """Rotate q and k, copy v, pack the three: the rotary embedding and, with -sin, its gradient.
 
     Su et al. 2021, arXiv:2104.09864, in the half-split layout of HF checkpoints: with (a, b) the
     two halves of a head, (a cos - b sin, b cos + a sin).

@@ -45,6 +45,7 @@ def rope(
 
 
 def check_rope(shape: torch.Size, cos: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError where packed columns, heads and the shape of cos do not agree."""
     batch, seq, columns = shape
     head_dim = 2 * cos.shape[-1]
     if columns != (num_heads + 2 * num_kv_heads) * head_dim:

@@ -7,6 +7,8 @@ import torch
 
 
 class Launch(NamedTuple):
+    """How a kernel is launched; `Table` says for which rows."""
+
     block: int  # elements a program handles at once
     num_warps: int
     num_stages: int = 2

@@ -42,7 +42,7 @@ def test_layouts(place, layout) -> None:
 
 
 def test_gradients_in_the_layout_of_attention(place) -> None:
-    """Upstream gradients laid out (batch, heads, seq, head_dim), as SDPA gives them, or expanded."""
+    """Upstream gradients laid out as SDPA gives them, heads before tokens, or expanded."""
     made = inputs(2, 3, 2, 1, 4)
     qkv = made["qkv"].to(place.dtype).to(place.device).requires_grad_()
     angles = [made[k].float().to(place.device) for k in CONSTANT]

@@ -52,6 +52,7 @@ def cross_entropy_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Loss, z-loss and logsumexp of one row a program, and its gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)
@@ -138,6 +139,7 @@ def cross_entropy_rows(
     options: CrossEntropyOptions,
     in_place: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`reference.cross_entropy_rows` on the GPU."""
     if logits.stride(-1) != 1:
         logits, in_place = logits.contiguous(), False
     rows, vocab = logits.shape

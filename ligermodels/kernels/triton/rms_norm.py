@@ -28,6 +28,7 @@ def rms_norm_forward_kernel(
     LLAMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -67,6 +68,7 @@ def rms_norm_backward_kernel(
     LLAMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Many rows a program, which sums their part of the weight gradient."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -103,6 +105,7 @@ def rms_norm_forward(
     casting: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.rms_norm_forward` on the GPU."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
@@ -148,6 +151,7 @@ def rms_norm_backward(
     want_weight: bool,
     want_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`reference.rms_norm_backward` on the GPU."""
     grad_y = grad_y.contiguous()
     s = s.contiguous()
     if grad_s is not None:

@@ -52,6 +52,7 @@ def rope_kernel(
     COPY_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """All heads of one token a program."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // seq
     position = token % seq
@@ -78,6 +79,7 @@ def rope_kernel(
 def rope_packed(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None
 ) -> Tensor:
+    """`reference.rope_packed` on the GPU."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     in_place = out is not None

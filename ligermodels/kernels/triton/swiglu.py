@@ -10,6 +10,7 @@ from ligermodels.kernels.settings import launch
 
 @triton.jit
 def swiglu_forward_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """A block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -30,6 +31,7 @@ def swiglu_backward_kernel(
     WANT_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A block of one row a program; the output again where it is wanted."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -49,6 +51,7 @@ def swiglu_backward_kernel(
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """`reference.swiglu_forward` on the GPU."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
@@ -62,6 +65,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor, want_out: bool) -> tuple[Tensor, Tensor | None]:
+    """`reference.swiglu_backward` on the GPU."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     width = grad.shape[-1]
     grad_gate_up = torch.empty_like(gate_up)
