@@ -1,6 +1,7 @@
 """torch.autocast for the fused ops: operands are cast before the op, nothing inside it."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands of a matmul with x as autocast would cast them, differentiably."""
+def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+    """The operands of a matmul with x as autocast would cast them, differentiably; None stays."""
     dtype = autocast_dtype(x)
     if dtype is None:
         return operands

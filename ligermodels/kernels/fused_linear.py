@@ -159,6 +159,6 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out).
     Returns: (..., out) in weight's dtype.
     """
-    gate_up, weight, bias = cast_operands(gate_up, gate_up, weight, bias)  # type: ignore
+    gate_up, weight, bias = cast_operands(gate_up, gate_up, weight, bias)
     with without_autocast(gate_up):
         return _SwiGLULinear.apply(gate_up, weight, bias)

@@ -121,10 +121,10 @@ def _chunks(
         z_losses.append(z_loss)
         lses.append(part_lse)
         if grad is not None:
-            if wants[0]:
+            if grad_hidden is not None:
                 _product_into(grad_hidden, part, grad, weight)
             if wants[1]:
-                if several:
+                if several and grad_weight is not None:
                     grad_weight = _accumulate(grad_weight, grad.t(), part_hidden)
                 else:
                     grad_weight = grad.t() @ part_hidden
@@ -281,7 +281,7 @@ def linear_cross_entropy(
         )
     check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
     check_reduction(reduction, normalizer)
-    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)  # type: ignore
+    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
     grad = torch.is_grad_enabled()
     wants = (
         grad and hidden.requires_grad,

@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
 
 @cache
-def _varlen_options() -> dict[str, bool]:
+def _varlen_options() -> dict[str, Any]:
     """Grouped heads have to be asked for in newer torch and are understood in older."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -54,10 +54,12 @@ class RMSNorm(nn.RMSNorm):
         Args: x, residual (..., hidden_size).
         Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
         """
-        options = {"offset": self.offset, "casting": self.casting}
+        offset, casting = self.offset, self.casting
         if residual is None:
-            return kernels.rms_norm(x, self.weight, self.eps, **options)
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps, **options)
+            return kernels.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
+        return kernels.add_rms_norm(
+            x, residual, self.weight, self.eps, offset=offset, casting=casting
+        )
 
     def extra_repr(self) -> str:
         """Show offset and casting beside what nn.RMSNorm shows."""

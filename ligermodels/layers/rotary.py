@@ -141,9 +141,10 @@ class RotaryEmbedding(nn.Module):
             return float(given)
         factor = self.scaling.get("factor")
         if self.rope_type == "yarn":
+            stretch = float(self.scaling["factor"])
 
             def magnitude(scale: float = 1.0) -> float:
-                return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+                return 0.1 * scale * math.log(stretch) + 1.0 if stretch > 1 else 1.0
 
             mscale, all_dim = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
             return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude()

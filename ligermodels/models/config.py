@@ -43,8 +43,10 @@ class ModelConfig:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None  # None: num_attention_heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    # None stands for num_attention_heads and hidden_size / num_attention_heads; __post_init__
+    # puts the number in its place.
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
@@ -83,7 +85,6 @@ class ModelConfig:
                 raise ConfigError(
                     f"config: {name} is {value!r}; expected an integer from 1 to {largest}"
                 )
-        assert self.num_key_value_heads is not None and self.head_dim is not None
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
