@@ -149,17 +149,14 @@ def _tensor_info(path: Path, name: str, value: Any) -> tuple[TensorInfo, int, in
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise fault("needs exactly dtype, shape and data_offsets in the header")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype in DTYPES:
-        bits = DTYPES[dtype].itemsize * 8
-    elif isinstance(dtype, str) and dtype in _OTHER_BITS:
-        bits = _OTHER_BITS[dtype]
-    else:
+    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
         raise fault(f"has dtype {dtype!r}, which the format does not know")
     if not _sizes(shape):
         raise fault(f"has shape {shape!r}, expected a list of sizes")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fault(f"has data_offsets {offsets!r}, expected [begin, end]")
     begin, end = offsets
+    bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
     if (end - begin) * 8 != math.prod(shape) * bits:
         raise fault(f"has {end - begin} bytes, but {dtype} of shape {shape} takes another number")
     return TensorInfo(path, dtype, tuple(shape), end - begin), begin, end

@@ -1,5 +1,6 @@
 """From a hub id or a local path to a local folder, fetching no more than is needed."""
 
+import contextlib
 import logging
 import os
 import re
@@ -84,16 +85,27 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
             files, weight_map = weight_files(repo, names, read_index)
             wanted += files if weight_map is None else [INDEX, *files]
         present = [name for name in wanted if name in names]
-        return Path(
-            huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
-        )
+        snapshot = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
+    except CheckpointError:
+        raise
     except errors.GatedRepoError as fault:
         raise _gated(repo) from fault
-    except (OSError, errors.IncompleteSnapshotError) as fault:
+    except Exception as fault:  # disk full, connection lost, server trouble
         raise CheckpointError(
             f"{repo}: could not be downloaded: {_first_line(fault)}; what has come is kept, so "
             "try again"
         ) from fault
+    _remember(Path(snapshot), revision or "main", commit)
+    return Path(snapshot)
+
+
+def _remember(snapshot: Path, revision: str, commit: str | None) -> None:
+    """Note in the cache which commit a branch was at, for later runs without a connection."""
+    if commit and revision != commit and not commit.startswith(revision):
+        ref = snapshot.parent.parent / "refs" / revision
+        with contextlib.suppress(OSError):  # a cache that is read-only serves all the same
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit)
 
 
 def _gated(repo: str) -> CheckpointError:

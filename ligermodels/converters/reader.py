@@ -111,18 +111,6 @@ class Checkpoint:
                         self._check_finite(span, stored, out.dtype)
                     out[first - start : last - start].copy_(stored)
 
-    def load_into(self, parameters: Mapping[str, Tensor], table: Table) -> None:
-        """Fill every parameter of the table, by native name, after `plan` has passed.
-
-        Raises:
-            CheckpointError: as `read` and `check_aliases`.
-        """
-        self.check_aliases(table)
-        for entry in table:
-            out = parameters[entry.name]
-            assert tuple(out.shape) == entry.shape, (entry.name, out.shape, entry.shape)
-            self.read(entry, out.detach())
-
     def check_aliases(self, table: Table) -> None:
         """Compare what is stored a second time, such as a tied head, with its original.
 

@@ -1,0 +1,80 @@
+"""Tiny Llama checkpoints, made from nothing but safetensors and json."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ligermodels.converters.config import fields_from_hf
+from ligermodels.converters.table import llama_table
+from ligermodels.models.llama import LlamaConfig
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "is_llama_config": True,
+}
+TOKENIZER = {
+    "tokenizer.json": b'{"version": "1.0"}\n',
+    "tokenizer.model": bytes(range(256)),
+    "generation_config.json": b'{"do_sample": true}',
+    "chat_template.jinja": b"{{ messages }}\r\n",
+}
+
+
+def llama_config(**changes) -> LlamaConfig:
+    return LlamaConfig(**fields_from_hf({**CONFIG, **changes}, LlamaConfig, "config.json"))
+
+
+def random_tensors(config, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = llama_table(config).source_shapes()
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+def write_checkpoint(folder: Path, tensors: dict, config: dict, shards: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, content in TOKENIZER.items():
+        (folder / name).write_bytes(content)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {n: t for j, (n, t) in enumerate(tensors.items()) if j % shards == i}
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(name, tied=, shards=, dtype=, drop=, add=, **config keys) -> (folder, config)."""
+
+    def build(name="hf", *, shards=1, dtype=torch.bfloat16, drop=(), add=None, **changes):
+        config = llama_config(**changes)
+        tensors = random_tensors(config, dtype)
+        for gone in drop:
+            del tensors[gone]
+        tensors.update(add or {})
+        folder = write_checkpoint(tmp_path / name, tensors, {**CONFIG, **changes}, shards)
+        return folder, config
+
+    return build

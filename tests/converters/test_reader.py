@@ -1,0 +1,241 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ligermodels.converters.reader import Checkpoint, same_bits
+from ligermodels.converters.table import llama_table
+from ligermodels.errors import CheckpointError
+
+from .conftest import random_tensors
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def native(checkpoint, table, dtype):
+    checkpoint.plan(table)
+    checkpoint.check_aliases(table)
+    weights = {entry.name: torch.full(entry.shape, -7.0, dtype=dtype) for entry in table}
+    for entry in table:
+        checkpoint.read(entry, weights[entry.name])
+    return weights
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
+    folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
+    stored = random_tensors(config)
+    weights = native(Checkpoint(folder), llama_table(config), dtype)
+    for i in range(2):
+        for kind in ("weight", "bias"):
+            stacked = [stored[f"model.layers.{i}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
+            got = weights[f"layers.{i}.self_attn.qkv_proj.{kind}"]
+            assert same_bits(got, torch.cat(stacked).to(dtype))
+        stacked = [stored[f"model.layers.{i}.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+        got = weights[f"layers.{i}.mlp.gate_up_proj.weight"]
+        assert same_bits(got, torch.cat(stacked).to(dtype))
+    assert same_bits(weights["embed_tokens.weight"], stored[EMBED].to(dtype))
+    assert ("head.proj.weight" in weights) == (not tied)
+
+
+def test_plan_gives_the_stored_dtype_of_each_parameter(make):
+    norm = torch.ones(16, dtype=torch.float32)
+    wide_q = torch.ones(16, 16, dtype=torch.float16)
+    folder, config = make(add={"model.norm.weight": norm, Q: wide_q})
+    dtypes = Checkpoint(folder).plan(llama_table(config))
+    assert dtypes["embed_tokens.weight"] == torch.bfloat16
+    assert dtypes["norm.weight"] == torch.float32
+    assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # holds both
+
+
+@pytest.mark.parametrize(
+    "start, end", [(0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)]
+)
+def test_any_row_slice_is_the_slice_of_the_whole(make, start, end):
+    folder, config = make()
+    checkpoint, table = Checkpoint(folder), llama_table(config)
+    whole = native(checkpoint, table, torch.float32)
+    entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
+    out = torch.full((end - start, 16), -7.0)
+    checkpoint.read(entry, out, start=start)
+    assert torch.equal(out, whole[entry.name][start:end])
+
+
+def test_a_slice_touches_only_its_rows(make, monkeypatch):
+    folder, config = make()
+    table = llama_table(config)
+    entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
+    read = []
+    original = Checkpoint._rows
+    monkeypatch.setattr(
+        Checkpoint, "_rows", lambda self, *args: read.append(args) or original(self, *args)
+    )
+    Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
+    attention = "model.layers.0.self_attn"
+    assert read == [(f"{attention}.q_proj.weight", 14, 16), (f"{attention}.k_proj.weight", 0, 2)]
+
+
+def test_one_error_lists_everything_wrong(make):
+    folder, config = make(
+        drop=["model.norm.weight", "model.layers.0.mlp.up_proj.weight"],
+        add={Q: torch.zeros(3, 16), "extra.weight": torch.zeros(1)},
+    )
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder).plan(llama_table(config))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        f"{folder}/model.safetensors: {Q!r} has shape [3, 16], expected [16, 16] "
+        "(the first of 4 faults)"
+    )
+    assert lines[1:] == [
+        f"  {Q} has shape [3, 16], expected [16, 16]",
+        "  model.layers.0.mlp.up_proj.weight is missing",
+        "  model.norm.weight is missing",
+        "  extra.weight is unexpected",
+    ]
+
+
+def test_a_long_list_stops_at_ten_with_a_count(make):
+    folder, config = make(add={f"e{i}": torch.zeros(1) for i in range(25)})
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder).plan(llama_table(config))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 12 and lines[-1] == "  ... and 15 more"
+
+
+def test_a_missing_tensor_names_the_index_of_shards(make):
+    folder, config = make(shards=2, drop=[HEAD])
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder).plan(llama_table(config))
+    expected = f"{folder}/model.safetensors.index.json: 'lm_head.weight' is missing"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, torch.int32])
+def test_quantised_weights_are_refused_by_name(make, dtype):
+    folder, config = make(add={Q: torch.zeros(16, 16).to(dtype), f"{Q}_scale": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=f"{Q}' is stored as .*: quantised"):
+        Checkpoint(folder).plan(llama_table(config))
+
+
+def test_inverse_frequencies_and_other_formats_are_ignored(make):
+    add = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(2) for i in range(2)}
+    folder, config = make(add=add)
+    (folder / "consolidated.safetensors").write_bytes(b"not even a header")
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+
+
+def test_a_stored_tied_head_is_fine_when_equal_and_refused_when_not(make):
+    folder, config = make(tie_word_embeddings=True)
+    embed = load_file(folder / "model.safetensors")[EMBED]
+    folder, config = make("equal", tie_word_embeddings=True, add={HEAD: embed.clone()})
+    native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+
+    embed[3, 3] += 1
+    folder, config = make("differs", tie_word_embeddings=True, add={HEAD: embed})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'model.embed_tok"):
+        native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nonfinite_weights_are_refused_unless_allowed(make, value):
+    bad = torch.zeros(16, 16)
+    bad[7, 7] = value
+    folder, config = make(add={Q: bad})
+    table = llama_table(config)
+    with pytest.raises(CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"):
+        native(Checkpoint(folder), table, torch.bfloat16)
+    weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
+    got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
+    assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
+
+
+def test_a_cast_that_overflows_is_refused(make):
+    folder, config = make(dtype=torch.float32, add={Q: torch.full((16, 16), 7e4)})
+    with pytest.raises(CheckpointError, match=f"'{Q}' holds values too large for torch.float16"):
+        native(Checkpoint(folder), llama_table(config), torch.float16)
+
+
+def test_truncated_and_absent_shards(make):
+    folder, _ = make(shards=2)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"^{shard}: is truncated"):
+        Checkpoint(folder)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"^{shard}: is missing"):
+        Checkpoint(folder)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        Checkpoint(folder / "absent")
+
+
+def test_index_and_shards_must_agree(make):
+    folder, _ = make(shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name, file = next(iter(index["weight_map"].items()))
+
+    other = "model-00002-of-00002.safetensors"
+    path.write_text(json.dumps({"weight_map": {**index["weight_map"], name: other}}))
+    with pytest.raises(CheckpointError, match=f"{name}' is not mapped to {file}"):
+        Checkpoint(folder)
+
+    path.write_text(json.dumps({"weight_map": {**index["weight_map"], "ghost": other}}))
+    with pytest.raises(CheckpointError, match=f"{other}: 'ghost' is missing"):
+        Checkpoint(folder)
+
+
+def test_symlinks_are_followed(make, tmp_path):
+    folder, config = make(shards=2)
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in folder.iterdir():
+        (links / path.name).symlink_to(path)
+    native(Checkpoint(links), llama_table(config), torch.bfloat16)
+
+
+def test_same_bits_tells_what_equality_does_not():
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.bfloat16()) and not same_bits(zero, torch.zeros(2))
+    assert same_bits(torch.tensor(1.0), torch.tensor(1.0))
+
+
+def test_reading_takes_memory_for_one_tensor(tmp_path):
+    """Anonymous memory: pages of the mapped file are the system's to drop."""
+    size = 4 << 20
+    tensors = {f"t{i}": torch.ones(size, dtype=torch.bfloat16) for i in range(12)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    del tensors
+    program = f"""
+import torch
+from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.table import Table, packed
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+
+table = Table(tuple(packed(f"t{{i}}", (), (f"t{{i}}", {size})) for i in range(12)))
+checkpoint = Checkpoint({str(tmp_path)!r})
+checkpoint.plan(table)
+out = torch.zeros({size}, dtype=torch.float32)
+checkpoint.read(table.entries[0], out)
+before, most = anonymous(), 0
+for entry in table:
+    checkpoint.read(entry, out)
+    most = max(most, anonymous() - before)
+print(most)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2 * 2 * size
