@@ -1,0 +1,288 @@
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig as HFConfig
+from transformers import LlamaForCausalLM
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+
+VOCAB = 97
+PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The same random weights in transformers and here, spread so that greedy choices vary."""
+    torch.manual_seed(0)
+    config = HFConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    theirs = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("llama")
+    theirs.save_pretrained(folder)
+    return theirs, LigerLlama.from_hf(folder)
+
+
+def left_padded(prompts, pad=0):
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def greedy_of(theirs, ids, mask, new, eos=None, pad=0):
+    return theirs.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+
+
+def test_greedy_equals_transformers_for_one_prompt(pair):
+    theirs, ours = pair
+    ids = torch.tensor([PROMPTS[1]])
+    expected = greedy_of(theirs, ids, torch.ones_like(ids), 40)
+    assert expected[0, 7:].unique().numel() > 5
+    assert torch.equal(ours.generate(ids, max_new_tokens=40), expected)
+    assert torch.equal(generate(ours, PROMPTS[1], max_new_tokens=40), expected)
+    assert torch.equal(generate(ours, ids[0], max_new_tokens=40), expected)
+
+
+def test_greedy_equals_transformers_for_unequal_prompts(pair):
+    theirs, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    expected = greedy_of(theirs, ids, mask, 30)
+    assert torch.equal(generate(ours, PROMPTS, max_new_tokens=30), expected)
+    assert torch.equal(
+        generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
+    )
+    assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
+    # a row does not depend on the company it is in
+    alone = generate(ours, PROMPTS[0], max_new_tokens=30)
+    assert torch.equal(alone[0, 3:], expected[0, 7:])
+
+
+def test_rows_stop_and_are_padded_as_in_transformers(pair):
+    theirs, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    free = greedy_of(theirs, ids, mask, 30)
+    # tokens that come up at different steps, so that rows stop one after another
+    stops = [int(free[0, 9]), int(free[1, 20])]
+    expected = greedy_of(theirs, ids, mask, 30, eos=stops, pad=96)
+    assert (expected == 96).any()
+    ours_ids = generate(
+        ours, ids, attention_mask=mask, max_new_tokens=30, eos_token_id=stops, pad_token_id=96
+    )
+    assert torch.equal(ours_ids, expected)
+    one = generate(ours, PROMPTS[0], max_new_tokens=30, eos_token_id=stops[0])
+    assert one[0, -1] == stops[0] and (one[0, 3:-1] != stops[0]).all()
+
+
+def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
+    theirs, ours = pair
+    first, second = generate(ours, PROMPTS[0], max_new_tokens=12)[0, 3:].unique()[:2].tolist()
+    theirs.save_pretrained(tmp_path)
+    model = LigerLlama.from_hf(tmp_path)
+    config_file = tmp_path / "generation_config.json"
+
+    config_file.unlink()
+    model.config.eos_token_id = [first]
+    assert generate(model, PROMPTS[0], max_new_tokens=12)[0, -1] == first
+    config_file.write_text(json.dumps({"eos_token_id": second, "do_sample": True}))
+    found = generate(model, PROMPTS[0], max_new_tokens=12)
+    assert found[0, -1] == second
+    # the file's do_sample changes nothing
+    assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
+    assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
+    config_file.write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config.json: not a JSON object"):
+        generate(model, PROMPTS[0])
+
+
+def test_bfloat16_and_autocast(pair):
+    _, ours = pair
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generate(ours, PROMPTS, max_new_tokens=4).shape == (3, 11)
+    half = LigerLlama.from_hf(ours.source_folder, dtype=torch.bfloat16)
+    ids = generate(half, PROMPTS[1], max_new_tokens=4)
+    # each token is the choice of a forward pass without a cache
+    for at in range(7, 11):
+        with torch.no_grad():
+            logits = half.head.logits(half(ids[:, :at])[:, -1:])
+        top = logits[0, 0].float().topk(2)
+        assert ids[0, at] in top.indices
+
+
+def test_cached_forward_equals_the_whole_one(pair):
+    _, ours = pair
+    ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
+    with torch.no_grad():
+        whole = ours(ids)
+        cache = KVCache(ours.config, 2, 7)
+        parts = [ours(ids[:, :3], cache=cache), ours(ids[:, 3:6], cache=cache)]
+        parts.append(ours(ids[:, 6:], cache=cache))
+        assert cache.length == 7
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="8 tokens in a cache made for 7"):
+            ours(ids[:, :1], cache=cache)
+        cache.reset()
+        torch.testing.assert_close(ours(ids, cache=cache), whole, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="batch 1 in a cache made for 2"):
+            cache.reset()
+            ours(ids[:1], cache=cache)
+
+
+def test_the_cache_keeps_dtype_and_device_it_is_given():
+    config = LlamaConfig(
+        hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8
+    )
+    cache = KVCache(config, 1, 4, dtype=torch.bfloat16, device="cpu")
+    k, v = cache.update(0, torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    assert k.dtype == v.dtype == torch.bfloat16 and k.shape == (1, 2, 3, 4)
+    assert k.untyped_storage().data_ptr() == cache.keys[0].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_k": 1000},
+        {"top_p": 0.6},
+        {"top_p": 0.01},
+        {"top_p": 1.0},
+        {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
+    ],
+)
+def test_sampling_filters_equal_transformers(options):
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(6, VOCAB)
+    logits[0, :10] = logits[0, 10]  # ties
+    expected = logits
+    if "temperature" in options:
+        expected = TemperatureLogitsWarper(options["temperature"])(None, expected)
+    if "top_k" in options:
+        expected = TopKLogitsWarper(options["top_k"])(None, expected)
+    if options.get("top_p", 1.0) < 1:
+        expected = TopPLogitsWarper(options["top_p"])(None, expected)
+    filtered = Sampling(do_sample=True, **options).filter(logits)
+    assert torch.equal(filtered, expected)
+
+
+def test_draws_follow_the_distribution_and_the_generator():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, 4)
+    sampling = Sampling(do_sample=True, temperature=0.5, top_k=3)
+    drawn = sampling.choose(logits, torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn, minlength=4) / len(drawn)
+    torch.testing.assert_close(share, sampling.filter(logits)[0].softmax(-1), atol=0.01, rtol=0)
+    assert torch.equal(drawn, sampling.choose(logits, torch.Generator().manual_seed(0)))
+
+
+def test_sampling_is_repeatable_and_differs_from_greedy(pair):
+    _, ours = pair
+    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0, "top_k": 50}
+    seeded = [
+        generate(ours, PROMPTS, generator=torch.Generator().manual_seed(3), **options)
+        for _ in range(2)
+    ]
+    assert torch.equal(*seeded)
+    assert not torch.equal(seeded[0], generate(ours, PROMPTS, max_new_tokens=20))
+    likeliest = generate(ours, PROMPTS, max_new_tokens=20, do_sample=True, top_k=1)
+    assert torch.equal(likeliest, generate(ours, PROMPTS, max_new_tokens=20))
+
+
+def test_streaming_gives_the_same_tokens(pair):
+    _, ours = pair
+    expected = generate(ours, PROMPTS, max_new_tokens=10)
+    steps = []
+    generate(ours, PROMPTS, max_new_tokens=10, callback=steps.append)
+    assert torch.equal(torch.stack(steps, 1), expected[:, 7:])
+    one = generate(ours, PROMPTS[1], max_new_tokens=10)
+    tokens = stream(ours, PROMPTS[1], max_new_tokens=10)
+    assert torch.is_grad_enabled()
+    assert next(tokens) == one[0, 7]
+    assert torch.is_grad_enabled()  # also between two tokens
+    assert list(tokens) == one[0, 8:].tolist()
+    drawn = stream(ours, PROMPTS[1], max_new_tokens=10, do_sample=True, top_k=1)
+    assert list(drawn) == one[0, 7:].tolist()
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(33 + i) for i in ids)
+
+
+def test_stream_text_does_not_repeat_the_prompt(pair):
+    _, ours = pair
+    new = generate(ours, PROMPTS[1], max_new_tokens=10)[0, 7:].tolist()
+    pieces = list(stream_text(ours, Letters(), PROMPTS[1], max_new_tokens=10))
+    assert "".join(pieces) == Letters().decode(new)
+    assert len(pieces) == 10
+
+
+def test_generated_ids_can_be_trained_on(pair):
+    _, ours = pair
+    ids = generate(ours, PROMPTS[1], max_new_tokens=3)
+    ours(ids, labels=ids).loss.backward()
+    assert ours.embed_tokens.weight.grad is not None
+    ours.zero_grad(set_to_none=True)
+
+
+def test_going_beyond_the_trained_length_warns(pair):
+    theirs, ours = pair
+    ids = torch.tensor([PROMPTS[1]])
+    with pytest.warns(UserWarning, match="max_position_embeddings=64"):
+        found = generate(ours, ids, max_new_tokens=60)
+    assert torch.equal(found, greedy_of(theirs, ids, torch.ones_like(ids), 60))
+
+
+@pytest.mark.parametrize(
+    "prompts, options, message",
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
+        ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
+        ([[-1]], {}, "token -1 is outside"),
+        ([[0.5]], {}, "expected token ids"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), {}, "expected \\(batch, seq\\)"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([1], {"temperature": 0.5}, "pass do_sample=True"),
+        ([1], {"do_sample": True, "temperature": 0.0}, "do_sample=False is greedy"),
+        ([1], {"do_sample": True, "top_k": 0}, "top_k=0"),
+        ([1], {"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
+        ([1], {"pad_token_id": VOCAB}, "pad_token_id=97"),
+        ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.zeros(1, 2)}, "row 0 is all padding"),
+    ],
+)
+def test_mistakes_are_refused(pair, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(pair[1], prompts, **options)
+
+
+def test_stream_takes_one_prompt(pair):
+    with pytest.raises(ValueError, match="2 prompts"):
+        stream(pair[1], [[1], [2]], max_new_tokens=2)
