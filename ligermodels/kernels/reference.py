@@ -181,7 +181,7 @@ def cross_entropy_rows(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    weights = torch.ones_like(t[0]) if class_weights is None else class_weights.to(t.dtype)
+    weights = t.new_ones(vocab) if class_weights is None else class_weights.to(t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
     loss = target_weight * (lse - t.gather(-1, index[:, None])[:, 0])

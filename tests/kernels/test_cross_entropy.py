@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import cross_entropy
+from ligermodels.kernels.backend import select
+from ligermodels.kernels.reference import CrossEntropyOptions
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+ROWS, VOCAB = 7, 37
+
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "all smoothing": {"label_smoothing": 1.0},
+    "z-loss": {"z_loss": 0.01},
+    "softcap": {"softcap": 3.0},
+    "scale": {"logit_scale": 0.3},
+    "weights": {"class_weights": "weights"},
+    "ignored in the vocabulary": {"ignore_index": 3},
+    "everything": {
+        "label_smoothing": 0.2,
+        "z_loss": 0.02,
+        "softcap": 4.0,
+        "logit_scale": 1.7,
+        "class_weights": "weights",
+        "ignore_index": -1,
+    },
+}
+
+
+def targets_for(shape: tuple[int, ...], vocab: int, ignore_index: int = -100) -> torch.Tensor:
+    """Random targets with every third one ignored; the first and the last class are among them."""
+    generator = torch.Generator().manual_seed(11)
+    targets = torch.randint(0, vocab, shape, generator=generator)
+    flat = targets.view(-1)
+    flat[:1], flat[1:2] = vocab - 1, 0
+    flat[2::3] = ignore_index
+    return targets
+
+
+def options_for(name: str, vocab: int) -> dict:
+    options = dict(OPTIONS[name])
+    if "class_weights" in options:
+        options["class_weights"] = random(vocab, seed=9).abs() + 0.1
+    return options
+
+
+def inputs(shape: tuple[int, ...], vocab: int, name: str = "plain") -> dict:
+    options = options_for(name, vocab)
+    return {
+        "logits": random(*shape, vocab, seed=1, scale=2.0),
+        "targets": targets_for(shape, vocab, options.get("ignore_index", -100)),
+        **options,
+    }
+
+
+CONSTANT = ("class_weights",)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_reductions(place, name, reduction) -> None:
+    """The loss and its gradient, and the z-loss as a part of it, for a random upstream gradient."""
+    made = inputs((ROWS,), VOCAB, name) | {"reduction": reduction}
+    compare(cross_entropy, formulas.cross_entropy, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("shape, vocab", [((1,), 5), ((5,), 1), ((2, 3), 11), ((), 6), ((0,), 4)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_shapes(place, shape, vocab, reduction) -> None:
+    made = inputs(shape, vocab) | {"reduction": reduction}
+    compare(cross_entropy, formulas.cross_entropy, made, place)
+
+
+@pytest.mark.parametrize("vocab", [1023, 1024, 1025, 4097, 5000])
+def test_vocabularies_at_the_edges_of_a_block(place, vocab) -> None:
+    made = inputs((3,), vocab, "everything")
+    compare(cross_entropy, formulas.cross_entropy, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    made = inputs((4, 5), 9) | {"reduction": "none"}
+    compare(cross_entropy, formulas.cross_entropy, made, place, layout=layout)
+
+
+@pytest.mark.parametrize("normalizer", [3, 7.5, torch.tensor(11), torch.tensor(2.5)], ids=str)
+def test_normalizer(place, normalizer) -> None:
+    made = inputs((ROWS,), VOCAB)
+    if isinstance(normalizer, torch.Tensor):
+        normalizer = normalizer.to(place.device)
+    compare(
+        lambda **kwargs: cross_entropy(**kwargs, normalizer=normalizer),
+        lambda **kwargs: formulas.cross_entropy(**kwargs, normalizer=float(normalizer)),
+        made,
+        place,
+    )
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    check_repeatable(cross_entropy, inputs((3,), 8), place)
+    check_repeatable(cross_entropy, inputs((3,), 8) | {"reduction": "none"}, place)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_all_ignored(place, reduction) -> None:
+    logits = random(3, 8).to(place.dtype).to(place.device)
+    logits[1, 2] = float("inf")  # nobody looks at what is ignored
+    logits.requires_grad_()
+    targets = torch.full((3,), -100, device=place.device)
+    loss, z_loss = cross_entropy(logits, targets, reduction=reduction, z_loss=0.1)
+    loss.sum().backward()
+    for x in (loss, z_loss, logits.grad):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+def test_extreme_logits(place) -> None:
+    """Large logits overflow nothing; a class at -infinity has probability 0 and no gradient."""
+    rows = [[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [float("-inf"), 1.0, 1.0]]
+    logits = torch.tensor(rows, dtype=place.dtype, device=place.device, requires_grad=True)
+    targets = torch.tensor([0, 1, 2], device=place.device)
+    loss, _ = cross_entropy(logits, targets, reduction="none")
+    loss.sum().backward()
+    log2, log3 = torch.tensor([2.0, 3.0]).log().tolist()
+    expected = torch.tensor([0.0, log3, log2], dtype=loss.dtype, device=place.device)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[2, 0] == 0
+
+
+@pytest.mark.parametrize("target", [-1, 5, 2**40, -(2**40), 2**62])
+@pytest.mark.parametrize("weights", [False, True])
+def test_target_out_of_range_poisons_its_row_alone(place, target, weights) -> None:
+    """What a GPU answers: NaN, and no read out of bounds. The kernel stands in for the op here."""
+    logits = random(3, 5, seed=2).to(place.dtype).to(place.device)
+    targets = torch.tensor([1, target, -100], device=place.device)
+    scale = torch.ones(1, device=place.device)
+    class_weights = torch.ones(5, device=place.device) if weights else None
+    loss, z, _, grad = select(logits).cross_entropy_rows(
+        logits, targets, scale, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
+    )
+    for x in (loss, z):
+        assert x[1].isnan() and x[0].isfinite() and x[2] == 0
+    assert grad[1].isnan().all() and grad[0].isfinite().all() and (grad[2] == 0).all()
+
+
+@pytest.mark.parametrize("target", [-1, 5, 2**40])
+def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
+    targets = torch.tensor([[1, 2], [-100, target]])
+    with pytest.raises(IndexError, match=rf"target {target} at flat position 3 .* vocabulary of 5"):
+        cross_entropy(torch.zeros(2, 2, 5), targets)
+
+
+def test_logits_stay(place) -> None:
+    logits = random(3, 8).to(place.dtype).to(place.device).requires_grad_()
+    before = logits.detach().clone()
+    cross_entropy(logits, torch.tensor([1, 2, 3], device=place.device))[0].backward()
+    assert torch.equal(logits, before)
+
+
+def test_refusals() -> None:
+    logits, targets = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        cross_entropy(logits, targets[:1])
+    with pytest.raises(ValueError, match=r"torch\.int32"):
+        cross_entropy(logits, targets.int())
+    with pytest.raises(ValueError, match="reduction='avg'"):
+        cross_entropy(logits, targets, reduction="avg")
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        cross_entropy(logits, targets, reduction="sum", normalizer=2)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        cross_entropy(logits, targets, label_smoothing=1.5)
+    with pytest.raises(ValueError, match="softcap"):
+        cross_entropy(logits, targets, softcap=0.0)
+    with pytest.raises(ValueError, match="class_weights"):
+        cross_entropy(logits, targets, class_weights=torch.ones(4))

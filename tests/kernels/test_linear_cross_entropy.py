@@ -1,0 +1,368 @@
+"""The loss head's contract, sentence by sentence, at the level of the op."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy
+from ligermodels.kernels.linear_cross_entropy import DEFAULT_LOGITS_BYTES, choose_chunk
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.test_cross_entropy import OPTIONS, options_for, targets_for
+
+ROWS, WIDTH, VOCAB = 23, 14, 51
+CONSTANT = ("class_weights",)
+
+
+def inputs(
+    shape: tuple[int, ...] = (ROWS,),
+    width: int = WIDTH,
+    vocab: int = VOCAB,
+    name: str = "plain",
+    bias: bool = True,
+) -> dict:
+    options = options_for(name, vocab)
+    return {
+        "hidden": random(*shape, width, seed=1),
+        "weight": random(vocab, width, seed=2),
+        "targets": targets_for(shape, vocab, options.get("ignore_index", -100)),
+        "bias": random(vocab, seed=3) if bias else None,
+        **options,
+    }
+
+
+def ours(**kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    return linear_cross_entropy(**kwargs)[:2]
+
+
+def formula(*, chunk_size=None, max_scratch_bytes=None, **kwargs):
+    return formulas.linear_cross_entropy(**kwargs)
+
+
+def on(place, made: dict) -> dict:
+    """The inputs as leaves at a place."""
+    return {
+        k: v.to(place.device, place.dtype).requires_grad_()
+        if isinstance(v, torch.Tensor) and v.is_floating_point()
+        else (v.to(place.device) if isinstance(v, torch.Tensor) else v)
+        for k, v in made.items()
+    }
+
+
+@pytest.mark.parametrize("chunk_size", [None, 9])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_reductions_and_chunks(place, name, reduction, chunk_size) -> None:
+    """Every option, for a random upstream gradient, in one chunk and in several."""
+    made = inputs(name=name) | {"reduction": reduction, "chunk_size": chunk_size}
+    compare(ours, formula, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(
+    "shape, width, vocab", [((1,), 4, 5), ((5,), 1, 1), ((2, 3), 5, 11), ((), 3, 6), ((0,), 3, 4)]
+)
+def test_shapes(place, shape, width, vocab, reduction) -> None:
+    made = inputs(shape, width, vocab) | {"reduction": reduction, "chunk_size": 2}
+    compare(ours, formula, made, place)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bias(place, bias) -> None:
+    compare(ours, formula, inputs(bias=bias), place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_layouts(place, layout, reduction) -> None:
+    made = inputs((3, 4)) | {"reduction": reduction, "chunk_size": 5}
+    compare(ours, formula, made, place, layout=layout)
+
+
+@pytest.mark.parametrize("normalizer", [3, 7.5, torch.tensor(11), torch.tensor(2.5)], ids=str)
+def test_normalizer(place, normalizer) -> None:
+    value = float(normalizer)
+    if isinstance(normalizer, torch.Tensor):
+        normalizer = normalizer.to(place.device)
+    compare(
+        lambda **kwargs: ours(**kwargs, normalizer=normalizer),
+        lambda **kwargs: formula(**kwargs, normalizer=value),
+        inputs(),
+        place,
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_accumulation_steps_with_one_normalizer(place, weighted) -> None:
+    """Two halves under the normalizer of the whole add up to the whole."""
+    made = on(place, inputs(name="weights" if weighted else "plain"))
+    weights = made.pop("class_weights", None)
+    weights = None if weights is None else weights.detach().float()
+    hidden, weight, targets, bias = (made[k] for k in ("hidden", "weight", "targets", "bias"))
+    valid = targets != -100
+    total = valid.sum() if weights is None else weights[targets[valid]].sum()
+    whole, _, _ = linear_cross_entropy(hidden, weight, targets, bias, class_weights=weights)
+    expected = torch.autograd.grad(whole, (hidden, weight, bias))
+    halves = [
+        linear_cross_entropy(
+            hidden[part], weight, targets[part], bias, class_weights=weights, normalizer=total
+        )[0]
+        for part in (slice(0, 3), slice(3, None))
+    ]
+    got = torch.autograd.grad(sum(halves), (hidden, weight, bias))
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(sum(halves), whole, rtol=1e-5, atol=1e-6)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("hidden",),
+        ("weight",),
+        ("bias",),
+        ("hidden", "weight"),
+        ("hidden", "bias"),
+        ("weight", "bias"),
+    ],
+    ids=str,
+)
+def test_gradient_for_what_requires_it(place, frozen, reduction) -> None:
+    for chunk_size in (None, 8):
+        made = inputs() | {"reduction": reduction, "chunk_size": chunk_size}
+        compare(ours, formula, made, place, frozen=frozen)
+
+
+@pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])
+@pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("hidden", "weight")], ids=str)
+def test_products_made(place, frozen, reduction, again) -> None:
+    """One matrix product for the logits (two for "none"), one for each gradient wanted."""
+    made = on(place, inputs(bias=False))
+    for name in frozen:
+        made[name].requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        loss, *_ = linear_cross_entropy(**made, reduction=reduction)
+        if loss.requires_grad:
+            loss.sum().backward()
+    gradients = 2 - len(frozen)
+    products = 1 + gradients + (again if gradients else 0)
+    assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB
+
+
+def test_no_grad(place) -> None:
+    made = on(place, inputs())
+    expected = linear_cross_entropy(**made)
+    with torch.no_grad():
+        loss = linear_cross_entropy(**made)
+    for a, b in zip(loss, expected):
+        assert not a.requires_grad
+        torch.testing.assert_close(a, b.detach())
+
+
+def test_third_output_is_the_loss_of_each_token(place) -> None:
+    made = on(place, inputs((2, 4)))
+    _, _, token_loss = linear_cross_entropy(**made)
+    expected, _, same = linear_cross_entropy(**made, reduction="none")
+    assert same is expected
+    assert token_loss.shape == (2, 4) and not token_loss.requires_grad
+    torch.testing.assert_close(token_loss, expected.detach())
+    assert (token_loss[made["targets"] == -100] == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_all_ignored(place, reduction, chunk_size) -> None:
+    made = on(place, inputs())
+    made["targets"] = torch.full_like(made["targets"], -100)
+    loss, z_loss, _ = linear_cross_entropy(
+        **made, reduction=reduction, chunk_size=chunk_size, z_loss=0.1, label_smoothing=0.1
+    )
+    loss.sum().backward()
+    for x in (loss, z_loss, *(made[k].grad for k in ("hidden", "weight", "bias"))):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    for reduction in ("none", "mean"):
+        check_repeatable(ours, inputs() | {"reduction": reduction, "chunk_size": 9}, place)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 12, 23, 100])
+def test_any_chunk_gives_the_same(place, chunk_size) -> None:
+    whole, parts = on(place, inputs(name="z-loss")), on(place, inputs(name="z-loss"))
+    expected, _, expected_tokens = linear_cross_entropy(**whole)
+    loss, _, tokens = linear_cross_entropy(**parts, chunk_size=chunk_size)
+    expected.backward()
+    loss.backward()
+    tolerance = 1e-2 if place.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(tokens, expected_tokens, rtol=tolerance, atol=tolerance)
+    for name in ("hidden", "weight", "bias"):
+        grads = parts[name].grad, whole[name].grad
+        torch.testing.assert_close(*grads, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_weight_gradient_is_accumulated_in_float32(place) -> None:
+    """bfloat16 in 64 chunks: no further from float64 than in one. A bfloat16 sum would be."""
+    if place.dtype != torch.bfloat16:
+        pytest.skip("about bfloat16")
+    rows, width, vocab = 256, 16, 8
+    made = inputs((rows,), width, vocab, bias=False)
+    exact = {
+        k: v.bfloat16().double() if v.is_floating_point() else v
+        for k, v in made.items()
+        if v is not None
+    }
+    exact["weight"].requires_grad_()
+    formulas.linear_cross_entropy(**exact)[0].backward()
+    errors = []
+    for chunk_size in (rows, 4):
+        leaves = on(place, made)
+        linear_cross_entropy(**leaves, chunk_size=chunk_size)[0].backward()
+        grad = leaves["weight"].grad.double().cpu()
+        errors.append(float((grad - exact["weight"].grad).square().mean().sqrt()))
+    assert errors[1] <= 1.1 * errors[0]
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB, 2**40])
+def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
+    made = inputs(bias=False)
+    made["targets"][4] = target
+    with pytest.raises(IndexError, match=rf"target {target} at flat position 4"):
+        linear_cross_entropy(**made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [-1, VOCAB, 2**40])
+def test_target_out_of_range_is_nan_on_a_gpu(target) -> None:
+    made = {k: v.cuda() for k, v in inputs().items()}
+    made["targets"][4] = target
+    loss, _, tokens = linear_cross_entropy(**made)
+    assert loss.isnan() and tokens[4].isnan() and tokens.isnan().sum() == 1
+
+
+class TestChooseChunk:
+    def test_all_rows_where_they_fit(self) -> None:
+        assert choose_chunk(1000, 10, 10**12, 1000 * 10 + 64 * 1000) == 1000
+        assert choose_chunk(1000, 10, 10**12, None) == 1000
+
+    def test_what_fits_beside_the_accumulator(self) -> None:
+        rows, row, accumulator = 10000, 1000, 5_000_000
+        for budget in (6_000_000, 8_000_000, 9_999_999):
+            chunk = choose_chunk(rows, row, accumulator, budget)
+            assert accumulator + 64 * rows + chunk * row <= budget
+            assert chunk < 128 or chunk % 128 == 0
+            assert accumulator + 64 * rows + (chunk + 128) * row > budget
+
+    def test_default(self) -> None:
+        """2^30 bytes of logits, whatever the vocabulary; few rows stay one chunk."""
+        for vocab in (32000, 128256, 151936, 256000):
+            for hidden in (576, 4096, 8192):
+                chunk = choose_chunk(10**6, vocab * 2, vocab * hidden * 4, None)
+                assert DEFAULT_LOGITS_BYTES * 0.9 < chunk * vocab * 2 <= DEFAULT_LOGITS_BYTES
+                assert chunk % 128 == 0
+        assert choose_chunk(512, 128256 * 2, 128256 * 4096 * 4, None) == 512
+
+    def test_not_many_tiny_chunks(self) -> None:
+        """As long as a row of logits is small beside the budget, chunks are large matrices."""
+        assert choose_chunk(65536, 256000 * 2, 256000 * 4096 * 4, None) >= 2048
+
+    def test_too_small_a_budget_names_the_least(self) -> None:
+        rows, row, accumulator = 100, 1000, 50000
+        least = accumulator + 64 * rows + row
+        assert choose_chunk(rows, row, accumulator, least) == 1
+        with pytest.raises(ValueError, match=f"at least {least}$"):
+            choose_chunk(rows, row, accumulator, least - 1)
+
+    def test_a_row_larger_than_the_default_still_works(self) -> None:
+        assert choose_chunk(10, 2**31, 0, None) == 1
+
+    def test_nothing_to_do(self) -> None:
+        assert choose_chunk(0, 1000, 1000, None) == 1
+
+
+def test_budget_reaches_the_chunks(place, monkeypatch) -> None:
+    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    made = on(place, inputs((40,)))
+    chunks = []
+    inner = module._chunks
+
+    def spy(*args):
+        chunks.append(args[8])
+        return inner(*args)
+
+    monkeypatch.setattr(module, "_chunks", spy)
+    with pytest.raises(ValueError, match="at least") as error:
+        linear_cross_entropy(**made, max_scratch_bytes=1)
+    least = int(str(error.value).split()[-1])
+    linear_cross_entropy(**made, max_scratch_bytes=least)
+    linear_cross_entropy(**made, max_scratch_bytes=2**40)
+    linear_cross_entropy(**made, max_scratch_bytes=1, chunk_size=9)
+    assert chunks == [1, 40, 9]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_compiled_equals_eager(place, name, reduction) -> None:
+    """torch.compile(fullgraph=True), with ignored targets among the rows, in several chunks."""
+    if place.dtype == torch.float64:
+        pytest.skip("float32 tells")
+    torch._dynamo.reset()
+    options = {"reduction": reduction, "chunk_size": 9}
+    results = []
+    backend = "inductor" if place.device == "cuda" else "aot_eager"
+    for function in (ours, torch.compile(ours, fullgraph=True, backend=backend)):
+        made = on(place, inputs(name=name))
+        if "class_weights" in made:
+            made["class_weights"] = made["class_weights"].detach()
+        loss, z_loss = function(**made, **options)
+        upstream = random(*loss.shape, seed=5).to(loss)
+        loss.backward(upstream)
+        results.append((loss, z_loss, *(made[k].grad for k in ("hidden", "weight", "bias"))))
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    for compiled, eager in zip(*reversed(results)):
+        torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_float16_gradients_do_not_underflow(place) -> None:
+    """A mean over many tokens: 1 / tokens belongs behind the loss scale, not before it."""
+    if place.dtype != torch.float32:
+        pytest.skip("float16 alone")
+    made = inputs((512,), 8, 16, bias=False)
+    exact = {
+        k: v.half().double() if v.is_floating_point() else v
+        for k, v in made.items()
+        if v is not None
+    }
+    half = {
+        k: v.half().to(place.device) if v.is_floating_point() else v.to(place.device)
+        for k, v in made.items()
+        if v is not None
+    }
+    for leaves in (exact, half):
+        leaves["hidden"].requires_grad_()
+    normalizer, loss_scale = 2.0**20, 2.0**16
+    (formulas.linear_cross_entropy(**exact, normalizer=normalizer)[0] * loss_scale).backward()
+    (linear_cross_entropy(**half, normalizer=normalizer)[0] * loss_scale).backward()
+    grad = half["hidden"].grad.double().cpu()
+    torch.testing.assert_close(grad, exact["hidden"].grad, rtol=2e-2, atol=1e-4)
+
+
+def test_refusals() -> None:
+    made = inputs(bias=False)
+    with pytest.raises(ValueError, match="differ in their last dimension"):
+        linear_cross_entropy(made["hidden"], made["weight"][:, 1:], made["targets"])
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        linear_cross_entropy(**made, chunk_size=0)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_cross_entropy(made["hidden"], made["weight"], made["targets"][1:])
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        linear_cross_entropy(**made, reduction="sum", normalizer=3)
