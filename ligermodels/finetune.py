@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.errors import ConfigError, DataError, LigerError
+from ligermodels.errors import ConfigError, LigerError
 
 if TYPE_CHECKING:
     import torch
 
+    from ligermodels.data import Document
+    from ligermodels.models.base import DecoderModel
     from ligermodels.packing import PackedRows
     from ligermodels.runs import RunFolder
+    from ligermodels.training import Trainer
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -87,7 +90,7 @@ class FinetuneConfig:
     beta2: float = _option(0.95, "AdamW's second decay rate", least=0, below=1)
     adam_eps: float = _option(1e-8, "AdamW's epsilon", above=0)
     max_grad_norm: float = _option(1.0, "clip gradients to this norm; 0 does not clip", least=0)
-    seed: int = _option(0, "decides the held-out part, the order of the rows and dropout", least=0)
+    seed: int = _option(0, "decides the held-out part and the order of the rows", least=0)
 
     precision: str | None = _option(
         None,
@@ -161,7 +164,7 @@ class FinetuneResult:
     eval_loss_before: float | None
     eval_loss_after: float | None
     metrics: list[dict[str, Any]] = field(repr=False)
-    model: torch.nn.Module = field(repr=False)
+    model: DecoderModel = field(repr=False)
     notes: list[str] = field(default_factory=list, repr=False)
 
     @property
@@ -201,7 +204,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     inputs += [("training data", file) for file in check_files(config.train)]
     inputs += [("evaluation data", file) for file in check_files(config.eval or [])]
     folder.check(config.resume, config.overwrite, inputs)
-    device = _device(config)
+    device = pick_device(config.device)
     gpus = [device] if device.type == "cuda" else []
     # The generators of whoever calls this stay as they are.
     with folder.held(), torch.random.fork_rng(devices=gpus):
@@ -217,19 +220,23 @@ def resumed_settings(output: str | Path) -> dict[str, Any]:
     return {k: v for k, v in saved["settings"].items() if k in known} if saved else {}
 
 
-def _device(config: FinetuneConfig) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU where there is one.
+
+    Raises ConfigError for a device that is not there, or not one that the kernels know.
+    """
     import torch
 
-    if config.device is None:
+    if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device: cpu or cuda is needed, not {config.device!r}")
+            raise ConfigError(f"device: cpu or cuda is needed, not {name!r}")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"device: {config.device!r} cannot be used: {reason}") from None
+        raise ConfigError(f"device: {name!r} cannot be used: {reason}") from None
     return device
 
 
@@ -257,11 +264,14 @@ class _Run:
         from ligermodels.training import Trainer
 
         config = self.config
+        saved = self.folder.read_settings() if config.resume else None
+        if saved is not None:
+            self._check_settings(saved["settings"])
         source = self._resolve()
         rows, eval_rows = self._rows(source)
         model = self._model(source, rows, eval_rows)
         trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision)
-        self._start(rows, trainer)
+        self._start(rows, trainer, saved)
         trainer.train(self.folder, progress=self.progress)
         return self._finish(model, trainer)
 
@@ -284,13 +294,9 @@ class _Run:
             train, held = hold_out(train, config.eval_fraction, config.seed)
         pad = tokenizer.pad_token_id
         pad = tokenizer.eos_token_id if pad is None else pad
-        packed = []
-        for what, documents in (("training", train), ("held-out", held)):
-            if not documents:
-                packed.append(None)
-                continue
+
+        def pack(what: str, documents: list[Document]) -> PackedRows:
             rows = PackedRows(documents, config.seq_len, pad or 0)
-            packed.append(rows)
             self.note(
                 f"{what} data: {len(documents):,} documents, {rows.num_tokens:,} tokens, "
                 f"{len(rows):,} rows of {rows.width:,}"
@@ -301,13 +307,11 @@ class _Run:
                     f"{config.seq_len} tokens and lose their end; {rows.num_dropped:,} have "
                     "nothing left to learn"
                 )
-        if packed[0] is None:
-            raise DataError("no training documents are left")
-        return packed[0], packed[1]
+            return rows
 
-    def _model(
-        self, source: Path, rows: PackedRows, eval_rows: PackedRows | None
-    ) -> torch.nn.Module:
+        return pack("training", train), pack("held-out", held) if held else None
+
+    def _model(self, source: Path, rows: PackedRows, eval_rows: PackedRows | None) -> DecoderModel:
         import torch
 
         from ligermodels.auto import AutoLiger
@@ -329,39 +333,36 @@ class _Run:
             model.activation_checkpointing_enable()
         return model
 
-    def _start(self, rows: PackedRows, trainer: Any) -> None:
-        """Make the folder this run's: nothing of an older run is touched before all has loaded."""
-        import ligermodels
-
-        settings = {**asdict(self.config), "precision": self.precision}
-        facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
-        saved = self.folder.read_settings() if self.config.resume else None
-        if saved is not None:
-            self._check_same(saved, settings, facts)
-            return
-        self.folder.clear()
-        version = getattr(ligermodels, "__version__", None)
-        self.folder.write_settings({"settings": settings, **facts, "ligermodels": version})
-
-    def _check_same(
-        self, saved: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]
-    ) -> None:
-        where = self.folder.path
-        for name, value in settings.items():
-            old = saved["settings"].get(name, value)
+    def _check_settings(self, saved: dict[str, Any]) -> None:
+        for name, value in self._settings().items():
+            old = saved.get(name, value)
             if name not in FREE_ON_RESUME and old != value:
                 raise LigerError(
-                    f"{where}: {name}: the run was started with {old!r} and cannot be resumed with "
-                    f"{value!r}"
+                    f"{self.folder.path}: {name}: the run was started with {old!r} and cannot be "
+                    f"resumed with {value!r}"
                 )
-        if saved.get("rows") != facts["rows"]:
+
+    def _settings(self) -> dict[str, Any]:
+        return {**asdict(self.config), "precision": self.precision}
+
+    def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
+        """Make the folder this run's: nothing of an older run is touched before all has loaded."""
+        from ligermodels import __version__
+
+        where = self.folder.path
+        facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
+        if saved is None:
+            self.folder.clear()
+            settings = {"settings": self._settings(), **facts, "ligermodels": __version__}
+            self.folder.write_settings(settings)
+        elif saved.get("rows") != facts["rows"]:
             raise LigerError(f"{where}: the training data is not what the run was started with")
-        if saved.get("steps") != facts["steps"]:
+        elif saved.get("steps") != facts["steps"]:
             raise LigerError(
                 f"{where}: the run has {saved.get('steps')} steps, not {facts['steps']}"
             )
 
-    def _finish(self, model: Any, trainer: Any) -> FinetuneResult:
+    def _finish(self, model: DecoderModel, trainer: Trainer) -> FinetuneResult:
         import torch
 
         from ligermodels.runs import plot_losses

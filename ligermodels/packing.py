@@ -180,9 +180,9 @@ class PackedRows:
         asks nothing (the positions of `input_ids`, unshifted), and restarting `position_ids`."""
         indices = list(indices)
         shape = (len(indices), self.width)
-        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        position_ids = np.zeros(shape, dtype=np.int64)
+        input_ids: np.ndarray = np.full(shape, self.pad_id, dtype=np.int64)
+        labels: np.ndarray = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        position_ids: np.ndarray = np.zeros(shape, dtype=np.int64)
         num_tokens = num_targets = 0
         for at, index in enumerate(indices):
             end = 0
