@@ -257,6 +257,9 @@ def _write_rope(raw: dict[str, Any], config: Any, changed: bool) -> None:
     if changed:
         # The new values hold the length too, and one at config level would override theirs.
         raw.pop("original_max_position_embeddings", None)
+    elif scaling and raw.get("rope_theta") not in (None, config.rope_theta):
+        # What came in contradicts itself and stays; the scaling, which wins, says which holds.
+        scaling["rope_theta"] = config.rope_theta
     spellings: dict[str, Any] = {
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,

@@ -23,6 +23,7 @@ class _Plan:
     """HF tensors of an export: name, shape, dtype, and the native rows they are made of."""
 
     def __init__(self, table: Table, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.native = {e.name: (e.shape, dtypes[e.name]) for e in table}
         self.shapes = table.source_shapes()
         self.pieces: dict[str, list[Piece]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -87,9 +88,7 @@ def save(
             for path in _copied(source):
                 shutil.copyfile(path, fresh / path.name)
                 sync_file(fresh / path.name)
-    except SaveError:
-        raise
-    except OSError as fault:
+    except OSError as fault:  # a SaveError of ours among them
         raise SaveError(
             f"{folder}: could not be saved: {fault.strerror or fault}; what was there is unchanged"
         ) from fault
@@ -163,12 +162,14 @@ def _write_shard(
     pieces = [piece for name in names for piece in plan.pieces[name]]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for rows in _rows(pieces, get_tensor):
+        for rows in _rows(pieces, plan, get_tensor):
             file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 
-def _rows(pieces: list[Piece], get_tensor: Callable[[str], Tensor]) -> Iterator[Tensor]:
+def _rows(
+    pieces: list[Piece], plan: _Plan, get_tensor: Callable[[str], Tensor]
+) -> Iterator[Tensor]:
     """The native rows on the CPU; a parameter that several pieces follow from is got once."""
     held = None
     tensor = torch.empty(0)
@@ -176,4 +177,10 @@ def _rows(pieces: list[Piece], get_tensor: Callable[[str], Tensor]) -> Iterator[
         if name != held:
             tensor = get_tensor(name).detach().to("cpu").contiguous()
             held = name
+            shape, dtype = plan.native[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise SaveError(
+                    f"parameter {name!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
+                    f"expected {dtype} of shape {list(shape)}"
+                )
         yield tensor[first:end]

@@ -109,7 +109,9 @@ def test_consolidated_beside_the_real_weights_is_ignored():
 def test_stale_index_and_missing_shards_are_refused():
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     names = ["model.safetensors.index.json", "model-1-of-2.safetensors"]
-    with pytest.raises(CheckpointError, match=r"repo/model-2-of-2.safetensors: is missing") as error:
+    with pytest.raises(
+        CheckpointError, match=r"repo/model-2-of-2.safetensors: is missing"
+    ) as error:
         weight_files("repo", names, lambda: index)
     assert "1 of 2 shards" in str(error.value)
     with pytest.raises(CheckpointError, match="one of the two is stale"):

@@ -1,0 +1,274 @@
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig as HFConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ligermodels.converters.config import fields_from_hf, read_config, to_hf, unknown_keys
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+
+from .conftest import CONFIG, llama_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+BASE = {k: v for k, v in CONFIG.items() if not k.startswith(("rope", "torch"))}
+
+
+def parse(raw):
+    return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
+
+
+@pytest.mark.parametrize(
+    "keys, theta, scaling",
+    [
+        ({}, 1e4, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            1e4,
+            {"rope_type": "linear", "factor": 2},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+            1e4,
+            {"rope_type": "dynamic", "factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+        ({"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
+        ({"rope_theta": 5.0, "rope_parameters": LLAMA3}, 5.0, LLAMA3),
+        # A non-empty rope_scaling replaces rope_parameters whole, its theta included.
+        ({"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 1e4, YARN),
+        (
+            {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
+            5.0,
+            YARN,
+        ),
+        ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
+        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
+        # A length at config level overrides the nested one, for the types that have one.
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+            1e4,
+            {**LLAMA3, "original_max_position_embeddings": 32},
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "original_max_position_embeddings": 32,
+            },
+            1e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_spellings_and_their_precedence(keys, theta, scaling):
+    raw = {**BASE, **keys}
+    config = parse(raw)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+    assert_transformers_agrees(raw, raw)
+    exported = to_hf(config)
+    assert exported["rope_parameters"] is not None
+    assert_transformers_agrees(exported, raw)
+    again = parse(exported)
+    assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
+
+
+def assert_transformers_agrees(raw, original):
+    """transformers turns `raw` into the frequencies that we read from `original`."""
+    hf = LlamaRotaryEmbedding(HFConfig.from_dict(json.loads(json.dumps(raw))))
+    with torch.device("cpu"):
+        ours = LigerLlama(parse(original)).rotary
+    torch.testing.assert_close(hf.inv_freq, ours.inv_freq, rtol=1e-6, atol=0)
+    assert hf.attention_scaling == pytest.approx(ours.attention_factor)
+
+
+@pytest.mark.parametrize(
+    "keys, dtype",
+    [
+        ({}, None),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "float32"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "auto"}, None),
+    ],
+)
+def test_dtype_spellings(keys, dtype):
+    assert parse({**BASE, **keys}).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "dtype": "bfloat16"},
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10000},
+        {"head_dim": None, "num_key_value_heads": None, "mine": {"nested": [1, 2.0, None]}},
+        {"eos_token_id": [2, 3], "pad_token_id": None, "pretraining_tp": 1, "use_cache": False},
+    ],
+)
+def test_every_key_comes_out_unchanged_with_both_spellings_beside(keys):
+    raw = {**BASE, **keys}
+    config = parse(raw)
+    exported = to_hf(config)
+    assert {k: exported[k] for k in raw} == raw
+    assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 is not 1.0
+    added = set(exported) - set(raw)
+    assert added <= {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype"}
+    assert {"rope_theta", "rope_scaling", "rope_parameters"} <= set(exported)
+    assert exported.get("dtype") == exported.get("torch_dtype")
+    assert config.extra == raw
+
+
+def test_the_spellings_of_an_export_agree():
+    exported = to_hf(parse({**BASE, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}))
+    assert exported["rope_theta"] == 7.0 and exported["rope_scaling"] == LLAMA3
+    exported = to_hf(parse({**BASE, "rope_theta": 7.0, "rope_scaling": LLAMA3}))
+    assert exported["rope_parameters"] == {**LLAMA3, "rope_theta": 7.0}
+    exported = to_hf(parse({**BASE, "rope_theta": 7.0}))
+    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 7.0}
+    assert exported["rope_scaling"] is None
+
+
+def test_changed_fields_are_written_in_every_spelling():
+    config = parse({**CONFIG, "rope_scaling": LLAMA3, "original_max_position_embeddings": 32})
+    config.rope_theta, config.rope_scaling = 7.0, dict(YARN)
+    config.dtype, config.max_position_embeddings = "float32", 4096
+    exported = to_hf(config)
+    assert exported["rope_theta"] == 7.0 and exported["rope_scaling"] == YARN
+    assert exported["rope_parameters"] == {**YARN, "rope_theta": 7.0}
+    assert "original_max_position_embeddings" not in exported
+    assert exported["dtype"] == exported["torch_dtype"] == "float32"
+    assert exported["max_position_embeddings"] == 4096
+    assert exported["is_llama_config"] is True
+
+
+def test_a_config_made_in_python_is_written_whole():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_scaling=YARN, dtype="float16")
+    exported = to_hf(config)
+    assert exported["architectures"] == ["LlamaForCausalLM"] and exported["model_type"] == "llama"
+    assert exported["head_dim"] == 16 and exported["num_key_value_heads"] == 4
+    assert "extra" not in exported
+    again = parse(exported)
+    again.extra = {}
+    assert again == config
+    hf = HFConfig.from_dict(json.loads(json.dumps(exported)))
+    assert hf.hidden_size == 64 and hf.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("model_type", "mistral", "'model_type' is 'mistral'; this class reads 'llama'"),
+        ("model_type", None, "'model_type' is None"),
+        ("quantization_config", {"quant_method": "gptq"}, r"quantised checkpoints \('gptq'\)"),
+        ("quantization_config", {}, "quantised checkpoints"),
+        ("attention_dropout", 0.1, "'attention_dropout' is 0.1, which changes the maths"),
+        ("partial_rotary_factor", 0.5, "'partial_rotary_factor' is 0.5"),
+        ("use_bidirectional_attention", True, "'use_bidirectional_attention' is True"),
+        ("final_logit_softcapping", 30.0, "'final_logit_softcapping' is 30.0"),
+        ("attention_bias", "no", "'attention_bias' is 'no', expected true or false"),
+        ("tie_word_embeddings", 1, "'tie_word_embeddings' is 1, expected true or false"),
+        ("hidden_size", "16", "'hidden_size' is '16', expected an integer"),
+        ("hidden_size", 16.0, "'hidden_size' is 16.0, expected an integer"),
+        ("num_hidden_layers", True, "'num_hidden_layers' is True, expected an integer"),
+        ("eos_token_id", [2, "x"], "'eos_token_id' is .*, expected an integer or a list"),
+        ("rms_norm_eps", float("nan"), "'rms_norm_eps' is nan, expected a finite number"),
+        ("hidden_act", 3, "'hidden_act' is 3, expected a string"),
+        ("torch_dtype", "int8", "'torch_dtype' is 'int8', expected one of float64"),
+        ("rope_theta", 0, "'rope_theta' is 0, expected a positive number"),
+        ("rope_theta", "1e6", "'rope_theta' is '1e6'"),
+        ("rope_scaling", 4, "'rope_scaling' is 4, expected an object"),
+        ("rope_scaling", {"type": "spiral"}, "'rope_scaling.rope_type' is 'spiral'"),
+        ("rope_scaling", {"rope_type": ["yarn"]}, "'rope_scaling.rope_type' is"),
+        ("rope_scaling", {"rope_type": "linear"}, "'rope_scaling.factor' is missing"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": -1}, "'rope_scaling.factor' is -1"),
+        ("rope_scaling", {**LLAMA3, "low_freq_factor": 4.0}, "must be greater than low_freq"),
+        ("rope_scaling", {**LLAMA3, "original_max_position_embeddings": "8"}, "is '8'"),
+        ("rope_scaling", {"rope_type": "longrope", "short_factor": [1]}, "long_factor' is no list"),
+        (
+            "rope_parameters",
+            {**YARN, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor' is 0.5",
+        ),
+        ("rope_parameters", {"full_attention": {}}, "rope per layer type"),
+        # What the config class judges, through the same door.
+        ("hidden_act", "gelu", "hidden_act 'gelu' is not implemented"),
+        ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_hidden_layers", -1, "num_hidden_layers is -1"),
+        ("num_key_value_heads", 3, "num_attention_heads 4 is not a multiple of .* 3"),
+        ("hidden_size", 18, "hidden_size 18 is not a multiple"),
+        ("head_dim", 5, "head_dim 5 is odd"),
+    ],
+)
+def test_refused_with_file_and_key(tmp_path, key, value, message):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        LlamaConfig.from_hf(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_refused_keys_with_harmless_values_are_accepted():
+    config = parse(
+        {**CONFIG, "attention_dropout": 0.0, "partial_rotary_factor": 1.0, "is_causal": True}
+        | {"use_bidirectional_attention": False, "quantization_config": None, "hidden_act": "silu"}
+    )
+    assert config.attention_dropout == 0
+
+
+def test_null_means_the_default():
+    config = parse({**CONFIG, "head_dim": None, "attention_bias": None, "rms_norm_eps": None})
+    assert (config.head_dim, config.attention_bias, config.rms_norm_eps) == (4, False, 1e-6)
+    assert parse({**CONFIG, "rope_theta": None}).rope_theta == 1e4
+    assert parse({**CONFIG, "bos_token_id": None}).bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "is not JSON: .* in line 1, column 2"),
+        ("[]", "holds a list, expected an object"),
+        ('{"hidden_size": 1, "hidden_size": 2}', "key 'hidden_size' appears twice"),
+    ],
+)
+def test_malformed_config(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(tmp_path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_absent_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json: is missing$"):
+        read_config(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        read_config(tmp_path / "absent")
+
+
+def test_extra_is_a_copy_of_its_own():
+    raw = {**CONFIG, "mine": [1]}
+    config = parse(raw)
+    raw["mine"].append(2)
+    exported = to_hf(config)
+    exported["mine"].append(3)
+    assert config.extra["mine"] == [1]
+
+
+def test_unknown_keys_are_those_that_nothing_reads():
+    raw = {**CONFIG, "mine": 1, "use_cache": True, "partial_rotary_factor": 1.0}
+    assert unknown_keys(raw, LlamaConfig) == {"is_llama_config": True, "mine": 1}
+    assert llama_config(mine=1).extra["mine"] == 1

@@ -1,0 +1,242 @@
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ligermodels.converters.config import to_hf
+from ligermodels.converters.reader import Checkpoint, same_bits
+from ligermodels.converters.table import llama_table
+from ligermodels.converters.writer import save
+from ligermodels.errors import SaveError
+
+from .conftest import TOKENIZER, random_tensors
+
+
+def load(folder, table):
+    checkpoint = Checkpoint(folder)
+    dtypes = checkpoint.plan(table)
+    weights = {e.name: torch.empty(e.shape, dtype=dtypes[e.name]) for e in table}
+    for entry in table:
+        checkpoint.read(entry, weights[entry.name])
+    return weights
+
+
+def resave(folder, config, target, **options):
+    table = llama_table(config)
+    weights = load(folder, table)
+    options.setdefault("source_folder", folder)
+    save(target, to_hf(config), table, weights.__getitem__, **options)
+
+
+def hf_tensors(folder):
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards, max_shard_size", [(1, 5 * 10**9), (3, 1500)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_round_trip_is_bitwise(make, tmp_path, tied, shards, max_shard_size, dtype):
+    folder, config = make(shards=shards, tie_word_embeddings=tied, dtype=dtype, mlp_bias=True)
+    out = tmp_path / "new" / "out"
+    resave(folder, config, out, max_shard_size=max_shard_size)
+    stored, exported = random_tensors(config, dtype), hf_tensors(out)
+    assert stored.keys() == exported.keys() and ("lm_head.weight" in exported) == (not tied)
+    assert all(same_bits(stored[name], exported[name]) for name in stored)
+    for name, content in TOKENIZER.items():
+        assert (out / name).read_bytes() == content
+    assert (out / "model.safetensors").exists() == (shards == 1)
+    resave(out, config, tmp_path / "again", max_shard_size=max_shard_size)
+    for path in out.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_shards_keep_to_the_limit_and_the_index_names_them(make, tmp_path):
+    folder, config = make()
+    out = tmp_path / "out"
+    resave(folder, config, out, max_shard_size=700)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    held = {name: load_file(out / name) for name in files}
+    mapping = {tensor: name for name, tensors in held.items() for tensor in tensors}
+    assert index["weight_map"] == mapping
+    sizes = [sum(t.nbytes for t in tensors.values()) for tensors in held.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    for size, tensors in zip(sizes, held.values(), strict=True):
+        assert size <= 700 or len(tensors) == 1
+    with safe_open(out / files[0], framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_transformers_opens_the_export(make, tmp_path):
+    folder, config = make(shards=2)
+    out = tmp_path / "out"
+    resave(folder, config, out, max_shard_size=1000)
+    ids = torch.arange(12).view(2, 6)
+    logits = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+        for path in (folder, out)
+    ]
+    assert torch.equal(*logits)
+
+
+def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
+    folder, config = make()
+    table = llama_table(config)
+    weights = load(folder, table)
+    weights["norm.weight"] = torch.arange(16, dtype=torch.float64)
+    weights["embed_tokens.weight"] = torch.randn(16, 24).half().t()
+    save(tmp_path / "out", to_hf(config), table, weights.__getitem__)
+    exported = hf_tensors(tmp_path / "out")
+    assert same_bits(exported["model.norm.weight"], weights["norm.weight"])
+    assert same_bits(exported["model.embed_tokens.weight"], weights["embed_tokens.weight"])
+
+
+def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
+    folder, config = make()
+    table = llama_table(config)
+    weights = load(folder, table)
+    got = []
+    save(
+        tmp_path / "out",
+        to_hf(config),
+        table,
+        lambda name: got.append(name) or weights[name],
+        dtypes={name: weight.dtype for name, weight in weights.items()},
+        max_shard_size=2000,
+    )
+    assert sorted(set(got)) == sorted(weights)
+    # A packed parameter is asked for again only where a shard begins inside it.
+    assert len(got) <= len(weights) + len(list((tmp_path / "out").glob("model-*")))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask(make, tmp_path, umask):
+    folder, config = make()
+    out = tmp_path / "out"
+    before = os.umask(umask)
+    try:
+        resave(folder, config, out)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~umask
+    for path in out.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
+
+
+def test_saving_again_removes_what_is_stale_and_keeps_what_is_the_users(make, tmp_path):
+    folder, config = make(shards=3)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "runs").mkdir()
+    (folder / "runs" / "log").write_text("deep")
+    (folder / "link").symlink_to("notes.txt")
+    inode = (folder / "notes.txt").stat().st_ino
+    resave(folder, config, folder)
+    names = {path.name for path in folder.iterdir()}
+    expected = {"config.json", "model.safetensors", "notes.txt", "runs", "link", *TOKENIZER}
+    assert names == expected
+    assert (folder / "runs" / "log").read_text() == "deep"
+    assert os.readlink(folder / "link") == "notes.txt"
+    assert (folder / "notes.txt").stat().st_ino == inode
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_shards_of_other_names_that_the_old_index_lists_are_stale_too(make):
+    folder, config = make(shards=2)
+    path = folder / "model.safetensors.index.json"
+    for old in folder.glob("*.safetensors"):
+        old.rename(folder / f"part-{old.name}")
+    path.write_text(path.read_text().replace("model-0", "part-model-0"))
+    resave(folder, config, folder)
+    assert [p.name for p in folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
+    folder, config = make()
+    (folder / "tokenizer.json").unlink()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("another model's")
+    resave(folder, config, out, source_folder=None)
+    assert (out / "tokenizer.json").read_text() == "another model's"  # nothing to put there
+    resave(folder, config, out)
+    assert not (out / "tokenizer.json").exists()
+    assert (out / "tokenizer.model").read_bytes() == TOKENIZER["tokenizer.model"]
+
+
+def test_saving_onto_the_folder_the_weights_are_mapped_from(make):
+    folder, config = make(shards=2)
+    table = llama_table(config)
+    checkpoint = Checkpoint(folder)
+    dtypes = checkpoint.plan(table)
+
+    def get_tensor(name):
+        entry = next(e for e in table if e.name == name)
+        out = torch.empty(entry.shape, dtype=dtypes[name])
+        checkpoint.read(entry, out)
+        return out
+
+    for _ in range(2):  # the second time, the maps are of files that are gone
+        save(folder, to_hf(config), table, get_tensor, source_folder=folder, dtypes=dtypes)
+    exported = hf_tensors(folder)
+    assert all(same_bits(t, exported[n]) for n, t in random_tensors(config).items())
+
+
+@pytest.mark.parametrize("fault", ["full", "file", "shape", "dtype", "size", "parent", "here"])
+def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
+    make, tmp_path, monkeypatch, fault
+):
+    folder, config = make()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    target, options = folder, {}
+    message = "No space left"
+    if fault == "full":
+
+        def full(path):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("ligermodels.converters.writer.sync_file", full)
+    elif fault == "file":
+        target, message = folder / "config.json", "is a file, not a folder"
+    elif fault == "parent":
+        target, message = folder / "config.json" / "out", "could not be saved"
+    elif fault == "here":
+        monkeypatch.chdir(folder)
+        target, message = ".", "current directory"
+    elif fault == "size":
+        options, message = {"max_shard_size": 0}, "max_shard_size is 0"
+    elif fault == "dtype":
+        dtypes = {entry.name: torch.int8 for entry in llama_table(config)}
+        options, message = {"dtypes": dtypes}, "is torch.int8"
+    elif fault == "shape":
+        message = "shape"
+        table = llama_table(config)
+        weights = load(folder, table)
+        weights["norm.weight"] = weights["norm.weight"][:-1]
+        with pytest.raises(SaveError, match=message):
+            save(target, to_hf(config), table, weights.__getitem__)
+    if fault != "shape":
+        with pytest.raises(SaveError, match=message) as caught:
+            resave(folder, config, target, **options)
+        assert str(caught.value).startswith(f"{target}: ")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_error_of_the_callers_leaves_the_old_folder(make, tmp_path):
+    folder, config = make()
+
+    def get_tensor(name):
+        raise KeyboardInterrupt
+
+    table = llama_table(config)
+    dtypes = {entry.name: torch.float32 for entry in table}
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, {}, table, get_tensor, dtypes=dtypes)
+    assert hf_tensors(folder).keys() == random_tensors(config).keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
