@@ -8,6 +8,7 @@ sentencepiece, with the special tokens cut out of the text first, because senten
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -168,7 +169,11 @@ class Tokenizer:
 
 
 class JsonBackend:
-    """tokenizer.json in the `tokenizers` package."""
+    """tokenizer.json in the `tokenizers` package.
+
+    The file's own post-processor puts bos and eos; as in transformers, `add_bos_token` and
+    `add_eos_token` have no say beside it.
+    """
 
     def __init__(self, path: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
         import tokenizers
@@ -198,8 +203,6 @@ class JsonBackend:
                 if token not in special
             ]
         )
-        if "add_bos_token" in config or "add_eos_token" in config:
-            tokenizer.post_processor = _template_processor(tokenizer, config, named)
         self.tokenizer = tokenizer
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -315,19 +318,15 @@ class SentencePieceBackend:
         return self.before + ids + self.after if add_special_tokens else ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in self.special]
         text: list[str] = []
-        run: list[int] = []
-        for index in [*ids, None]:
-            if index in self.bytes:
-                run.append(self.bytes[index])
-                continue
-            if run:
-                text.append(_decode_bytes(bytes(run)))
-                run = []
-            if index is None or index not in self.to_token:
-                continue
-            if not (skip_special_tokens and index in self.special):
-                text.append(self.to_token[index].replace("▁", " "))
+        # neighbouring bytes are decoded together: a character may need several
+        for is_byte, group in groupby(ids, key=lambda i: i in self.bytes):
+            if is_byte:
+                text.append(_decode_bytes(bytes(self.bytes[i] for i in group)))
+            else:
+                text += [self.to_token.get(i, "").replace("▁", " ") for i in group]
         joined = "".join(text)
         return joined.removeprefix(" ") if self.strips_space else joined
 
@@ -414,23 +413,6 @@ def _added_token(entry: Mapping[str, Any]) -> Any:
 
     known = ("lstrip", "rstrip", "normalized", "single_word", "special")
     return tokenizers.AddedToken(entry["content"], **{k: entry[k] for k in known if k in entry})
-
-
-def _template_processor(tokenizer: Any, config: Mapping[str, Any], named: Mapping[str, str]) -> Any:
-    """The post-processor that puts bos and eos where tokenizer_config.json says, no more."""
-    import tokenizers
-
-    before, after = (
-        [named[f"{name}_token"]]
-        if config.get(f"add_{name}_token") and f"{name}_token" in named
-        else []
-        for name in ("bos", "eos")
-    )
-    return tokenizers.processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B", *after],
-        special_tokens=[(t, tokenizer.token_to_id(t)) for t in dict.fromkeys(before + after)],
-    )
 
 
 def _decode_bytes(run: bytes) -> str:

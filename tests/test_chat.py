@@ -1,0 +1,117 @@
+import json
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from ligermodels.errors import CheckpointError
+from ligermodels.tokenizers import Tokenizer
+
+TALK = [
+    {"role": "system", "content": "be <kind> & é"},
+    {"role": "user", "content": "hi", "tool_calls": None},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "stop"},
+    {"role": "user", "content": "never seen"},
+]
+CHATML = """{{ bos_token }}{% for message in messages %}
+    {% if message.content == 'stop' %}{% break %}{% endif %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}<|im|>{{ message['role'] }}
+{{ message['content'] | trim }}{% endif %}
+    {% if message.tool_calls is defined %}CALLS{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|im|>assistant
+{% endif %}"""
+JSON = "{{ messages | tojson(indent=1) }}{{ messages[0] | tojson }}{{ extra }}{{ tools }}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<s>", "<|im|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["a few words"], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def load(folder, template=None):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(folder), Tokenizer.from_hf(folder)
+
+
+@pytest.mark.parametrize("template", [CHATML, JSON])
+def test_rendering_equals_transformers(folder, template):
+    theirs, ours = load(folder, template)
+    for prompt in (True, False):
+        options = {"add_generation_prompt": prompt, "extra": "more"}
+        text = ours.apply_chat_template(TALK, tokenize=False, **options)
+        assert text == theirs.apply_chat_template(TALK, tokenize=False, **options)
+        assert "never seen" not in text or template == JSON
+        ids = ours.apply_chat_template(TALK, **options)
+        assert ids == theirs.apply_chat_template(TALK, return_dict=False, **options)
+        # the template writes its own bos, and no second one is put in front
+        assert ids == ours.encode(text, add_special_tokens=False)
+
+
+def test_where_templates_are_found(folder):
+    named = [{"name": n, "template": f"{n}!"} for n in ("default", "tool_use", "rag")]
+    theirs, ours = load(folder, named)
+    assert ours.chat_template == theirs.chat_template
+    for options in ({}, {"tools": []}, {"chat_template": "rag"}, {"chat_template": "new {{ 1 }}"}):
+        text = ours.apply_chat_template(TALK, tokenize=False, **options)
+        assert text == theirs.apply_chat_template(TALK, tokenize=False, **options)
+
+    _, ours = load(folder, named[1:])
+    with pytest.raises(CheckpointError, match=r"none named 'default'.*\['rag', 'tool_use'\]"):
+        ours.apply_chat_template(TALK)
+
+    (folder / "chat_template.jinja").write_text("from the file")
+    theirs, ours = load(folder, named)
+    assert ours.chat_template == theirs.chat_template == "from the file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "short.jinja").write_text("short")
+    theirs, ours = load(folder)
+    assert ours.chat_template == theirs.chat_template
+    assert ours.apply_chat_template(TALK, tokenize=False, chat_template="short") == "short"
+
+
+def test_strftime_now(folder):
+    _, ours = load(folder, "{{ strftime_now('%Y') }}")
+    assert ours.apply_chat_template(TALK, tokenize=False).isdigit()
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
+        ("{% for %}", "chat template: .*"),
+        ("{{ messages.append(1) }}", "chat template: .*append"),
+        ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
+        ("{{ messages[0].content + 1 }}", "chat template: can only concatenate"),
+        (None, "no chat template; pass"),
+    ],
+)
+def test_a_template_that_fails_says_so(folder, template, message):
+    _, ours = load(folder, template)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ours.apply_chat_template(TALK)
+    assert str(folder) in str(caught.value)
+
+
+def test_no_messages(folder):
+    _, ours = load(folder, CHATML)
+    with pytest.raises(ValueError, match="an empty conversation"):
+        ours.apply_chat_template([])

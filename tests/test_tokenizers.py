@@ -1,0 +1,292 @@
+import json
+import random
+import re
+
+import pytest
+import sentencepiece
+import tokenizers
+from transformers import AutoTokenizer
+
+from ligermodels.errors import CheckpointError
+from ligermodels.tokenizers import TextStream, Tokenizer
+
+LINES = [
+    "the quick brown fox jumps over the lazy dog",
+    "a small town by the sea, with 1234 people in it",
+    "  two leading spaces and  double ones",
+    "def f(x): return x + 1",
+    "to be or not to be, that is the question",
+] * 3
+TEXTS = [
+    "the dog",
+    "to be  or not\n\n\tto be ",
+    "naïve é€😀 東京 x",
+    "the<|im|>the dog<|im|> and a sea<|im|><|im|>",
+    "<s>the sea</s>",
+    "12 dogs: 1234!",
+    "",
+    "<|im|>",
+    "not special: <|i m|> [X]the [X] dog",
+]
+
+
+def added(index, content, special=True, **more):
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    return {str(index): {"content": content, "special": special, **flags, **more}}
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE folder, like those of Llama 3 and SmolLM2."""
+    folder = tmp_path_factory.mktemp("bpe")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<s>", "</s>", "<|im|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(LINES, trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.enable_truncation(4)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+    """A sentencepiece folder with byte fallback, trained with the settings of Llama 2."""
+    folder = tmp_path_factory.mktemp("spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+    )
+    return folder
+
+
+def configure(source, target, **config):
+    """A copy of a tokenizer folder with this tokenizer_config.json; both libraries' tokenizer."""
+    for path in source.glob("tokenizer.*"):
+        (target / path.name).write_bytes(path.read_bytes())
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(target), Tokenizer.from_hf(target)
+
+
+def assert_same(theirs, ours, texts, seed=0):
+    for text in texts:
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == expected, (text, special)
+            for skip in (True, False):
+                decoded = theirs.decode(expected, skip_special_tokens=skip)
+                assert ours.decode(expected, skip_special_tokens=skip) == decoded
+    draw = random.Random(seed)
+    for _ in range(100):
+        ids = [draw.randrange(len(theirs)) for _ in range(12)]
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), ids
+    for name in ("bos", "eos", "pad", "unk"):
+        assert getattr(ours, f"{name}_token_id") == getattr(theirs, f"{name}_token_id")
+    assert ours.vocab_size == len(ours) == len(theirs)
+
+
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FAST,
+        {**FAST, "add_bos_token": False},
+        {**FAST, "add_bos_token": True, "add_eos_token": True},
+        {**FAST, "bos_token": None, "add_bos_token": True},
+        {**FAST, "eos_token": "<|im|>", "pad_token": "<|im|>"},
+        {**FAST, "pad_token": "[PAD]"},  # not in the vocabulary: it is appended
+        {
+            **FAST,
+            "eos_token": {"content": "</s>", "__type": "AddedToken"},
+            "added_tokens_decoder": {
+                **added(330, "[X]", special=False),
+                **added(331, "[Y]", lstrip=True),
+            },
+        },
+    ],
+)
+def test_tokenizer_json_equals_transformers(bpe, tmp_path, config):
+    theirs, ours = configure(bpe, tmp_path, **config)
+    assert_same(theirs, ours, [*TEXTS, " a leading space", "x [Y]y", "word " * 20])
+
+
+def test_ids_of_an_added_token_must_agree(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    config = {**FAST, "added_tokens_decoder": added(400, "[X]")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: added_.*'\[X\]' id 400"):
+        Tokenizer.from_hf(tmp_path)
+
+
+def test_special_tokens_map_serves_where_the_config_is_silent(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im|>"}, "bos_token": "<s>"})
+    )
+    ours = Tokenizer.from_hf(str(tmp_path))
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (0, 2, None)
+    assert ours.id_to_token(2) == "<|im|>" and ours.token_to_id("nothing") is None
+
+
+SLOW = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+    "added_tokens_decoder": {
+        **added(0, "<unk>"),
+        **added(1, "<s>"),
+        **added(2, "</s>"),
+        **added(360, "<|im|>"),
+        **added(361, "[X]", special=False),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SLOW,
+        {**SLOW, "legacy": True},
+        {**SLOW, "legacy": False, "add_eos_token": True},
+        {**SLOW, "add_bos_token": False, "pad_token": "</s>"},
+        {**SLOW, "pad_token": "[PAD]"},
+    ],
+)
+def test_tokenizer_model_equals_transformers(spm, tmp_path, config):
+    theirs, ours = configure(spm, tmp_path, **config)
+    draw = random.Random(1)
+    words = [*" ".join(LINES).split(), "é", "<|im|>", "😀x", "\n", "[X]", "9"]
+    drawn = [
+        "".join(draw.choice(words) + " " * draw.randrange(3) for _ in range(9)).lstrip()
+        for _ in range(20)
+    ]
+    texts = [*TEXTS, *drawn]
+    if config.get("legacy"):
+        # Every stretch of text has a prefix then; where one begins with a space, transformers 5 has
+        # none (see test_leading_spaces_are_sentencepieces).
+        texts = [re.sub(r"([>\]]) +", r"\1", text) for text in texts]
+    assert_same(theirs, ours, texts)
+
+
+def test_leading_spaces_are_sentencepieces(spm, tmp_path):
+    _, ours = configure(spm, tmp_path, **SLOW)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(spm / "tokenizer.model"))
+    for text in [" the dog", "   the", "\n the", " "]:
+        assert ours.encode(text, add_special_tokens=False) == model.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    # after a special token the text is taken as it is
+    ids = ours.encode("<|im|>the<|im|> the", add_special_tokens=False)
+    assert ids.count(360) == 2
+    assert ours.decode(ids, skip_special_tokens=False) == "<|im|>the<|im|> the"
+
+
+def test_a_bare_tokenizer_model_has_its_own_special_tokens(spm, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    ours = Tokenizer.from_hf(tmp_path)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
+    assert ours.encode("</s>") == [1, 2]
+    assert ours.encode("the")[0] == 1 and ours.encode("the", add_special_tokens=False)[0] != 1
+
+
+def test_a_model_without_prefix_space_gets_none(tmp_path):
+    """As Gemma's."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    ours = Tokenizer.from_hf(tmp_path)
+    for text in ["the dog", " the dog", "é  x"]:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids[0] != ours.token_to_id("▁the") or text[0] == " "
+        assert ours.decode(ids) == text
+
+
+def test_added_tokens_may_swallow_the_spaces_around_them(spm, tmp_path):
+    config = {**SLOW, "added_tokens_decoder": added(360, "<|im|>", lstrip=True, rstrip=True)}
+    _, ours = configure(spm, tmp_path, **config)
+    ids = ours.encode("the  <|im|>  dog", add_special_tokens=False)
+    assert ours.decode(ids, skip_special_tokens=False) == "the<|im|>dog"
+
+
+def test_what_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tokenizer.model; found no tokenizer files"):
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"found merges.txt, vocab.json\n.*save_pretrained"):
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer.model: not a sentencepiece.*tiktoken"):
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: not a tokenizer file"):
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: expected a JSON object"):
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: not JSON"):
+        Tokenizer.from_hf(tmp_path)
+
+
+def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
+    import torch
+
+    ours = Tokenizer.from_hf(bpe)
+    ids = ours.encode("the dog")
+    assert ours.decode(torch.tensor(ids)) == "the dog"
+    assert ours.decode([*ids, 10**6, -100]) == "the dog"
+    assert ours.decode(ids[-1]) == ours.decode(ids[-1:])
+    # the file was saved with truncation to 4 tokens switched on, which is not obeyed
+    assert len(ours.encode("the quick brown fox jumps over the lazy dog")) > 4
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_streamed_text_is_the_decoded_text(kind, request, tmp_path):
+    config = FAST if kind == "bpe" else SLOW
+    _, ours = configure(request.getfixturevalue(kind), tmp_path, **config)
+    for text in ["the quick  brown 😀é€ fox, 東京 <|im|> dog", "😀😀", " x", "a<|im|><|im|> b"]:
+        ids = ours.encode(text)
+        stream = TextStream(ours)
+        pieces = [stream.push(i) for i in ids]
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) + stream.finish() == ours.decode(ids)
+        stream = TextStream(ours, ids[:4])
+        rest = "".join(stream.push(i) for i in ids[4:]) + stream.finish()
+        assert ours.decode(ids[:4]) + rest == ours.decode(ids) or "\ufffd" in ours.decode(ids[:4])
+
+
+def test_a_character_that_never_ends_comes_out_at_the_end(bpe):
+    ours = Tokenizer.from_hf(bpe)
+    ids = ours.encode("a😀", add_special_tokens=False)
+    stream = TextStream(ours)
+    assert [stream.push(i) for i in ids[:-1]] == ["a", *[""] * (len(ids) - 2)]
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
