@@ -343,7 +343,14 @@ class _Run:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        return {**asdict(self.config), "precision": self.precision}
+        """The options with what they stand for here: a run may be resumed from another folder."""
+        settings = {**asdict(self.config), "precision": self.precision}
+        for name in ("train", "eval"):
+            if settings[name] is not None:
+                settings[name] = [str(Path(file).resolve()) for file in settings[name]]
+        if Path(self.config.model).is_dir():
+            settings["model"] = str(Path(self.config.model).resolve())
+        return settings
 
     def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
         """Make the folder this run's: nothing of an older run is touched before all has loaded."""

@@ -138,6 +138,16 @@ def test_resuming_without_a_run_starts_one(checkpoint, text, tmp_path):
     assert same(one.model.state_dict(), other.model.state_dict())
 
 
+def test_a_run_is_resumed_from_another_folder(checkpoint, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(text.parent)
+    first = run(os.path.relpath(checkpoint), text.name, tmp_path / "run", steps=2)
+    monkeypatch.chdir(tmp_path)
+    saved = resumed_settings("run")
+    assert saved["train"] == [str(text)] and saved["model"] == str(checkpoint)
+    again = finetune(FinetuneConfig(**saved | {"output": "run", "resume": True}), progress=False)
+    assert again.metrics == first.metrics
+
+
 def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, text, tmp_path):
     def resume(train=text, **changes):
         changes = {"steps": 40, "save_every": 16, "resume": True} | changes
@@ -276,3 +286,25 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
         with pytest.raises(ConfigError, match="device: "):
             run(checkpoint, text, tmp_path / "run", device=device)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, tmp_path):
+    given = {"device": None, "steps": 20, "save_every": 10, "grad_accumulation": 2}
+    result = run(checkpoint, text, tmp_path / "run", **given)
+    assert result.perplexity_after < 0.6 * result.perplexity_before
+    assert resumed_settings(result.output)["precision"] == "bf16-mixed"
+    assert {t.dtype for t in tensors(result.model_folder).values()} == {torch.float32}
+    (result.output / "checkpoints" / "step-00000020.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    # some kernels add up in an order of their own, so the same weights only nearly
+    assert again.eval_loss_after == pytest.approx(result.eval_loss_after, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"compile": True}])
+def test_on_a_gpu_the_ways_to_run_agree(checkpoint, text, tmp_path, changes):
+    given = {"device": "cuda", "steps": 4, "precision": "float32"}
+    plain = run(checkpoint, text, tmp_path / "a", **given)
+    other = run(checkpoint, text, tmp_path / "b", **given, **changes)
+    assert other.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ligermodels import LigerLlama
-from ligermodels.data import Document
+from ligermodels import AutoLiger, LigerLlama, Tokenizer
+from ligermodels.data import Document, read_documents
 from ligermodels.finetune import FinetuneConfig
 from ligermodels.packing import PackedRows
 from ligermodels.training import Trainer, learning_rate, number_of_steps, parameter_groups
-from tests.tiny_run import tiny_config
+from tests.tiny_run import make_checkpoint, tiny_config
 
 
 def make_rows(count=24, seq_len=32, seed=0):
@@ -146,3 +147,51 @@ def test_bf16_mixed_keeps_float32_weights_and_states():
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     states = [s["exp_avg"].dtype for s in trainer.optimizer.state.values()]
     assert set(states) == {torch.float32}
+
+
+def beside_transformers(folder, rows, steps, rate):
+    """Losses of our steps, and of the same steps by transformers in plain PyTorch."""
+    transformers = pytest.importorskip("transformers")
+    ours = AutoLiger.from_hf(folder, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = FinetuneConfig(
+        model="m", train=["t"], output="o", batch_size=2, steps=steps, learning_rate=rate
+    )
+    trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
+    optimizer = torch.optim.AdamW(
+        parameter_groups(theirs, config.weight_decay),
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+    )
+    losses = []
+    for step in range(steps):
+        (batch,) = trainer.micro_batches(step)
+        loss, _, now = trainer.step(step, [batch])
+        # plain causal attention: these rows hold one document each
+        logits = theirs(batch.input_ids).logits[:, :-1].flatten(0, 1)
+        other = torch.nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten())
+        other.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = now
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.item(), other.item()))
+    return losses
+
+
+def test_fifty_steps_follow_transformers(tmp_path):
+    folder = make_checkpoint(tmp_path / "tiny")
+    ids = np.random.default_rng(0).integers(0, 40, 2000).astype(np.int32)
+    rows = PackedRows([Document(ids, np.ones(2000, dtype=bool))], seq_len=33)
+    losses = beside_transformers(folder, rows, steps=50, rate=1e-2)
+    assert losses[-1][0] < losses[0][0] - 1
+    assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-4
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_a_real_checkpoint_follow_transformers(smollm2):
+    text = Path(__file__).parent.parent / "examples" / "data" / "persuasion-train.txt"
+    documents = read_documents([text], Tokenizer.from_hf(smollm2))
+    rows = PackedRows(documents, seq_len=33)
+    losses = beside_transformers(smollm2, rows, steps=50, rate=5e-5)
+    assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-3
