@@ -33,6 +33,8 @@ def resolve(
             cached, or no weights that can be read; says the way out.
     """
     name = os.fspath(name_or_path)
+    if not name:
+        raise CheckpointError("the model's name is empty; give a folder or a hub id")
     folder = Path(name).expanduser()
     recover(folder)
     if folder.is_dir():

@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from ligermodels.converters.inspect import describe
+from ligermodels.errors import CheckpointError
+from ligermodels.models.llama import LlamaConfig
+
+from .conftest import random_tensors
+
+
+def test_describe(make):
+    norm = torch.ones(16, dtype=torch.float32)
+    folder, config = make(shards=2, tie_word_embeddings=True, add={"model.norm.weight": norm})
+    described = describe(folder, LlamaConfig)
+    stored = random_tensors(config)
+    count = sum(tensor.numel() for tensor in stored.values())
+    assert described.family == "llama" and described.folder == folder
+    assert described.parameters == count
+    assert described.dtype_bytes == {"BF16": 2 * (count - 16), "F32": 64}
+    assert described.config["head_dim"] == 4 and "extra" not in described.config
+    assert described.unknown_keys == {"is_llama_config": True}
+    assert described.files["model-00001-of-00002.safetensors"] > 0
+    assert {"config.json", "tokenizer.model"} <= described.files.keys()
+    assert described.memory["weights as stored"] == 2 * count + 32
+    assert described.memory["AdamW training in float32, without activations"] == 16 * count
+    # 2 (k and v) * 2 layers * 2 heads * 4 * 2 bytes * 1000 tokens
+    assert described.memory["key/value cache per 1000 tokens in bfloat16"] == 64_000
+
+
+def test_a_stored_tied_head_is_counted_once(make):
+    folder, config = make(tie_word_embeddings=True)
+    parameters = describe(folder, LlamaConfig).parameters
+    head = random_tensors(config)["model.embed_tokens.weight"]
+    folder, _ = make("with_head", tie_word_embeddings=True, add={"lm_head.weight": head})
+    assert describe(folder, LlamaConfig).parameters == parameters
+
+
+def test_describe_checks_what_a_load_checks(make):
+    folder, _ = make(drop=["lm_head.weight"])
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing"):
+        describe(folder, LlamaConfig)

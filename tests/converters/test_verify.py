@@ -1,0 +1,85 @@
+import json
+
+import pytest
+import torch
+
+from ligermodels.converters import verify as module
+from ligermodels.converters.verify import verify
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.models.llama import LlamaConfig
+
+from .conftest import TOKENIZER, random_tensors
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
+    folder, config = make(shards=shards, tie_word_embeddings=tied)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    report = verify(folder, LlamaConfig, scratch=scratch, max_shard_size=900)
+    assert report.ok, str(report)
+    stored = random_tensors(config)
+    assert report.tensors == len(stored)
+    assert report.nbytes == sum(tensor.nbytes for tensor in stored.values())
+    assert set(report.files) == set(TOKENIZER)
+    assert str(report).startswith(f"bitwise equal after the round trip: {len(stored)} tensors")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list(scratch.iterdir())
+
+
+def test_a_stored_tied_head_counts_as_its_original(make):
+    folder, config = make(tie_word_embeddings=True)
+    head = random_tensors(config)["model.embed_tokens.weight"]
+    folder, _ = make("with_head", tie_word_embeddings=True, add={"lm_head.weight": head})
+    assert verify(folder, LlamaConfig).ok
+
+
+def test_what_differs_is_reported(make, monkeypatch):
+    folder, _ = make()
+    original = module.to_hf
+
+    def forgetful(config):
+        exported = original(config)
+        del exported["is_llama_config"]
+        exported["rope_theta"] = 500000
+        return exported
+
+    def wrong(checkpoint, entry, out, start=0):
+        out.zero_()
+
+    monkeypatch.setattr(module, "to_hf", forgetful)
+    monkeypatch.setattr(module.Checkpoint, "read", wrong)
+    report = verify(folder, LlamaConfig)
+    assert not report.ok
+    assert "config.json: 'is_llama_config' was True, is None" in report.differences
+    assert "config.json: 'rope_theta' was 500000.0, is 500000" in report.differences
+    assert "model.norm.weight: differs" in report.differences
+    assert str(report).startswith(f"{len(report.differences)} differences after the round trip")
+    assert len(str(report).splitlines()) == 12
+
+
+def test_tensors_packed_together_that_differ_in_dtype_are_reported(make):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    folder, _ = make(add={name: torch.zeros(16, 16)})
+    report = verify(folder, LlamaConfig)
+    assert report.differences == (
+        "model.layers.0.self_attn.k_proj.weight: differs",
+        "model.layers.0.self_attn.v_proj.weight: differs",
+    )
+
+
+def test_a_null_rope_parameters_is_not_a_difference(make):
+    folder, _ = make(rope_parameters=None)
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] is None
+    assert verify(folder, LlamaConfig).ok
+
+
+def test_what_cannot_be_loaded_is_an_error(make):
+    folder, _ = make(drop=["model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
+        verify(folder, LlamaConfig)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="'model_type' is None"):
+        verify(folder, LlamaConfig)
