@@ -1,7 +1,6 @@
 """Self-attention on packed projections with grouped heads."""
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -29,18 +28,23 @@ class Cache(Protocol):
         ...
 
 
-@dataclass
 class AttentionContext:
     """What all layers of one forward pass share.
 
-    One object, not loose tensors: wrappers that cast a module's tensor arguments (FSDP2's mixed
-    precision) leave the float32 angles alone.
+    Args: cos, sin (batch or 1, seq, head_dim / 2), float32; mask, see `ligermodels.layers.masks`;
+        cache, for inference.
+
+    One object, not loose tensors, and no dataclass: FSDP2's mixed precision casts the floating
+    point tensors that it finds in a module's arguments, and would round the angles.
     """
 
-    cos: Tensor  # (batch or 1, seq, head_dim / 2), float32
-    sin: Tensor
-    mask: Mask = None
-    cache: Cache | None = None
+    def __init__(
+        self, cos: Tensor, sin: Tensor, mask: Mask = None, cache: Cache | None = None
+    ) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.mask = mask
+        self.cache = cache
 
 
 class Attention(nn.Module):

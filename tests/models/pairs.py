@@ -1,0 +1,103 @@
+"""The same tiny weights in transformers' Llama and in ours, and gradients under our names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig as HFConfig
+from transformers import LlamaForCausalLM
+
+from ligermodels import LigerLlama, LlamaConfig
+
+# head_dim is not hidden / heads, heads are grouped, no size is a power of two.
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 2,
+}
+PAD = TINY["pad_token_id"]
+
+
+def native(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' names to ours, packing q, k, v and gate, up; None where a part is missing."""
+    out: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in state.items():
+        if name == "lm_head.weight":
+            out["head.proj.weight"] = tensor
+            continue
+        name = name.removeprefix("model.")
+        *path, module, kind = name.split(".")
+        packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+            "gate_proj": "gate_up_proj",
+            "up_proj": "gate_up_proj",
+        }
+        if module in packed:  # state dicts and named_parameters list q, k, v and gate, up in order
+            parts.setdefault(".".join((*path, packed[module], kind)), []).append(tensor)
+        else:
+            out[name] = tensor
+    return out | {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def native_gradients(hf: torch.nn.Module) -> dict[str, Tensor]:
+    return native({name: p.grad for name, p in hf.named_parameters()})
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(g is not None for g in grads.values()), "a parameter got no gradient"
+    return {name: g.detach().clone() for name, g in grads.items()}
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights at which activations are of order one and no two norms or biases are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            mean, std = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if p.dim() > 1 else 0.1)
+            p.copy_(torch.randn(p.shape, generator=generator) * std + mean)
+
+
+def tiny_model(seed: int = 0, **overrides: Any) -> LigerLlama:
+    model = LigerLlama(LlamaConfig(**{**TINY, **overrides}))
+    randomize(model, seed)
+    return model
+
+
+def tiny_pair(seed: int = 0, **overrides: Any) -> tuple[LlamaForCausalLM, LigerLlama]:
+    sizes = {**TINY, **overrides}
+    hf = LlamaForCausalLM(HFConfig(**sizes, attn_implementation="sdpa")).float()
+    randomize(hf, seed)
+    ours = LigerLlama(LlamaConfig(**sizes))
+    state = hf.state_dict()
+    if sizes.get("tie_word_embeddings"):
+        del state["lm_head.weight"]
+    ours.load_state_dict(native(state))
+    return hf, ours
+
+
+def tokens(
+    batch: int = 2, seq: int = 20, seed: int = 0, vocab: int = TINY["vocab_size"], pad: int = PAD
+) -> tuple[Tensor, Tensor]:
+    """Ids with the padding token among them, and labels of which some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (batch, seq), generator=generator)
+    ids[:, 3] = pad
+    ids[-1, seq // 2] = pad
+    labels = ids.clone()
+    labels[0, : seq // 4] = -100
+    return ids, labels
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Distance of a from b in units of b's norm."""
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()

@@ -1,0 +1,354 @@
+"""One of two gloo processes: runs every case of test_parallel.py, rank 0 writes the results.
+
+python -m tests.parallel_worker RANK RENDEZVOUS_FILE RESULTS_FILE
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ligermodels import LigerLlama, LlamaConfig
+
+WORLD = 2
+BATCH, SEQ = 4, 12
+# Small, with grouped heads, and with odd sizes, so that the ranks' shards differ in rows.
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 20,
+    "intermediate_size": 27,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "pad_token_id": 2,
+}
+
+
+def make(tied: bool, **overrides: Any) -> LigerLlama:
+    torch.manual_seed(7)
+    model = LigerLlama(
+        LlamaConfig(**{**SIZES, **overrides}, tie_word_embeddings=tied, initializer_range=0.3)
+    )
+    return model
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Two halves with different numbers of valid labels: a mean of means would be wrong."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SEQ), generator=generator)
+    ids[:, 5] = SIZES["pad_token_id"]
+    labels = ids.clone()
+    labels[0, :7] = -100
+    labels[1, 4:] = -100
+    return ids, labels
+
+
+def count(labels: Tensor) -> int:
+    return int((labels[:, 1:] != -100).sum())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, f"{name} has no gradient"
+        grads[name.removeprefix("module.")] = whole(p.grad)
+    return grads
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def shard(model: LigerLlama, mesh: DeviceMesh, **options: Any) -> LigerLlama:
+    """fully_shard as a user would: each block, an untied head by itself, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    if not model.config.tie_word_embeddings:
+        fully_shard(model.head, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train_step(wrapped: nn.Module, rank: int, steps: int = 1, **inputs: Tensor) -> float:
+    """Loss and gradients of this rank's rows, `steps` micro-batches, normalised over them all.
+
+    Wrappers average gradients over ranks, so that the normalizer is the ranks' mean count.
+    """
+    ids, labels = data()
+    normalizer = count(labels) / WORLD
+    rows = BATCH // WORLD
+    mine = slice(rank * rows, (rank + 1) * rows)
+    total = torch.zeros(())
+    for micro in torch.arange(BATCH)[mine].chunk(steps):
+        part = {name: tensor[micro] for name, tensor in inputs.items()}
+        out = wrapped(ids[micro], labels=labels[micro], normalizer=normalizer, **part)
+        out.loss.backward()
+        total += out.loss.detach().float()
+    dist.all_reduce(total)
+    return total.item() / WORLD
+
+
+def compare(
+    model: LigerLlama, wrapped: nn.Module, rank: int, steps: int = 1, **inputs: Tensor
+) -> dict[str, float]:
+    """Distance of the wrapped model's step from one process that sees the whole batch."""
+    ids, labels = data()
+    expected = model(ids, labels=labels, **inputs)
+    expected.loss.backward()
+    loss = train_step(wrapped, rank, steps, **inputs)
+    ours, reference = gradients(wrapped), gradients(model)
+    assert ours.keys() == reference.keys()
+    result = {
+        "loss": abs(loss - expected.loss.item()),
+        "gradient": max(relative(ours[name], reference[name]) for name in reference),
+    }
+    with torch.no_grad():
+        hidden = model(ids)
+        inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        result["hidden"] = relative(wrapped(ids), hidden)
+        result["logits"] = relative(inner.head.logits(hidden), model.head.logits(hidden))
+    return result
+
+
+def ddp(rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1) -> dict[str, float]:
+    model = make(tied)
+    return compare(model, DistributedDataParallel(copy.deepcopy(model)), rank, steps)
+
+
+def fsdp(
+    rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1, checkpointing: bool = False, **options
+) -> dict[str, float]:
+    model = make(tied)
+    wrapped = shard(copy.deepcopy(model), mesh, **options)
+    if checkpointing:
+        wrapped.activation_checkpointing_enable()
+    return compare(model, wrapped, rank, steps)
+
+
+def fsdp_packed(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    model = make(tied)
+    positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)]).expand(BATCH, -1).clone()
+    positions[1] = torch.arange(SEQ)
+    ids, labels = data()
+    expected = model(ids, labels=labels, position_ids=positions)
+    wrapped = shard(copy.deepcopy(model), mesh)
+    rows = slice(2 * rank, 2 * rank + 2)
+    out = wrapped(
+        ids[rows],
+        labels=labels[rows],
+        position_ids=positions[rows],
+        normalizer=expected.num_valid.item() / WORLD,
+    )
+    expected.loss.backward()
+    out.loss.backward()
+    total = out.loss.detach().clone()
+    dist.all_reduce(total)
+    ours, reference = gradients(wrapped), gradients(model)
+    return {
+        "loss": abs(total.item() / WORLD - expected.loss.item()),
+        "gradient": max(relative(ours[name], reference[name]) for name in reference),
+    }
+
+
+def fsdp_bf16(rank: int, mesh: DeviceMesh, tied: bool, **options: Any) -> dict[str, float]:
+    """bf16 compute: each rank's step is that of a bf16 model, the mean is taken in float32."""
+    model = make(tied)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped = shard(copy.deepcopy(model), mesh, mp_policy=policy, **options)
+    ids, labels = data()
+    normalizer = count(labels) / WORLD
+    expected, reference = 0.0, {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for half in range(WORLD):
+        low = copy.deepcopy(model).to(torch.bfloat16)
+        rows = slice(2 * half, 2 * half + 2)
+        out = low(ids[rows], labels=labels[rows], normalizer=normalizer)
+        out.loss.backward()
+        expected += out.loss.item() / WORLD
+        for name, grad in gradients(low).items():
+            reference[name] += grad.float() / WORLD
+    loss = train_step(wrapped, rank)
+    ours = gradients(wrapped)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    with torch.no_grad():
+        hidden = wrapped(ids)
+        assert hidden.dtype == torch.bfloat16
+        low = copy.deepcopy(model).to(torch.bfloat16)
+        result = {
+            "hidden": relative(hidden, low(ids)),
+            "logits": relative(wrapped.head.logits(hidden), low.head.logits(hidden)),
+        }
+    return result | {
+        "loss": abs(loss - expected),
+        "gradient": max(relative(ours[name], reference[name]) for name in reference),
+    }
+
+
+def fsdp_every_linear(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """fully_shard on the projections themselves: layers must call them, not take their weight."""
+    model = make(tied)
+    wrapped = copy.deepcopy(model)
+    for layer in wrapped.layers:
+        for part in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            fully_shard(part, mesh=mesh)
+        fully_shard(layer.input_layernorm, mesh=mesh)
+    if not tied:
+        fully_shard(wrapped.head.proj, mesh=mesh)
+    return compare(model, fully_shard(wrapped, mesh=mesh), rank)
+
+
+def fsdp_two_steps(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """AdamW steps on sharded parameters; weights are compared after each of two."""
+    model = make(tied)
+    wrapped = shard(copy.deepcopy(model), mesh)
+    ids, labels = data()
+    result = {"loss": 0.0, "weight": 0.0}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, wrapped)]
+    for _ in range(2):
+        expected = model(ids, labels=labels).loss
+        expected.backward()
+        loss = train_step(wrapped, rank)
+        result["loss"] = max(result["loss"], abs(loss - expected.item()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        ours = {name: whole(p) for name, p in wrapped.named_parameters()}
+        for name, p in model.named_parameters():
+            result["weight"] = max(result["weight"], relative(ours[name], p.detach()))
+    return result
+
+
+def fsdp_logits_first(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """head.logits before the root has ever run."""
+    model = make(tied)
+    wrapped = shard(copy.deepcopy(model), mesh)
+    ids, _ = data()
+    with torch.no_grad():
+        hidden = model(ids)
+        return {"logits": relative(wrapped.head.logits(hidden), model.head.logits(hidden))}
+
+
+def fsdp_head_outside(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """The head on its own: a unit of its own works, a tied one says what to call instead."""
+    model = make(tied)
+    wrapped = shard(copy.deepcopy(model), mesh)
+    ids, labels = data()
+    hidden = model(ids).detach()
+    if not tied:
+        loss = wrapped.head(hidden, labels).loss
+        return {"loss": abs(loss.item() - model.head(hidden, labels).loss.item())}
+    try:
+        wrapped.head(hidden, labels)
+    except RuntimeError as error:
+        assert "model(input_ids, labels=labels)" in str(error), error
+        return {"loss": 0.0}
+    raise AssertionError("a sharded weight went into the loss")
+
+
+def fsdp_meta(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """Built on the meta device, sharded, materialised shard by shard, then loaded."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = make(tied)
+    with torch.device("meta"):
+        wrapped = LigerLlama(model.config)
+    shard(wrapped, mesh)
+    wrapped.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = model.state_dict() if rank == 0 else {}
+    set_model_state_dict(wrapped, state, options=options)
+    return compare(model, wrapped, rank)
+
+
+def tensor_parallel(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """ColwiseParallel on projections of a block and on the head: hooks and DTensor weights."""
+    model = make(tied)
+    wrapped = copy.deepcopy(model)
+    colwise = ColwiseParallel(output_layouts=Replicate())
+    for layer in wrapped.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "self_attn.qkv_proj": colwise,
+                "mlp.gate_up_proj": colwise,
+                "mlp.down_proj": colwise,
+            },
+        )
+    if not tied:
+        parallelize_module(wrapped.head, mesh, {"proj": colwise})
+    ids, labels = data()
+    expected, out = model(ids, labels=labels), wrapped(ids, labels=labels)
+    expected.loss.backward()
+    out.loss.backward()
+    ours, reference = gradients(wrapped), gradients(model)
+    with torch.no_grad():
+        hidden = model(ids)
+        logits = relative(wrapped.head.logits(hidden), model.head.logits(hidden))
+    return {
+        "loss": abs(out.loss.item() - expected.loss.item()),
+        "gradient": max(relative(ours[name], reference[name]) for name in reference),
+        "logits": logits,
+    }
+
+
+CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
+    "ddp": ddp,
+    "ddp, two accumulation steps": lambda *args: ddp(*args, steps=2),
+    "fsdp": fsdp,
+    "fsdp, two accumulation steps": lambda *args: fsdp(*args, steps=2),
+    "fsdp, reshard after forward": lambda *args: fsdp(*args, reshard_after_forward=True),
+    "fsdp, reshard, two accumulation steps": lambda *args: fsdp(
+        *args, steps=2, reshard_after_forward=True
+    ),
+    "fsdp, checkpointing, reshard": lambda *args: fsdp(
+        *args, checkpointing=True, reshard_after_forward=True
+    ),
+    "fsdp, packed documents": fsdp_packed,
+    "fsdp, bf16 compute": fsdp_bf16,
+    "fsdp, bf16 compute, reshard": lambda *args: fsdp_bf16(*args, reshard_after_forward=True),
+    "fsdp, every linear": fsdp_every_linear,
+    "fsdp, two optimizer steps": fsdp_two_steps,
+    "fsdp, logits before the first forward": fsdp_logits_first,
+    "fsdp, head outside the model": fsdp_head_outside,
+    "fsdp, from the meta device": fsdp_meta,
+    "tensor parallel projections": tensor_parallel,
+}
+
+
+def main(rank: int, rendezvous: str, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    report: dict[str, dict[str, float] | str] = {}
+    for name, case in CASES.items():
+        for tied in (False, True):
+            try:
+                outcome: dict[str, float] | str = case(rank, mesh, tied)
+            except Exception:
+                # Both ranks run the same code and fail at the same place, so that the next case
+                # finds them in step.
+                outcome = traceback.format_exc()
+            report[f"{name}, {'tied' if tied else 'untied'}"] = outcome
+    if rank == 0:
+        torch.save(report, results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

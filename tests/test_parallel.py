@@ -1,0 +1,53 @@
+"""Two gloo processes compute what one does, under DDP, FSDP2 and tensor-parallel projections."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import parallel_worker
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
+    """Every case, run once by one pair of processes: starting them costs more than the cases."""
+    folder = tmp_path_factory.mktemp("parallel")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.parallel_worker"]
+    results = folder / "results.pt"
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "rendezvous"), str(results)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(parallel_worker.WORLD)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert all(worker.returncode == 0 for worker in workers), "\n".join(outputs)
+    return torch.load(results)
+
+
+@pytest.mark.parametrize("head", ["untied", "tied"])
+@pytest.mark.parametrize("case", parallel_worker.CASES)
+def test_two_processes_equal_one(report: dict, case: str, head: str) -> None:
+    outcome = report[f"{case}, {head}"]
+    assert isinstance(outcome, dict), outcome
+    assert outcome, "nothing was compared"
+    for what, error in outcome.items():
+        assert error <= 2e-6, f"{what} differs by {error}"
