@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.chat import Template, pick, read_templates, render
+from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
 
 NAMED_SPECIALS = (
@@ -61,12 +62,10 @@ class Tokenizer:
         """Read the tokenizer of a local folder or a hub id.
 
         Raises:
-            CheckpointError: neither tokenizer.json nor a sentencepiece tokenizer.model is there, or
-                one of the tokenizer's files is damaged.
+            CheckpointError: no such checkpoint, or one with neither tokenizer.json nor a
+                sentencepiece tokenizer.model, or a damaged file.
         """
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = _fetch(str(path), revision)
+        folder = resolve(path, revision, weights=False)
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             # the older layout has a file of its own for what later moved into the config
@@ -382,12 +381,6 @@ class TextStream:
         new = self._decode()[self.shown_length :]
         self._mark_shown()
         return new
-
-
-def _fetch(name: str, revision: str | None) -> Path:
-    from ligermodels.converters.hub import resolve
-
-    return resolve(name, revision, weights=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
-from transformers import LlamaForCausalLM
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
 
 from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
 from ligermodels.models.llama import LigerLlama, LlamaConfig
+from ligermodels.tokenizers import Tokenizer
 
 VOCAB = 97
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
@@ -286,3 +287,28 @@ def test_mistakes_are_refused(pair, prompts, options, message):
 def test_stream_takes_one_prompt(pair):
     with pytest.raises(ValueError, match="2 prompts"):
         stream(pair[1], [[1], [2]], max_new_tokens=2)
+
+
+@pytest.mark.slow
+def test_the_real_checkpoint_chats_as_in_transformers(smollm2):
+    tokenizer, theirs_tokenizer = Tokenizer.from_hf(smollm2), AutoTokenizer.from_pretrained(smollm2)
+    theirs = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    ours = LigerLlama.from_hf(smollm2, dtype=torch.float32)
+    chats = [
+        [{"role": "user", "content": text}]
+        for text in ("Name three colours.", "Say café in Japanese 😀, please: one word.")
+    ]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    batch = theirs_tokenizer.apply_chat_template(
+        chats,
+        add_generation_prompt=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+        return_tensors="pt",
+        return_dict=True,
+    )
+    expected = theirs.generate(**batch, max_new_tokens=24, do_sample=False)
+    assert torch.equal(generate(ours, prompts, max_new_tokens=24), expected)
+    text = "".join(stream_text(ours, tokenizer, prompts[1], max_new_tokens=24))
+    new = expected[1, batch["input_ids"].shape[1] :]
+    assert text == theirs_tokenizer.decode(new, skip_special_tokens=True)

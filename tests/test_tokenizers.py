@@ -235,7 +235,21 @@ def test_added_tokens_may_swallow_the_spaces_around_them(spm, tmp_path):
     assert ours.decode(ids, skip_special_tokens=False) == "the<|im|>dog"
 
 
+def test_a_hub_id_is_fetched_without_its_weights(bpe, monkeypatch):
+    asked = []
+
+    def resolve(name, revision, *, weights):
+        asked.append((name, revision, weights))
+        return bpe
+
+    monkeypatch.setattr("ligermodels.tokenizers.resolve", resolve)
+    assert Tokenizer.from_hf("someone/model", revision="v2").encode("the dog")
+    assert asked == [("someone/model", "v2", False)]
+
+
 def test_what_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        Tokenizer.from_hf(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no tokenizer.model; found no tokenizer files"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")

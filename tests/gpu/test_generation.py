@@ -26,8 +26,8 @@ def test_unequal_prompts_agree_with_each_alone(dtype):
     batch = generate(model, prompts, max_new_tokens=20, eos_token_id=[])
     for i, prompt in enumerate(prompts):
         alone = generate(model, prompt, max_new_tokens=20, eos_token_id=[])
-        # the first token already depends on the whole padded prefill; the later ones, where rounding
-        # may tip a choice, are compared in float32 only
+        # The first token depends on the whole padded prefill already; later ones, where rounding
+        # may tip a choice, are compared in float32 only.
         last = 60 if dtype == torch.float32 else 41
         assert torch.equal(batch[i, 40:last], alone[0, len(prompt) :][: last - 40])
     with torch.no_grad():
