@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 SMOLLM2 := build/smollm2
+# The last transformers 4, which reads configs spelt the older way: exports must open there, too.
+OLD := build/transformers-4.57.6
 
 .PHONY: demo test lint format clean
 
@@ -21,7 +23,7 @@ demo: $(VENV)/.demo
 
 # The interpreter's choice is made when triton is imported, so its tests have their own process.
 # The larger run comes last: its summary is the last line.
-test: lint $(SMOLLM2)/config.json
+test: lint $(SMOLLM2)/config.json $(OLD)/transformers
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
 
@@ -36,6 +38,11 @@ format: $(VENV)/.test
 
 $(SMOLLM2)/config.json: | $(VENV)/.test
 	$(BIN)/python examples/smollm2.py $(SMOLLM2)
+
+# Beside the environment, not in it: these versions exclude the tested ones.
+$(OLD)/transformers: | $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLD) \
+		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
 
 # torch goes first and alone, so that a CPU build that pip already knows of is taken as it is.
 $(VENV)/.base: pyproject.toml constraints.txt
