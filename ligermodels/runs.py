@@ -216,11 +216,13 @@ class RunFolder:
         except OSError as error:
             raise SaveError(f"{file}: cannot be written: {error.strerror}") from None
         atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
-        for old in self._all_checkpoints()[:-keep]:
-            old.unlink()
-        for part in self.checkpoints.glob("*.part"):
-            part.unlink()
+        self.prune(keep)
         return file
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints, and what a kill left half written."""
+        for old in [*self._all_checkpoints()[:-keep], *self.checkpoints.glob("*.part")]:
+            old.unlink()
 
 
 def named_state(

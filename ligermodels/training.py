@@ -166,6 +166,7 @@ class Trainer:
         config = self.config
         checkpoint = folder.latest_checkpoint()
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
+        folder.prune(config.keep_checkpoints)
         folder.cut_metrics(done if checkpoint else -1)
         with _Bar(self.total_steps, done, progress) as bar:
             if checkpoint is None:

@@ -123,7 +123,11 @@ def test_killing_at_any_moment_and_resuming_gives_the_same_weights(checkpoint, t
         for name in ("model/model.safetensors", "checkpoints/step-00000012.safetensors"):
             assert (killed / name).read_bytes() == (straight / name).read_bytes(), (chain, name)
         assert timeless(killed) == timeless(straight)
-        assert not list(killed.rglob("*.part"))
+        assert everything(killed) == everything(straight)
+
+
+def everything(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def timeless(folder):
