@@ -357,7 +357,7 @@ def _pad_left(rows: list[Tensor], pad: int) -> tuple[Tensor, Tensor | None]:
 
 def _check_rows(rows: list[Tensor]) -> None:
     if not rows:
-        raise ValueError("input_ids: no prompts")
+        raise ValueError("input_ids: no tokens; begin with one, such as bos_token_id")
     for i, row in enumerate(rows):
         # an empty list is a float tensor to torch
         number = row.is_floating_point() and row.numel() > 0

@@ -260,7 +260,7 @@ def test_going_beyond_the_trained_length_warns(pair):
 @pytest.mark.parametrize(
     "prompts, options, message",
     [
-        ([], {}, "no prompts"),
+        ([], {}, "no tokens; begin"),
         ([[1], []], {}, "prompt 1 is empty"),
         (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
         ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
