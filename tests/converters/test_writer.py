@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import stat
 
 import pytest
@@ -189,18 +190,17 @@ def test_saving_onto_the_folder_the_weights_are_mapped_from(make):
 
 @pytest.mark.parametrize("fault", ["full", "file", "shape", "dtype", "size", "parent", "here"])
 def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
-    make, tmp_path, monkeypatch, fault
+    make, tmp_path, monkeypatch, request, fault
 ):
     folder, config = make()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     target, options = folder, {}
-    message = "No space left"
+    message = "File too large"
     if fault == "full":
-
-        def full(path):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("ligermodels.converters.writer.sync_file", full)
+        # The nearest to a full disk that needs no disk of its own: writes fail past 2000 bytes.
+        before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before_limit[1]))
+        request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before_limit))
     elif fault == "file":
         target, message = folder / "config.json", "is a file, not a folder"
     elif fault == "parent":
