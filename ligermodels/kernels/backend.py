@@ -1,7 +1,6 @@
 """Which implementation an op takes: Triton for GPU tensors, plain PyTorch for the rest."""
 
 import os
-from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -44,7 +43,10 @@ def select(x: Tensor) -> ModuleType:
         name, _ = choose(x.device)
     if name == "torch":
         return reference
-    return import_module("ligermodels.kernels.triton")
+    # A statement: torch.compile traces it, importlib.import_module it refuses.
+    import ligermodels.kernels.triton as triton_launchers
+
+    return triton_launchers
 
 
 def refuse_double_backward(op: str) -> None:

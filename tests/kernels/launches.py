@@ -36,6 +36,10 @@ class Recorded(NamedTuple):
             str(self.attributes),
         )
 
+    def as_torch_compile_passes_it(self) -> Recorded:
+        wide = {k: "fp64" if v == "fp32" else v for k, v in self.signature.items()}
+        return self._replace(signature=wide, attributes={})
+
     def describe(self) -> str:
         return f"{self.kernel.__name__} {self.constants} {self.options} {self.signature}"
 

@@ -53,6 +53,11 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
 ):
     """Loss, z-loss and logsumexp of one row a program, and its gradient."""
+    # torch.compile passes Python floats as float64.
+    label_smoothing = tl.cast(label_smoothing, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    logit_scale = tl.cast(logit_scale, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)

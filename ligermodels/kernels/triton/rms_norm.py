@@ -29,6 +29,8 @@ def rms_norm_forward_kernel(
     BLOCK: tl.constexpr,
 ):
     """One row a program."""
+    # torch.compile passes Python floats as float64.
+    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -69,6 +71,7 @@ def rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """Many rows a program, which sums their part of the weight gradient."""
+    offset = tl.cast(offset, tl.float32)  # torch.compile passes Python floats as float64
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < columns

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import backend, reference
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_cpu_tensors_take_plain_pytorch(monkeypatch) -> None:
+    monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
+    assert backend.choose(CPU) == ("torch", "cpu tensors take plain PyTorch")
+    assert backend.select(torch.ones(1)) is reference
+    assert backend.select(torch.ones(1, device="meta")) is reference
+
+
+def test_gpu_tensors_take_triton(monkeypatch) -> None:
+    monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
+    pytest.importorskip("triton")
+    assert backend.choose(CUDA)[0] == "triton"
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert backend.choose(CUDA) == ("torch", "triton is not installed")
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_forced(monkeypatch, name, device) -> None:
+    monkeypatch.setenv("LIGERMODELS_BACKEND", name)
+    assert backend.choose(device) == (name, f"LIGERMODELS_BACKEND={name}")
+
+
+def test_forced_by_a_misspelling(monkeypatch) -> None:
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "Triton")
+    with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='Triton': expected"):
+        backend.select(torch.ones(1))
+
+
+def test_both_implementations_have_the_same_functions(monkeypatch) -> None:
+    import inspect
+
+    pytest.importorskip("triton")
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    module = backend.select(torch.ones(1))
+    for name in module.__all__:
+        ours, twin = (inspect.signature(getattr(m, name)) for m in (module, reference))
+        assert ours == twin, name

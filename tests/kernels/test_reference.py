@@ -1,0 +1,93 @@
+"""The references' forwards, differentiated by autograd, against their written-out backwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import reference
+from ligermodels.kernels.rope import split_qkv
+from tests.kernels import formulas
+from tests.kernels.checks import random
+from tests.kernels.test_cross_entropy import OPTIONS, options_for, targets_for
+
+
+def equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_rms_norm(casting, offset, residual) -> None:
+    x, r, weight = (random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3))
+    s = (x + r if residual else x).requires_grad_()
+    weight.requires_grad_()
+    y, _, _ = reference.rms_norm_forward(s, None, weight, 1e-5, offset, casting, s.dtype)
+    equal(y, formulas.rms_norm(s, weight, 1e-5, offset, casting))
+    with_residual, total, rstd = reference.rms_norm_forward(
+        x.detach(), r if residual else None, weight, 1e-5, offset, casting, s.dtype
+    )
+    equal(with_residual, y)
+    equal(total, s)
+    grad_y, grad_s = random(3, 8, seed=4), random(3, 8, seed=5)
+    expected = torch.autograd.grad((y, s * 1.0), (s, weight), (grad_y, grad_s))
+    grad_x, grad_weight, again = reference.rms_norm_backward(
+        grad_y, grad_s, s, weight, rstd, offset, casting, True, True
+    )
+    equal(grad_x, expected[0])
+    equal(grad_weight, expected[1])
+    equal(again, y)
+
+
+def test_rope_and_its_inverse() -> None:
+    angles = random(2, 3, 4, seed=1)
+    qkv = random(2, 3, 4 * 8, seed=2).requires_grad_()
+    q, k, v = split_qkv(qkv, 2, 1)
+    out = reference.rope_packed(q, k, v, angles.cos(), angles.sin(), None)
+    expected = torch.cat([x.flatten(-2) for x in formulas.rope(qkv, *cos_sin(angles), 2, 1)], -1)
+    equal(out, expected)
+    grad = random(2, 3, 32, seed=3)
+    (want,) = torch.autograd.grad(out, qkv, grad)
+    equal(reference.rope_packed(*split_qkv(grad, 2, 1), angles.cos(), -angles.sin(), None), want)
+
+
+def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return angles.cos(), angles.sin()
+
+
+def test_swiglu() -> None:
+    gate_up, grad = random(3, 8, seed=1).requires_grad_(), random(3, 4, seed=2)
+    out = reference.swiglu_forward(gate_up)
+    equal(out, formulas.swiglu(gate_up))
+    (expected,) = torch.autograd.grad(out, gate_up, grad)
+    got, again = reference.swiglu_backward(gate_up, grad, True)
+    equal(got, expected)
+    equal(again, out)
+    assert reference.swiglu_backward(gate_up, grad, False)[1] is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_cross_entropy(name) -> None:
+    options = options_for(name, 11)
+    weights = options.pop("class_weights", None)
+    options = reference.CrossEntropyOptions(**options)
+    logits = random(5, 11, seed=1).requires_grad_()
+    targets = targets_for((5,), 11, options.ignore_index)
+    loss, _, lse, _ = reference.cross_entropy_rows(
+        logits, targets, None, None, weights, options, False
+    )
+    scale = random(5, seed=2)
+    (expected,) = torch.autograd.grad(loss, logits, scale)
+    for known in (None, lse):
+        buffer = logits.detach().clone()
+        *_, grad = reference.cross_entropy_rows(
+            buffer, targets, scale, known, weights, options, True
+        )
+        equal(grad, expected)
+        assert grad.data_ptr() == buffer.data_ptr()
+
+
+def test_compute_dtype() -> None:
+    assert reference.compute_dtype(torch.ones(1, dtype=torch.float64)) == torch.float64
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert reference.compute_dtype(torch.ones(1, dtype=dtype)) == torch.float32

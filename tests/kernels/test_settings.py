@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels.settings import (
+    AMD,
+    NVIDIA,
+    Launch,
+    launch_for,
+    num_multiprocessors,
+)
+
+TABLE = {"op": ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))}
+
+
+@pytest.mark.parametrize(
+    "length, expected",
+    [
+        (0, Launch(1, 2)),
+        (1, Launch(1, 2)),
+        (2, Launch(2, 2)),
+        (65, Launch(128, 2)),
+        (100, Launch(128, 2)),
+        (101, Launch(64, 4, 3)),
+        (10**9, Launch(128, 8)),
+    ],
+)
+def test_first_fit_wins_and_block_0_is_the_row(length, expected) -> None:
+    assert launch_for(TABLE, "op", length) == expected
+
+
+@pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
+def test_norms_hold_a_whole_row(table) -> None:
+    for op in ("rms_norm_forward", "rms_norm_backward"):
+        for width in (1, 576, 4096, 4097, 16384, 65536):
+            block = launch_for(table, op, width).block
+            assert block >= width and block & (block - 1) == 0
+
+
+def test_multiprocessors_without_a_gpu() -> None:
+    assert num_multiprocessors(None) > 0
+
+
+@pytest.mark.gpu
+def test_multiprocessors_of_a_gpu() -> None:
+    expected = torch.cuda.get_device_properties(0).multi_processor_count
+    assert num_multiprocessors(0) == expected
