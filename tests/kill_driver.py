@@ -24,24 +24,25 @@ from ligermodels.finetune import FinetuneConfig, finetune
 
 
 class Countdown:
-    """Kills this process at the n-th moment; counts them all when n is 0."""
+    """Kills this process at the n-th moment, of one kind or of any."""
 
-    def __init__(self, moments: int):
+    def __init__(self, moments: int, kind: str | None = None):
         self.left = moments
-        self.seen = 0
+        self.kind = kind
 
-    def tick(self) -> None:
-        self.seen += 1
-        if self.seen == self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def tick(self, kind: str) -> None:
+        if self.kind in (None, kind):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, holder, name):
         original = getattr(holder, name)
 
         def watched(*args, **kwargs):
-            self.tick()
+            self.tick(name)
             result = original(*args, **kwargs)
-            self.tick()
+            self.tick(name)
             return result
 
         setattr(holder, name, watched)
@@ -62,7 +63,7 @@ class Countdown:
             save_file(tensors, path, metadata)
             whole = Path(path).read_bytes()
             Path(path).write_bytes(whole[: len(whole) // 2])
-            self.tick()
+            self.tick("half a file")
             save_file(tensors, path, metadata)
 
         def half_a_line(folder, entry):
@@ -70,20 +71,25 @@ class Countdown:
             log(folder, entry)
             whole = folder.metrics.read_bytes()
             folder.metrics.write_bytes(whole[: (size + len(whole)) // 2])
-            self.tick()
+            self.tick("half a line")
             folder.metrics.write_bytes(whole)
 
         runs.save_file, runs.RunFolder.log = half_a_file, half_a_line
 
 
-def live(settings: dict, moments: int | None = None, seconds: float | None = None) -> str:
+def live(
+    settings: dict,
+    moments: int | None = None,
+    kind: str | None = None,
+    seconds: float | None = None,
+) -> str:
     """One life of the run: "finished", "killed", or what went wrong."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
             if moments is not None:
-                Countdown(moments).install()
+                Countdown(moments, kind).install()
             finetune(FinetuneConfig(**settings), progress=False)
             status = 0
         finally:
@@ -95,6 +101,21 @@ def live(settings: dict, moments: int | None = None, seconds: float | None = Non
     if os.WIFSIGNALED(status):
         return "killed"
     return "finished" if os.WEXITSTATUS(status) == 0 else "failed"
+
+
+# One life each: the n-th moment of a kind in that life. The order lets the run get on.
+FATES = [
+    ("half a file", 1),
+    ("half a line", 3),
+    ("half a file", 2),
+    ("replace", 2),
+    ("half a line", 2),
+    ("fsync", 3),
+    ("evaluate", 1),
+    ("step", 4),
+    ("unlink", 1),
+    ("half a file", 1),
+]
 
 
 def main() -> None:
@@ -118,7 +139,7 @@ def main() -> None:
     if live(straight) != "finished":
         sys.exit("the run that nobody kills does not finish")
     whole = time.perf_counter() - started
-    for chain in range(4):
+    for chain in range(5):
         draw = random.Random(chain)
         again = {**settings, "output": f"{folder}/killed-{chain}", "resume": True}
         lives = kills = 0
@@ -126,7 +147,10 @@ def main() -> None:
         while fate != "finished":
             lives += 1
             # Later lives last longer: each must be able to reach the next checkpoint.
-            if chain < 3:
+            if chain == 4:
+                kind, moments = FATES[lives - 1] if lives <= len(FATES) else (None, 10**9)
+                fate = live(again, moments=moments, kind=kind)
+            elif chain < 3:
                 fate = live(again, moments=draw.randint(1, 8 + 6 * lives))
             else:
                 fate = live(again, seconds=draw.uniform(0, whole * (0.3 + 0.1 * lives)))

@@ -257,7 +257,7 @@ def test_inspect_shows_family_parameters_and_memory(call, checkpoint):
     assert "hidden_size" in out and "AdamW" in out
     code, out, _ = call("inspect", checkpoint, "--json")
     found = json.loads(out)
-    assert found["family"] == "llama" and found["config"]["hidden_size"] == 32
+    assert found["family"] == "llama" and found["config"]["hidden_size"] == 64
     with safe_open(Path(checkpoint) / "model.safetensors", "pt") as file:
         count = sum(file.get_tensor(name).numel() for name in file.keys())
     assert found["parameters"] == count

@@ -116,9 +116,9 @@ def test_killing_at_any_moment_and_resuming_gives_the_same_weights(checkpoint, t
     )
     assert driver.returncode == 0, driver.stderr
     kills = [int(line.split()[-2]) for line in driver.stdout.splitlines()]
-    assert len(kills) == 4 and sum(kills) >= 8
+    assert len(kills) == 5 and sum(kills) >= 20
     straight = tmp_path / "straight"
-    for chain in range(4):
+    for chain in range(5):
         killed = tmp_path / f"killed-{chain}"
         for name in ("model/model.safetensors", "checkpoints/step-00000012.safetensors"):
             assert (killed / name).read_bytes() == (straight / name).read_bytes(), (chain, name)

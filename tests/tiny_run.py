@@ -33,8 +33,8 @@ def make_tokenizer(folder: Path) -> None:
 def tiny_config(**changes) -> LlamaConfig:
     settings = {
         "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        "hidden_size": 64,  # FlexAttention on a GPU wants heads of 16 at least
+        "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
