@@ -247,6 +247,44 @@ def test_generate_reads_stdin_and_chats(call, checkpoint, monkeypatch):
     assert (code, err) == (0, "") and out
 
 
+def test_a_conversation_goes_on_until_the_end_of_input(call, checkpoint, monkeypatch):
+    from ligermodels.tokenizers import Tokenizer
+
+    shown = []
+    render = Tokenizer.apply_chat_template
+
+    def watched(self, messages, **options):
+        shown.append([message["role"] for message in messages])
+        return render(self, messages, **options)
+
+    turns = iter(["hello", "and you?"])
+
+    def answer(_):
+        for turn in turns:
+            return turn
+        raise EOFError
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    chat = ["generate", checkpoint, "--chat", "--device", "cpu", "--max-new-tokens", "3"]
+    code, _, err = call(*chat)
+    assert (code, err) == (0, "")
+    assert shown == [["user"], ["user", "assistant", "user"]]
+
+
+def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path):
+    base = ["generate", checkpoint, "", "--device", "cpu"]
+    assert_one_line(call(*base), "generate: ")
+    bare = make_checkpoint(tmp_path / "bare")
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert_one_line(call("generate", bare, "hi", "--chat", "--device", "cpu"), "no chat template")
+    code, _, err = call(*base[:2], "cat", "--device", "cpu", "--max-new-tokens", "300")
+    assert code == 0 and "max_position_embeddings" in err
+
+
 # inspect and convert
 
 
