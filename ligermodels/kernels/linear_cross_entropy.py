@@ -263,7 +263,8 @@ def linear_cross_entropy(
         chunk_size: rows of logits at a time; overrides the budget.
         max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients; default
             2^30 bytes of logits plus the float32 accumulator of the weight gradient (vocab * in
-            * 4 bytes), which is needed only where several chunks are.
+            * 4 bytes), which is needed only where several chunks are. The hidden gradient made in
+            forward is kept for backward and counts as a gradient.
     Returns: loss, z-loss within it, loss of each token (...): float32, only the first
         differentiable (with reduction "none" the first and the last are the same). All targets
         ignored: loss 0, zero gradients. The weight gradient is accumulated in float32.
