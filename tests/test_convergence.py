@@ -63,8 +63,8 @@ def test_smollm2(smollm2: Path) -> None:
 
     text = Path(__file__).parent.parent / "examples" / "data" / "persuasion-train.txt"
     ids = torch.tensor(Tokenizer.from_hf(smollm2).encode(text.read_text()[: STEPS * 150]))
-    # One sequence of 24 tokens a step, in order: no text twice.
-    batches = [(row[None], row[None]) for row in ids[: STEPS * 24].view(STEPS, 24)]
+    # One sequence of 16 tokens a step, in order: no text twice.
+    batches = [(row[None], row[None]) for row in ids[: STEPS * 16].view(STEPS, 16)]
     losses = []
     for make in (
         lambda: LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32),

@@ -130,7 +130,7 @@ class RotaryEmbedding(nn.Module):
         low, high = max(low, 0), min(high, self.head_dim - 1)
         if low == high:
             high += 0.001
-        pairs = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        pairs = torch.arange(self.head_dim // 2, dtype=torch.float32, device=powers.device)
         keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
         return (1 - keep) / (factor * powers) + keep / powers
 

@@ -1,0 +1,189 @@
+"""Attention against a dense formula in float64: grouped heads, masks, packing, and wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding
+from ligermodels.layers.masks import (
+    document_ids,
+    document_mask,
+    padding_mask,
+    positions_from_cu_seqlens,
+)
+from tests.models.pairs import relative
+
+HIDDEN, SEQ, BATCH, HEAD_DIM = 24, 11, 2, 6
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (batch, seq, heads, head_dim), halves rotated as complex pairs."""
+    pairs = torch.complex(*x.chunk(2, -1)) * torch.complex(cos, sin).unsqueeze(-2)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
+    """The formula, token by token and head by head; sees (batch, seq, seq) says who sees whom."""
+    heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
+    q, k, v = qkv.split([heads, groups, groups], -2)
+    cos, sin = context.cos.to(x.dtype), context.sin.to(x.dtype)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    out = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = q[:, :, head] @ k[:, :, group].transpose(-1, -2) * attention.scale
+        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1).nan_to_num()
+        out.append(weights @ v[:, :, group])
+    return attention.o_proj(torch.cat(out, -1))
+
+
+def causal(seq: int = SEQ) -> Tensor:
+    return torch.ones(seq, seq, dtype=torch.bool).tril()
+
+
+def context_of(positions: Tensor, mask: Any = None) -> AttentionContext:
+    return AttentionContext(*RotaryEmbedding(HEAD_DIM)(positions), mask)
+
+
+def compare(attention: Attention, context: AttentionContext, sees: Tensor) -> None:
+    """Output and all gradients, ours in float32 against the formula in float64."""
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
+    upstream = torch.randn(BATCH, SEQ, HIDDEN)
+    rows = sees.any(-1, keepdim=True).expand(BATCH, SEQ, 1)
+    upstream = upstream * rows
+    out = attention(x, context)
+    leaves = [x, *attention.parameters()]
+    grads = torch.autograd.grad(out, leaves, upstream)
+    exact = attention.double()
+    x64 = x.detach().double().requires_grad_()
+    expected = dense(exact, x64, context, sees)
+    wanted = torch.autograd.grad(expected, [x64, *exact.parameters()], upstream.double())
+    assert relative(out * rows, expected * rows) <= 1e-6
+    for grad, want in zip(grads, wanted):
+        assert relative(grad, want) <= 1e-5
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"scale": 0.1}])
+def test_causal(groups: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, groups, HEAD_DIM, **options)
+    assert attention.scale == options.get("scale", HEAD_DIM**-0.5)
+    compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
+
+
+def test_head_dim_defaults_to_an_even_share() -> None:
+    attention = Attention(24, 4)
+    assert attention.head_dim == 6
+    assert attention.qkv_proj.weight.shape == (72, 24)
+    with pytest.raises(ValueError, match="4 heads in 3 groups"):
+        Attention(24, 4, 3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side: str) -> None:
+    torch.manual_seed(0)
+    padding = torch.ones(BATCH, SEQ, dtype=torch.int64)
+    padding[0, slice(0, 4) if side == "left" else slice(7, SEQ)] = 0
+    sees = causal() & padding.bool()[:, None, :]
+    mask = padding_mask(padding, SEQ)
+    assert torch.equal(mask[:, 0], sees)
+    context = context_of(torch.arange(SEQ)[None], mask)
+    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
+
+
+def test_packed_documents() -> None:
+    torch.manual_seed(0)
+    positions = torch.tensor(
+        [[0, 1, 2, 3, 0, 1, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    )
+    documents = document_ids(positions)
+    assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [0] * 11]
+    sees = causal() & (documents[:, :, None] == documents[:, None, :])
+    compare(
+        Attention(HIDDEN, 4, 2, HEAD_DIM), context_of(positions, document_mask(positions)), sees
+    )
+
+
+def test_packed_documents_equal_separate_runs() -> None:
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM)
+    cu_seqlens = torch.tensor([0, 4, 4, 5, 11])  # an empty document among them
+    positions = positions_from_cu_seqlens(cu_seqlens, 1, 11)
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]]
+    x = torch.randn(1, 11, HIDDEN)
+    packed = attention(x, context_of(positions, document_mask(positions)))
+    for start, end in ((0, 4), (4, 5), (5, 11)):
+        alone = attention(x[:, start:end], context_of(torch.arange(end - start)[None]))
+        assert relative(packed[:, start:end], alone) <= 1e-6
+
+
+def test_a_fused_norm_equals_the_parts() -> None:
+    torch.manual_seed(0)
+    attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
+    x, residual = torch.randn(2, BATCH, SEQ, HIDDEN)
+    context = context_of(torch.arange(SEQ)[None])
+    out, total = attention(x, context, norm=norm, residual=residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(out, attention(norm(x + residual), context))
+    out, total = attention(x, context, norm=norm)
+    assert total is x
+    torch.testing.assert_close(out, attention(norm(x), context))
+
+
+class GrowingCache:
+    """The least a cache can be."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.kept: list[Tensor] = []
+
+    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert layer_index == 3
+        self.kept = [
+            torch.cat([old, new], 2) for old, new in zip(self.kept or (k[:, :, :0],) * 2, (k, v))
+        ]
+        return self.kept[0], self.kept[1]
+
+    def advance(self, count: int) -> None:
+        self.length += count
+
+
+def test_cache() -> None:
+    """A prompt, then several tokens with a mask, then one without, equal one run over all."""
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3)
+    x = torch.randn(BATCH, SEQ, HIDDEN)
+    everything = attention(x, context_of(torch.arange(SEQ)[None]))
+    cache, outputs = GrowingCache(), []
+    for start, end in ((0, 6), (6, 10), (10, 11)):
+        context = context_of(torch.arange(start, end)[None])
+        context.cache = cache
+        if start and end - start > 1:
+            context.mask = padding_mask(torch.ones(BATCH, end), end - start)
+        outputs.append(attention(x[:, start:end], context))
+        cache.advance(end - start)
+    assert relative(torch.cat(outputs, 1), everything) <= 1e-6
+
+
+def test_bfloat16_error_is_no_worse_than_the_parts() -> None:
+    torch.manual_seed(0)
+    attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
+    x = torch.randn(BATCH, SEQ, HIDDEN)
+    context = context_of(torch.arange(SEQ)[None])
+    exact = dense(
+        attention.double(),
+        nn.functional.rms_norm(x.double(), (HIDDEN,), eps=norm.eps),
+        context,
+        causal().expand(BATCH, -1, -1),
+    )
+    attention, norm, low = attention.to(torch.bfloat16), norm.to(torch.bfloat16), x.bfloat16()
+    fused, _ = attention(low, context, norm=norm)
+    parts = attention(norm(low), context)
+    assert relative(fused, exact) <= 1.1 * relative(parts, exact)

@@ -1,0 +1,77 @@
+"""The gated MLP against its formula, with and without the norm fused in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.layers import GatedMLP, RMSNorm
+from tests.models.pairs import relative
+
+
+def formula(mlp: GatedMLP, x: Tensor) -> Tensor:
+    gate, up = mlp.gate_up_proj(x).chunk(2, -1)
+    return mlp.down_proj(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_formula(bias: bool, normed: bool, residual: bool) -> None:
+    torch.manual_seed(0)
+    mlp, norm = GatedMLP(20, 27, bias=bias), RMSNorm(20)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    x = torch.randn(2, 5, 20, requires_grad=True)
+    added = torch.randn(2, 5, 20, requires_grad=True) if residual else None
+    leaves = [x, *mlp.parameters()] + ([added] if residual else [])
+    leaves += [norm.weight] if normed else []
+    upstreams = torch.randn(2, 2, 5, 20)
+    if normed:
+        out, total = mlp(x, norm=norm, residual=added)
+        grads = torch.autograd.grad((out, total), leaves, (*upstreams,))
+    else:
+        out = mlp(x, residual=added)
+        grads = torch.autograd.grad(out, leaves, upstreams[0])
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    mlp64 = GatedMLP(20, 27, bias=bias).double()
+    parameters = dict(zip([name for name, _ in mlp.named_parameters()], exact[1:]))
+    total64 = exact[0] + exact[len(parameters) + 1] if residual else exact[0]
+    y = F.rms_norm(total64, (20,), exact[-1], norm.eps) if normed else total64
+
+    class Formula(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = mlp64
+
+        def forward(self, y: Tensor) -> Tensor:
+            return formula(self.mlp, y)
+
+    expected = torch.func.functional_call(
+        Formula(), {f"mlp.{name}": p for name, p in parameters.items()}, (y,)
+    )
+    assert relative(out, expected) <= 1e-6
+    if normed:
+        assert relative(total, total64) <= 1e-7
+        outputs, ups = (expected, total64), (*upstreams.double(),)
+    else:
+        outputs, ups = (expected,), (upstreams[0].double(),)
+    wanted = torch.autograd.grad(outputs, exact, ups)
+    for grad, want in zip(grads, wanted):
+        assert relative(grad, want) <= 1e-6
+
+
+def test_a_swapped_projection_is_called() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    mlp, x = GatedMLP(8, 12), torch.randn(3, 8)
+    plain = mlp(x)
+    doubled = Doubled(12, 8, bias=False)
+    doubled.load_state_dict(mlp.down_proj.state_dict())
+    mlp.down_proj = doubled
+    torch.testing.assert_close(mlp(x), 2 * plain)

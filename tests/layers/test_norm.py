@@ -1,0 +1,76 @@
+"""RMSNorm as a module: HF's two castings, the residual, and the manners of nn.RMSNorm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GemmaConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ligermodels.layers import RMSNorm
+
+
+def filled(norm: RMSNorm) -> RMSNorm:
+    with torch.no_grad():
+        norm.weight.copy_(
+            torch.randn(norm.weight.shape, generator=torch.Generator().manual_seed(1))
+        )
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_equals_transformers(family: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = GemmaConfig().hidden_size // 64
+    ours = filled(RMSNorm(hidden, 1e-5, offset=float(family == "gemma"), casting=family)).to(dtype)
+    theirs = (LlamaRMSNorm if family == "llama" else GemmaRMSNorm)(hidden, eps=1e-5).to(dtype)
+    theirs.weight.data.copy_(ours.weight.data)
+    x = (3 * torch.randn(2, 5, hidden)).to(dtype)
+    x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    upstream = torch.randn(2, 5, hidden).to(dtype)
+    y, expected = ours(x_ours), theirs(x_theirs)
+    y.backward(upstream)
+    expected.backward(upstream)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+    if dtype == torch.bfloat16:
+        assert torch.equal(y, expected)  # the same roundings at the same places
+        tolerance = {"rtol": 2e-2, "atol": 5e-2}
+    torch.testing.assert_close(y, expected, **tolerance)
+    torch.testing.assert_close(x_ours.grad, x_theirs.grad, **tolerance)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, **tolerance)
+
+
+def test_residual() -> None:
+    torch.manual_seed(0)
+    norm = filled(RMSNorm(24))
+    x, residual = torch.randn(2, 3, 5, 24)
+    y, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(y, norm(x + residual))
+    assert isinstance(norm(x), torch.Tensor)
+
+
+def test_is_an_rms_norm_of_torch() -> None:
+    norm = RMSNorm(24, 1e-4)
+    assert isinstance(norm, torch.nn.RMSNorm)
+    assert list(norm.state_dict()) == ["weight"]
+    x = torch.randn(4, 24)
+    torch.testing.assert_close(norm(x), torch.nn.RMSNorm(24, eps=1e-4)(x))
+    assert "casting='llama'" in repr(norm)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_starts_as_a_factor_of_one(offset: float) -> None:
+    norm = RMSNorm(8, offset=offset, casting="gemma")
+    assert torch.equal(norm.weight + offset, torch.ones(8))
+    norm.weight.data.fill_(3.0)
+    norm.reset_parameters()
+    assert torch.equal(norm.weight + offset, torch.ones(8))
+
+
+def test_meta_device_and_dtype() -> None:
+    norm = RMSNorm(8, device="meta", dtype=torch.bfloat16)
+    assert norm.weight.is_meta
+    assert norm.weight.dtype == torch.bfloat16

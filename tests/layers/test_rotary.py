@@ -1,0 +1,143 @@
+"""Every rope type against transformers' own frequencies and angles."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig as HFConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ligermodels.layers import RotaryEmbedding
+
+HEAD_DIM, LONGEST = 32, 64
+HALF = HEAD_DIM // 2
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.05 * i for i in range(HALF)],
+    "long_factor": [1.0 + 0.5 * i for i in range(HALF)],
+}
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
+    "llama3, original from max": LLAMA3 | {"original_max_position_embeddings": LONGEST},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
+    "yarn, betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 40,
+    },
+    "yarn, mscales": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.3, "mscale_all_dim": 0.8},
+    "longrope": LONG | {"original_max_position_embeddings": 32},
+    "longrope, factor": LONG | {"original_max_position_embeddings": 32, "factor": 6.0},
+    "longrope, attention factor": LONG
+    | {"original_max_position_embeddings": 32, "attention_factor": 1.25},
+}
+
+
+def theirs(scaling: dict[str, Any] | None, theta: float) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(
+        HFConfig(
+            hidden_size=4 * HEAD_DIM,
+            num_attention_heads=4,
+            max_position_embeddings=LONGEST,
+            rope_theta=theta,
+            rope_scaling=scaling,
+        )
+    )
+
+
+def angles(hf: LlamaRotaryEmbedding, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = hf(torch.zeros(1), positions)
+    return cos[..., :HALF], sin[..., :HALF]
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_angles_equal_transformers(name: str, theta: float) -> None:
+    """Shorter than the original length, between it and the maximum, and beyond."""
+    scaling = SCALINGS[name]
+    ours = RotaryEmbedding(HEAD_DIM, theta, LONGEST, copy.deepcopy(scaling))
+    for length in (8, 48, 200):
+        positions = torch.arange(length)[None]
+        cos, sin = ours(positions, length)
+        assert cos.dtype == sin.dtype == torch.float32
+        # A fresh one for each length: transformers' dynamic rope remembers longer calls.
+        expected = angles(theirs(copy.deepcopy(scaling), theta), positions)
+        torch.testing.assert_close((cos, sin), expected, rtol=0, atol=2e-6 * length / 8)
+        from_positions = ours(positions)
+        assert torch.equal(from_positions[0], cos)
+        assert torch.equal(from_positions[1], sin)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "dynamic"])
+def test_frequencies_equal_transformers(name: str) -> None:
+    scaling = SCALINGS[name]
+    ours = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, copy.deepcopy(scaling))
+    hf = theirs(copy.deepcopy(scaling), 1e4)
+    torch.testing.assert_close(ours.inv_freq, hf.inv_freq, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(hf.attention_scaling, rel=1e-7)
+
+
+def test_formulas() -> None:
+    """What is also written down elsewhere: the plain frequencies and dynamic's base."""
+    rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS["dynamic"])
+    exact = torch.tensor([1e4 ** (-2 * i / HEAD_DIM) for i in range(HALF)], dtype=torch.float64)
+    torch.testing.assert_close(rope.inv_freq.double(), exact, rtol=1e-6, atol=0)
+    base = 1e4 * (2.0 * 200 / LONGEST - 1.0) ** (HEAD_DIM / (HEAD_DIM - 2))
+    _, sin = rope(torch.tensor([[1]]), 200)
+    exact = torch.tensor([math.sin(base ** (-2 * i / HEAD_DIM)) for i in range(HALF)])
+    torch.testing.assert_close(sin[0, 0], exact, rtol=1e-5, atol=0)
+
+
+def test_calls_do_not_remember_each_other() -> None:
+    for name in ("dynamic", "longrope"):
+        rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS[name])
+        short = torch.arange(8)[None]
+        before = rope(short, 8)
+        assert not torch.equal(rope(short, 500)[1], before[1])
+        assert torch.equal(rope(short, 8)[1], before[1])
+
+
+def test_positions_in_several_rows() -> None:
+    rope = RotaryEmbedding(HEAD_DIM)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]])
+    cos, _ = rope(positions)
+    assert cos.shape == (2, 5, HALF)
+    assert torch.equal(cos[0, :2], cos[0, 3:])
+    assert torch.equal(cos[1], rope(torch.arange(5, 10)[None])[0][0])
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_conversions_leave_the_frequencies_exact(name: str) -> None:
+    rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS[name])
+    exact = rope.inv_freq.clone()
+    parent = torch.nn.Sequential(rope)
+    for moved in (parent.to(torch.bfloat16), parent.half(), parent.double()):
+        assert moved[0].inv_freq.dtype == torch.float32
+        assert torch.equal(moved[0].inv_freq, exact)
+    with torch.device("meta"):
+        empty = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS[name])
+    assert empty.inv_freq.is_meta
+    assert torch.equal(empty.to_empty(device="cpu").inv_freq, exact)
+
+
+def test_nothing_to_save_or_to_train() -> None:
+    rope = RotaryEmbedding(HEAD_DIM)
+    assert not rope.state_dict()
+    assert not list(rope.parameters())
+
+
+def test_unknown_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="rope_type='spiral'"):
+        RotaryEmbedding(HEAD_DIM, scaling={"rope_type": "spiral"})
