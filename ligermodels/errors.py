@@ -1,7 +1,7 @@
 """The errors ligermodels raises for what a user did, each also the builtin kind one would expect.
 
-The first line of a message states the fault with the file and the key it was found at; a list of names
-that follows holds at most ten of them and a count.
+The first line of a message states the fault with the file and the key it was found at; a list of
+names that follows holds at most ten of them and a count.
 """
 
 from collections.abc import Iterable
