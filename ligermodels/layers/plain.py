@@ -9,12 +9,13 @@ from ligermodels.layers.norm import RMSNorm
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling `module` does just what `kind` does, so that its weight may be used alone.
 
-    False for a subclass or wrapper (LoRA, float8), a module with hooks, and a weight that is a
-    DTensor or another tensor subclass (tensor parallelism, `fully_shard` on the module itself):
-    then the layer calls the module.
+    False for a subclass or wrapper (LoRA, float8), a module with hooks or with a `forward` of the
+    instance's own (accelerate), and a weight that is a DTensor or another tensor subclass (tensor
+    parallelism, `fully_shard` on the module itself): then the layer calls the module.
     """
     return (
         type(module) is kind
+        and "forward" not in module.__dict__
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and not module._backward_hooks

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ligermodels import ConfigError, LigerLlama, LlamaConfig
 from ligermodels.layers import HeadOutput
+from tests.layers.saved import SavedBytes
 from tests.models.pairs import (
     PAD,
     gradients,
@@ -211,32 +212,6 @@ def test_unknown_preset_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"llama-3-9b.*llama-3-8b"):
         LlamaConfig.preset("llama-3-9b")
     assert LlamaConfig.preset("llama-3-8b", num_hidden_layers=2).num_hidden_layers == 2
-
-
-class SavedBytes:
-    """Distinct storages that autograd keeps while it is active, parameters not counted."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.parameters:
-            self.storages[storage.data_ptr()] = storage
-        return tensor
-
-    def __enter__(self) -> SavedBytes:
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.hooks.__exit__(*exception)
-
-    @property
-    def total(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages.values())
 
 
 def test_activation_checkpointing() -> None:

@@ -1,0 +1,36 @@
+"""What autograd keeps for backward, counted by storage."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SavedBytes:
+    """Distinct storages that are saved for backward while this is active.
+
+    Parameters are not counted: they are there anyway. Views of one storage count once, whole.
+    """
+
+    def __init__(self, module: torch.nn.Module, *others: Tensor) -> None:
+        known = [*module.parameters(), *others]
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage
+        return tensor
+
+    def __enter__(self) -> SavedBytes:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.hooks.__exit__(*exception)
+
+    @property
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())

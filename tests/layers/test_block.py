@@ -1,0 +1,214 @@
+"""The decoder block: its formula, what it keeps for backward, and modules that were swapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ligermodels.layers import (
+    Attention,
+    AttentionContext,
+    DecoderBlock,
+    GatedMLP,
+    RMSNorm,
+    RotaryEmbedding,
+)
+from tests.layers.saved import SavedBytes
+from tests.models.pairs import randomize, relative
+
+HIDDEN, HEADS, GROUPS, HEAD_DIM, INNER = 32, 4, 2, 16, 56
+BATCH, SEQ = 2, 12
+
+
+def make(bias: bool = False) -> DecoderBlock:
+    block = DecoderBlock(
+        Attention(HIDDEN, HEADS, GROUPS, HEAD_DIM, bias=bias),
+        GatedMLP(HIDDEN, INNER, bias=bias),
+        RMSNorm(HIDDEN),
+        RMSNorm(HIDDEN),
+    )
+    randomize(block)
+    return block
+
+
+def context() -> AttentionContext:
+    return AttentionContext(*RotaryEmbedding(HEAD_DIM)(torch.arange(SEQ)[None], SEQ))
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, BATCH, SEQ, HIDDEN, generator=generator).to(dtype)
+    return x.clone().requires_grad_(), residual.clone().requires_grad_()
+
+
+def by_parts(block: DecoderBlock, x: Tensor, residual: Tensor | None) -> Tensor:
+    """The block's output through its modules one by one, nothing fused."""
+    total = x if residual is None else x + residual
+    total = total + block.self_attn(block.input_layernorm(total), context())
+    return total + block.mlp(block.post_attention_layernorm(total))
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_its_parts(bias: bool, with_residual: bool) -> None:
+    block = make(bias)
+    x, residual = inputs()
+    leaves = [x, residual, *block.parameters()] if with_residual else [x, *block.parameters()]
+    added = residual if with_residual else None
+    upstream = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+    out = sum(block(x, added, context()))
+    grads = torch.autograd.grad(out, leaves, upstream)
+    expected = by_parts(block, x, added)
+    wanted = torch.autograd.grad(expected, leaves, upstream)
+    assert relative(out, expected) <= 1e-6
+    for grad, want in zip(grads, wanted):
+        assert relative(grad, want) <= 1e-5
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_bytes_per_token(dtype: torch.dtype, with_residual: bool) -> None:
+    """Residual in, q, k, v, attention's output, residual between, gate and up; and scalars."""
+    block, angles = make().to(dtype), context()
+    x, residual = inputs(dtype)
+    with SavedBytes(block, angles.cos, angles.sin) as saved:
+        block(x, residual if with_residual else None, angles)
+    wide = HIDDEN + (HEADS + 2 * GROUPS) * HEAD_DIM + HEADS * HEAD_DIM + HIDDEN + 2 * INNER
+    scalars = 2 + HEADS  # 1 / rms of both norms and attention's logsumexp, float32
+    per_token = wide * dtype.itemsize + scalars * 4
+    assert saved.total == BATCH * SEQ * per_token
+
+
+class Scaled(nn.Linear):
+    """A projection swapped for one that does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * super().forward(x)
+
+
+def scaled(linear: nn.Linear) -> nn.Linear:
+    swapped = Scaled(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    swapped.load_state_dict(linear.state_dict())
+    return swapped
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, args, out: 1.5 * out)
+    return linear
+
+
+def pre_hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
+    return linear
+
+
+class Times(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 1.5 * weight
+
+
+def parametrised(linear: nn.Linear) -> nn.Linear:
+    parametrize.register_parametrization(linear, "weight", Times())
+    return linear
+
+
+PROJECTIONS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize("swap", [scaled, hooked, pre_hooked, parametrised])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_a_swapped_projection_is_called(name: str, swap: Callable[[nn.Linear], nn.Linear]) -> None:
+    """Each of the swaps multiplies the projection by 1.5, as does a plain one with 1.5 W."""
+    block, expected_block = make(), make()
+    path, attribute = name.split(".")
+    parent = getattr(block, path)
+    with torch.no_grad():
+        getattr(getattr(expected_block, path), attribute).weight.mul_(1.5)
+    setattr(parent, attribute, swap(getattr(parent, attribute)))
+    x, residual = inputs()
+    out = sum(block(x, residual, context()))
+    expected = sum(expected_block(x, residual, context()))
+    assert relative(out, expected) <= 1e-6
+    upstream = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(out, [x, residual, *block.parameters()], upstream)
+    wanted = torch.autograd.grad(expected, [x, residual, *expected_block.parameters()], upstream)
+    names = ["x", "residual", *(n for n, _ in expected_block.named_parameters())]
+    ours = dict(zip(["x", "residual", *(n for n, _ in block.named_parameters())], grads))
+    for key, want in zip(names, wanted):
+        factor = 1.5 if key == f"{name}.weight" else 1.0
+        found = ours.get(key)
+        if found is None:
+            found = ours[key.replace("weight", "parametrizations.weight.original")]
+        assert relative(found, factor * want) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_a_hooked_norm_is_called(name: str) -> None:
+    block, plain = make(), make()
+    calls = []
+    getattr(block, name).register_forward_hook(lambda *args: calls.append(name))
+    x, residual = inputs()
+    assert relative(sum(block(x, residual, context())), sum(plain(x, residual, context()))) <= 1e-6
+    assert calls == [name]
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_backward_hooks_run(name: str) -> None:
+    block = make()
+    seen = []
+    block.get_submodule(name).register_full_backward_hook(lambda *args: seen.append(name))
+    sum(block(*inputs(), context())).sum().backward()
+    assert seen == [name]
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    block, reference = make(), make()
+    x, residual = inputs()
+    upstream = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+    sum(reference(x, residual, context())).backward(upstream)
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    for trained in wanted:
+        for name, p in block.named_parameters():
+            p.requires_grad_(name == trained)
+            p.grad = None
+        sum(block(x.detach(), residual.detach(), context())).backward(upstream)
+        for name, p in block.named_parameters():
+            if name == trained:
+                assert relative(p.grad, wanted[name]) <= 1e-6, name
+            else:
+                assert p.grad is None, name
+
+
+def test_compiled_equals_eager() -> None:
+    block = make()
+    x, residual = inputs()
+    expected = sum(block(x, residual, context()))
+    leaves = [x, residual, *block.parameters()]
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
+    out = sum(compiled(x, residual, context()))
+    leaves = [x, residual, *compiled.parameters()]
+    assert relative(out, expected) <= 1e-6
+    for grad, want in zip(torch.autograd.grad(out.square().sum(), leaves), wanted):
+        assert relative(grad, want) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Float32 weights under autocast: gradients in float32, errors as the parts have them."""
+    block = make()
+    x, residual = inputs(dtype)
+    exact = by_parts(block, x.float(), residual.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sum(block(x, residual, context()))
+        parts = by_parts(block, x, residual)
+    out.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in block.parameters())
+    assert x.grad.dtype == dtype
+    assert relative(out, exact) <= 1.2 * relative(parts, exact)
