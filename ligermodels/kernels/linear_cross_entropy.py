@@ -53,15 +53,18 @@ def choose_chunk(
     return chunk if chunk < 128 else chunk - chunk % 128
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b with the products of low-precision a and b accumulated in total's dtype."""
+@torch.library.custom_op("ligermodels::accumulate_product", mutates_args=("total",))
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, the products of low-precision a and b summed in total's dtype.
+
+    A registered op because torch.compile cannot trace `addmm` with an `out_dtype`.
+    """
     if a.dtype == total.dtype:
-        return total.addmm_(a, b)
-    if total.device.type != "cuda":
-        return total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    if torch.compiler.is_compiling():
-        return torch.addmm(total, a, b, out_dtype=total.dtype)
-    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
@@ -125,7 +128,7 @@ def _chunks(
                 _product_into(grad_hidden, part, grad, weight)
             if wants[1]:
                 if several and grad_weight is not None:
-                    grad_weight = _accumulate(grad_weight, grad.t(), part_hidden)
+                    _accumulate(grad_weight, grad.t(), part_hidden)
                 else:
                     grad_weight = grad.t() @ part_hidden
             if wants[2]:
