@@ -25,6 +25,8 @@ class LlamaConfig(ModelConfig):
     model_type: ClassVar[str] = "llama"
     presets: ClassVar[dict[str, dict[str, Any]]] = LLAMA
 
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
     attention_bias: bool = False
     mlp_bias: bool = False
 
