@@ -1,0 +1,108 @@
+"""Loading into models and saving from them: dtypes, round trips, and what cannot be saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ligermodels import AutoLiger, ConfigError, LigerLlama, LlamaConfig, SaveError
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+
+def saved(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes) -> LigerLlama:
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig(**{**SIZES, **changes})).to(dtype)
+    model.save_hf(folder)
+    return model
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    result = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            result |= {name: file.get_tensor(name) for name in file.keys()}
+    return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", [5 * 10**9, 8000])
+def test_round_trip_is_bitwise(tmp_path: Path, tied: bool, shard: int) -> None:
+    model = saved(tmp_path / "a", tie_word_embeddings=tied)
+    again = AutoLiger.from_hf(tmp_path / "a")
+    again.save_hf(tmp_path / "b", max_shard_size=shard)
+    assert (tmp_path / "b" / "model.safetensors.index.json").exists() == (shard < 10**9)
+    first, second = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    assert first.keys() == second.keys()
+    assert ("lm_head.weight" in first) != tied
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype == torch.bfloat16
+        assert torch.equal(tensor.view(torch.int16), second[name].view(torch.int16)), name
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    assert LigerLlama.from_hf(tmp_path / "a").norm.weight.dtype == torch.bfloat16
+    wide = LigerLlama.from_hf(tmp_path / "a", dtype=torch.float32)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    wide.save_hf(tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == "float32"
+
+
+def test_a_model_converted_after_loading_says_so_in_its_export(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    LigerLlama.from_hf(tmp_path / "a").half().save_hf(tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_saving_onto_the_source_folder(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    model = LigerLlama.from_hf(tmp_path / "a")
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    model.save_hf(tmp_path / "a")
+    assert torch.equal(LigerLlama.from_hf(tmp_path / "a").norm.weight, model.norm.weight)
+
+
+def test_a_wrapped_projection_is_not_saved(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    layer = model.layers[0].mlp
+    layer.down_proj = torch.nn.Sequential(layer.down_proj)
+    with pytest.raises(SaveError, match=r"down_proj.*merge_and_unload"):
+        model.save_hf(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_shape_that_the_config_contradicts_is_not_saved(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    model.embed_tokens = torch.nn.Embedding(98, 48)
+    with pytest.raises(SaveError, match=r"embed_tokens.weight.*\(98, 48\).*\(97, 48\)"):
+        model.save_hf(tmp_path / "b")
+
+
+def test_a_meta_model_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = LigerLlama(LlamaConfig(**SIZES))
+    with pytest.raises(SaveError, match="meta device"):
+        model.save_hf(tmp_path / "b")
+
+
+def test_another_family_is_refused_by_both_ways_in(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    for load in (AutoLiger.from_hf, LigerLlama.from_hf):
+        with pytest.raises(ConfigError, match=r"config\.json.*mamba"):
+            load(tmp_path)
