@@ -133,6 +133,12 @@ class LossHead(nn.Module):
         """The loss through a projection that was swapped: called chunk by chunk, logits made again
         in backward. Its gradients are its own affair, their accumulation autograd's."""
         check_reduction(reduction, normalizer)
+        if targets.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"LossHead: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"LossHead: chunk_size={chunk_size} must be at least 1")
         rows, row_targets = hidden.flatten(0, -2), targets.flatten()
         # Logits, their gradient and float32 copies of either.
         bytes_per_row = self.vocab_size * (2 * hidden.element_size() + 16)
