@@ -25,6 +25,7 @@ LONG = {
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 2.5},
+    "proportional": {"rope_type": "proportional", "factor": 2.5},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
     "llama3, original from max": LLAMA3 | {"original_max_position_embeddings": LONGEST},
