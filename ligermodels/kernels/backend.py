@@ -10,6 +10,7 @@ from torch import Tensor
 from ligermodels.kernels import reference
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
+HAS_TRITON = find_spec("triton") is not None  # looks for it; imports nothing
 
 
 def choose(device: torch.device) -> tuple[str, str]:
@@ -28,20 +29,14 @@ def choose(device: torch.device) -> tuple[str, str]:
         return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
     if device.type != "cuda":
         return "torch", f"{device.type} tensors take plain PyTorch"
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "torch", "triton is not installed"
     return "triton", "GPU tensors take Triton"
 
 
 def select(x: Tensor) -> ModuleType:
     """Return the module (reference, or the Triton launchers) whose functions handle `x`."""
-    # The common cases are decided without a look at the file system: this runs in every op.
-    forced = os.environ.get(ENVIRONMENT_VARIABLE)
-    if forced is None:
-        name = "triton" if x.device.type == "cuda" else "torch"
-    else:
-        name, _ = choose(x.device)
-    if name == "torch":
+    if choose(x.device)[0] == "torch":
         return reference
     # A statement: torch.compile traces it, importlib.import_module it refuses.
     import ligermodels.kernels.triton as triton_launchers
