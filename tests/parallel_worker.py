@@ -6,6 +6,7 @@ python -m tests.parallel_worker RANK RENDEZVOUS_FILE RESULTS_FILE
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -347,7 +348,12 @@ def main(rank: int, rendezvous: str, results: str) -> None:
             report[f"{name}, {'tied' if tied else 'untied'}"] = outcome
     if rank == 0:
         torch.save(report, results)
+    dist.barrier()  # nobody leaves while the other still talks to it
     dist.destroy_process_group()
+    # Interpreter shutdown can end in std::terminate while gloo's threads wind down on a busy
+    # machine. Everything is written and compared by now.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
