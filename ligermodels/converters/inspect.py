@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.config import fields_from_hf, read_config, unknown_keys
+from ligermodels.converters.config import read_config, unknown_keys
 from ligermodels.converters.files import CONFIG, COPIED
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
@@ -47,7 +47,7 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
     """
     folder = Path(folder)
     raw = read_config(folder)
-    config = config_class(**fields_from_hf(raw, config_class, str(folder / CONFIG)))
+    config = config_class.from_hf(folder)
     table = table_for(config)
     checkpoint = Checkpoint(folder)
     checkpoint.plan(table)
