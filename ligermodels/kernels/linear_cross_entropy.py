@@ -272,7 +272,7 @@ def linear_cross_entropy(
         differentiable (with reduction "none" the first and the last are the same). All targets
         ignored: loss 0, zero gradients. The weight gradient is accumulated in float32.
     Raises:
-        ValueError: shapes or options that do not fit, a budget too small.
+        ValueError: shapes, dtypes or options that do not fit, a budget too small.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
@@ -286,6 +286,11 @@ def linear_cross_entropy(
     check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
     check_reduction(reduction, normalizer)
     hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
+            "or run under torch.autocast"
+        )
     grad = torch.is_grad_enabled()
     wants = (
         grad and hidden.requires_grad,

@@ -366,3 +366,5 @@ def test_refusals() -> None:
         linear_cross_entropy(made["hidden"], made["weight"], made["targets"][1:])
     with pytest.raises(ValueError, match="reduction='mean'"):
         linear_cross_entropy(**made, reduction="sum", normalizer=3)
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and weight torch\.float"):
+        linear_cross_entropy(**{**made, "hidden": made["hidden"].bfloat16()})
