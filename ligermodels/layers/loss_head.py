@@ -109,7 +109,7 @@ class LossHead(nn.Module):
 
         Works on a sharded model too, outside its forward: every rank must call it.
         """
-        if self._tied or _is_distributed(self.proj.weight):
+        if self._tied or _is_distributed(getattr(self.proj, "weight", None)):
             weight = _whole(self.weight).to(hidden.dtype)
             bias = None if self._tied or self.proj.bias is None else _whole(self.proj.bias)
             logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
@@ -166,7 +166,7 @@ class LossHead(nn.Module):
         return loss.sum() / divisor, z_loss.sum() / divisor, loss.detach()
 
 
-def _is_distributed(tensor: Tensor) -> bool:
+def _is_distributed(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "full_tensor")
 
 

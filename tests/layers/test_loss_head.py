@@ -260,6 +260,14 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     assert sum(head.proj.rows) == BATCH * SEQ
 
 
+def test_logits_call_a_swapped_head_that_has_no_weight() -> None:
+    head, _, _ = build("own")
+    hidden, _ = data()
+    expected = head.logits(hidden)
+    head.proj = nn.Sequential(head.proj)
+    assert torch.equal(head.logits(hidden), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_result_does_not_depend_on_the_chunk(kind: str) -> None:
     head, weight, _ = build(kind)
