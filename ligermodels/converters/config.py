@@ -221,6 +221,16 @@ def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, Any] | Non
     return theta, {"rope_type": rope_type, **scaling}
 
 
+def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> None:
+    """Raise ConfigError for a `rope_scaling` of a config made in Python that no model can have."""
+    rope_type = scaling.get("rope_type")
+    if rope_type not in ROPE_NUMBERS:
+        raise ConfigError(
+            f"config: rope_scaling has rope_type {rope_type!r}; known: {', '.join(ROPE_NUMBERS)}"
+        )
+    _check_rope(rope_type, scaling, {"head_dim": head_dim}, "config: 'rope_scaling.")
+
+
 def _check_rope(rope_type: str, scaling: dict[str, Any], raw: dict[str, Any], where: str) -> None:
     numbers = set(ROPE_NUMBERS[rope_type])
     if rope_type != "longrope":

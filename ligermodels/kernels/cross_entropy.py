@@ -76,6 +76,14 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
         raise ValueError(
             f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
         )
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0:
+            raise ValueError(
+                f"cross entropy: normalizer {tuple(normalizer.shape)}; expected a number or a "
+                "0-d tensor"
+            )
+    elif normalizer is not None and not 0 <= normalizer < float("inf"):
+        raise ValueError(f"cross entropy: normalizer={normalizer!r}; expected a positive number")
 
 
 def loss_divisor(
@@ -92,17 +100,18 @@ def loss_divisor(
         return torch.ones((), dtype=dtype, device=targets.device)
     if normalizer is not None:
         if isinstance(normalizer, Tensor):
-            return normalizer.detach().to(targets.device, dtype, non_blocking=True).reshape(())
-        # Filled on the device: a copy from the host would wait for it.
-        return torch.full((), normalizer, dtype=dtype, device=targets.device)
-    valid = targets != ignore_index
-    if class_weights is None:
-        total = valid.sum().to(dtype)
+            total = normalizer.detach().to(targets.device, dtype, non_blocking=True)
+        else:
+            # Filled on the device: a copy from the host would wait for it.
+            total = torch.full((), normalizer, dtype=dtype, device=targets.device)
+    elif class_weights is None:
+        total = (targets != ignore_index).sum().to(dtype)
     else:
+        valid = targets != ignore_index
         inside = valid & (targets >= 0) & (targets < class_weights.shape[0])
         total = torch.where(inside, class_weights[torch.where(inside, targets, 0)], 0.0)
         total = total.to(dtype).sum()
-    # With every target ignored the loss is 0 / 1.
+    # With every target ignored, here or in all batches of the normalizer, the loss is 0 / 1.
     return torch.where(total == 0, torch.ones_like(total), total)
 
 
@@ -124,6 +133,8 @@ def check_cross_entropy(
         raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
     if options.softcap is not None and not options.softcap > 0:
         raise ValueError(f"cross entropy: softcap={options.softcap} must be positive or None")
+    if not options.z_loss >= 0:
+        raise ValueError(f"cross entropy: z_loss={options.z_loss} must not be negative")
     if class_weights is not None and class_weights.shape != (vocab,):
         raise ValueError(
             f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"

@@ -308,8 +308,8 @@ def linear_cross_entropy(
             vocab * hidden.shape[-1] * 4 if accumulates else 0,
             max_scratch_bytes,
         )
-    elif chunk_size < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size} must be at least 1")
+    elif not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size!r} must be 1 or more rows")
     rows_hidden, rows_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     with without_autocast(hidden):
         if reduction == "none":

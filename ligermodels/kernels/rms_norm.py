@@ -73,6 +73,8 @@ def add_rms_norm(
 
 def check_norm(x: Tensor, weight: Tensor, casting: str) -> None:
     """Raise ValueError for a weight that does not fit x, or an unknown casting."""
+    if not x.is_floating_point():
+        raise ValueError(f"rms_norm: x is {x.dtype}; expected a floating point tensor")
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "

@@ -73,6 +73,11 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"Attention: hidden_size {hidden_size} is not a multiple of {num_heads} heads; "
+                "set head_dim"
+            )
         self.head_dim = head_dim or hidden_size // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.layer_index = layer_index

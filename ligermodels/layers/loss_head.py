@@ -1,5 +1,6 @@
 """The head: hidden states in, a loss out, logits only where they are asked for by name."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,12 @@ from ligermodels import kernels
 from ligermodels.kernels.cross_entropy import check_reduction, loss_divisor
 from ligermodels.kernels.linear_cross_entropy import choose_chunk
 from ligermodels.layers.plain import is_plain
+
+LOSS_OPTIONS = frozenset(
+    name
+    for name, parameter in inspect.signature(kernels.linear_cross_entropy).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 @dataclass
@@ -52,6 +59,10 @@ class LossHead(nn.Module):
         **loss_options: Any,
     ) -> None:
         super().__init__()
+        if unknown := loss_options.keys() - LOSS_OPTIONS:
+            raise TypeError(
+                f"LossHead: unknown loss options {sorted(unknown)}; known: {sorted(LOSS_OPTIONS)}"
+            )
         self.vocab_size = vocab_size
         self.loss_options = loss_options
         if tied_to is None:
@@ -83,7 +94,8 @@ class LossHead(nn.Module):
         """Loss of targets aligned with hidden: no shift here.
 
         Args: hidden (..., hidden), targets (...) int64; loss_options as in the constructor, and
-            `normalizer`, a number or an integer 0-d tensor that the summed loss is divided by.
+            `normalizer`, a number or 0-d tensor that the summed loss is divided by (FSDP2's mixed
+            precision rounds float arguments: give it an integer tensor or a number there).
         Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
             head under FSDP2 outside the model's forward.
         """

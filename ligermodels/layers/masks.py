@@ -37,6 +37,27 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int) -> Tenso
     return (token - cu_seqlens[document]).view(batch, seq)
 
 
+def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> None:
+    """Raise ValueError unless cu_seqlens rises from 0 to seq by at most max_seqlen.
+
+    Values are looked at on a CPU in eager mode only; on a GPU that would wait for the device.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected int32 "
+            "or int64 of shape (documents + 1,)"
+        )
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    lengths = cu_seqlens.diff()
+    if len(lengths) == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != seq or lengths.min() < 1:
+        raise ValueError(f"cu_seqlens {cu_seqlens.tolist()}: expected to rise from 0 to {seq}")
+    if max_seqlen is not None and lengths.max() > max_seqlen:
+        raise ValueError(
+            f"max_seqlen {max_seqlen}: a document of cu_seqlens has {int(lengths.max())} tokens"
+        )
+
+
 def document_mask(position_ids: Tensor) -> Mask:
     """Causal attention within documents told by position_ids (batch, seq) that restart.
 

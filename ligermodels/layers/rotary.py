@@ -32,6 +32,8 @@ class RotaryEmbedding(nn.Module):
         scaling: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"RotaryEmbedding: head_dim={head_dim}; expected an even number")
         self.head_dim = head_dim
         self.theta = theta
         self.max_position_embeddings = max_position_embeddings

@@ -1,5 +1,6 @@
 """What all families share: the forward pass, loading, saving, and the report on kernels."""
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from ligermodels.layers.attention import Attention, Cache
 from ligermodels.layers.masks import (
     Mask,
     VarlenMask,
+    check_cu_seqlens,
     document_ids,
     document_mask,
     padding_mask,
@@ -40,6 +42,7 @@ class DecoderModel(nn.Module):
 
     Attributes:
         config: the family's config.
+        built_from: the config as it was when the modules were made from it.
         source_folder: the local checkpoint folder that the weights came from, or None.
         source_dtype: the dtype they were loaded in, or None.
     """
@@ -55,6 +58,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         config.validate()
         self.config = config
+        self.built_from = copy.deepcopy(config)
         self.source_folder: Path | None = None
         self.source_dtype: torch.dtype | None = None
         self.activation_checkpointing = False
@@ -146,6 +150,7 @@ class DecoderModel(nn.Module):
                     "cu_seqlens describes one packed row: batch must be 1, without position_ids "
                     f"and without a cache; got batch {batch}"
                 )
+            check_cu_seqlens(cu_seqlens, seq, max_seqlen)
             position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
         elif max_seqlen is not None:
             raise ValueError("max_seqlen belongs to cu_seqlens, which is missing")
@@ -159,9 +164,12 @@ class DecoderModel(nn.Module):
             raise ValueError(
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, past + seq)}"
             )
-        if position_ids is not None and position_ids.shape not in ((batch, seq), (1, seq)):
+        if position_ids is not None and (
+            position_ids.shape not in ((batch, seq), (1, seq)) or position_ids.is_floating_point()
+        ):
             raise ValueError(
-                f"position_ids {tuple(position_ids.shape)}: expected {(batch, seq)} or {(1, seq)}"
+                f"position_ids {tuple(position_ids.shape)} of {position_ids.dtype}: expected "
+                f"{(batch, seq)} or {(1, seq)} integers"
             )
 
         documents = None

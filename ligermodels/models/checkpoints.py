@@ -55,11 +55,13 @@ def load(
 def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: int) -> None:
     """`DecoderModel.save_hf`."""
     config = model.config
+    _check_config(model, folder)
     dtype = model.embed_tokens.weight.dtype
     if dtype != model.source_dtype:
         config = dataclasses.replace(config, dtype=_name(dtype))
     table = table_for(config)
-    weights = dict(model.named_parameters())
+    # Weights tied by hand stand under both names, as an untied config says.
+    weights = dict(model.named_parameters(remove_duplicate=False))
     _check_savable(weights, {entry.name: entry.shape for entry in table}, folder)
     writer.save(
         folder,
@@ -69,6 +71,25 @@ def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: 
         source_folder=model.source_folder,
         max_shard_size=max_shard_size,
     )
+
+
+# What may change after the modules were made: nothing there is computed from it.
+_FREE = {
+    *("vocab_size", "initializer_range", "max_position_embeddings", "dtype", "extra"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+
+
+def _check_config(model: "DecoderModel", folder: str | os.PathLike[str]) -> None:
+    """Refuse to export a config that is not the one the model computes with."""
+    config, built_from = model.config, model.built_from
+    for name in (field.name for field in dataclasses.fields(config)):
+        now, then = getattr(config, name), getattr(built_from, name)
+        if name not in _FREE and now != then:
+            raise SaveError(
+                f"{Path(folder)}: config.{name} is {now!r}, but the model was built with {then!r} "
+                "and still computes with that; set it back, or build a model from the new config"
+            )
 
 
 def _check_savable(

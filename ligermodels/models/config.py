@@ -102,6 +102,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"config: {name} is {value!r}; expected a positive number")
+        if self.rope_scaling is not None:
+            hf_config.check_rope_scaling(self.rope_scaling, self.head_dim)
         if self.pad_token_id is not None and not (
             -self.vocab_size <= self.pad_token_id < self.vocab_size
         ):

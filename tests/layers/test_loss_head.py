@@ -367,3 +367,31 @@ def test_compiled_equals_eager(kind: str) -> None:
     assert relative(out.loss, loss) <= 1e-6
     for grad, want in zip(torch.autograd.grad(out.loss, [hidden, weight]), wanted):
         assert relative(grad, want) <= 1e-6
+
+
+def test_unknown_options_are_refused_by_the_constructor() -> None:
+    with pytest.raises(TypeError, match=r"\['foo'\]; known: .*label_smoothing"):
+        LossHead(8, 5, foo=1)
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"normalizer": -4}, "normalizer=-4"),
+        ({"normalizer": float("inf")}, "normalizer=inf"),
+        ({"normalizer": torch.ones(1)}, r"normalizer \(1,\)"),
+        ({"z_loss": -1.0}, "z_loss=-1.0"),
+        ({"chunk_size": 1.5}, "chunk_size=1.5"),
+    ],
+)
+def test_option_values_are_checked(options: dict, complaint: str) -> None:
+    head = LossHead(8, 5)
+    with pytest.raises(ValueError, match=complaint):
+        head(torch.randn(3, 8), torch.tensor([0, 1, 2]), **options)
+
+
+@pytest.mark.parametrize("normalizer", [0, torch.tensor(0)], ids=str)
+def test_a_normalizer_of_nothing(normalizer: int | torch.Tensor) -> None:
+    """Every micro-batch of a step may be without targets: its loss is 0, not 0 / 0."""
+    output = LossHead(8, 5)(torch.randn(3, 8), torch.full((3,), -100), normalizer=normalizer)
+    assert output.loss == 0

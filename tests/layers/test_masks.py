@@ -1,8 +1,10 @@
 """Masks against their definition, pair by pair."""
 
+import pytest
 import torch
 
 from ligermodels.layers.masks import (
+    check_cu_seqlens,
     document_ids,
     document_mask,
     padding_mask,
@@ -39,3 +41,23 @@ def test_padding_mask_of_the_last_queries() -> None:
         [[False, True, True, False], [False, True, True, True]],
         [[True, True, True, False], [True, True, True, False]],
     ]
+
+
+@pytest.mark.parametrize(
+    "ends, longest, complaint",
+    [
+        ([0, 5], None, "rise from 0 to 8"),
+        ([0, 3, 20], None, "rise from 0 to 8"),
+        ([1, 5, 8], None, "rise from 0 to 8"),
+        ([0, 5, 3, 8], None, "rise from 0 to 8"),
+        ([0, 4, 4, 8], None, "rise from 0 to 8"),
+        ([], None, "rise from 0 to 8"),
+        ([[0, 8]], None, "of shape"),
+        ([0.0, 8.0], None, "float32"),
+        ([0, 6, 8], 5, "max_seqlen 5: .* 6 tokens"),
+    ],
+)
+def test_malformed_cu_seqlens(ends: list, longest: int | None, complaint: str) -> None:
+    tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
+    with pytest.raises(ValueError, match=complaint):
+        check_cu_seqlens(tensor, 8, longest)

@@ -106,3 +106,22 @@ def test_another_family_is_refused_by_both_ways_in(tmp_path: Path) -> None:
     for load in (AutoLiger.from_hf, LigerLlama.from_hf):
         with pytest.raises(ConfigError, match=r"config\.json.*mamba"):
             load(tmp_path)
+
+
+def test_a_config_changed_under_the_model_is_not_saved(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    model.config.rms_norm_eps = 1e-3
+    with pytest.raises(SaveError, match=r"config.rms_norm_eps is 0.001.*built with 1e-06"):
+        model.save_hf(tmp_path / "b")
+    model.config.rms_norm_eps = 1e-6
+    model.config.eos_token_id = [1, 2]
+    model.save_hf(tmp_path / "b")
+    assert LigerLlama.from_hf(tmp_path / "b").config.eos_token_id == [1, 2]
+
+
+def test_weights_tied_by_hand_are_saved_under_both_names(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    model.head.proj.weight = model.embed_tokens.weight
+    model.save_hf(tmp_path / "b")
+    again = LigerLlama.from_hf(tmp_path / "b")
+    assert torch.equal(again.head.proj.weight, again.embed_tokens.weight)

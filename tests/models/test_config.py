@@ -29,6 +29,9 @@ def test_derived_fields() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": "1e4"}, "rope_theta"),
         ({"pad_token_id": 32000}, "pad_token_id"),
+        ({"rope_scaling": {"rope_type": "warp"}}, "warp"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
     ],
 )
 def test_impossible_fields_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
