@@ -194,7 +194,10 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if "output" not in given:
         raise LigerError("finetune: --output is missing")
     if given.get("resume"):
-        given = {**resumed_settings(given["output"]), **given}
+        settings = resumed_settings(given["output"])
+        if not settings and "model" not in given:
+            raise LigerError(f"{given['output']}: holds no run to resume")
+        given = {**settings, **given}
     for name, shown in (("model", "MODEL"), ("train", "--train")):
         if name not in given:
             raise LigerError(f"finetune: {shown} is missing")

@@ -277,7 +277,9 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        raise CheckpointError(
+            f"{file}: cannot be read: {error}; remove it to resume from the checkpoint before it"
+        ) from None
     return step
 
 

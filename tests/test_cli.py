@@ -323,3 +323,8 @@ def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_pat
     monkeypatch.setattr(reader, "same_bits", lambda a, b: False)
     code, out, _ = call("convert", checkpoint, tmp_path / "copy", "--verify")
     assert code == 1 and "tensors differ" in out
+
+
+def test_resuming_where_no_run_is(call, tmp_path):
+    result = call("finetune", "--resume", "--output", tmp_path / "nothere")
+    assert_one_line(result, "nothere: holds no run to resume")

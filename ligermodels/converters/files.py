@@ -43,6 +43,7 @@ _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I3
 _OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
 _MAX_HEADER = 100_000_000  # the format's own limit
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise CheckpointError(
+                    f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
+                )
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(

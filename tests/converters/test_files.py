@@ -116,3 +116,12 @@ def test_stale_index_and_missing_shards_are_refused():
     assert "1 of 2 shards" in str(error.value)
     with pytest.raises(CheckpointError, match="one of the two is stale"):
         weight_files("repo", [*names, "model.safetensors"], lambda: index)
+
+
+def test_a_git_lfs_pointer_is_recognised(tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n")
+    with pytest.raises(
+        CheckpointError, match=r"w\.safetensors: is a git-lfs pointer.*git lfs pull"
+    ):
+        read_header(path)
