@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ligermodels.auto import AutoLiger
     from ligermodels.errors import CheckpointError, ConfigError, LigerError, SaveError
+    from ligermodels.models.gemma import GemmaConfig, LigerGemma
+    from ligermodels.models.gemma2 import Gemma2Config, LigerGemma2
+    from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
     from ligermodels.models.llama import LigerLlama, LlamaConfig
+    from ligermodels.models.mistral import LigerMistral, MistralConfig
+    from ligermodels.models.qwen2 import LigerQwen2, Qwen2Config
+    from ligermodels.models.qwen3 import LigerQwen3, Qwen3Config
     from ligermodels.tokenizers import Tokenizer
 
 __version__ = "0.1.0"
@@ -19,9 +25,21 @@ _HOMES = {
     "AutoLiger": "ligermodels.auto",
     "CheckpointError": "ligermodels.errors",
     "ConfigError": "ligermodels.errors",
+    "Gemma2Config": "ligermodels.models.gemma2",
+    "Gemma3Config": "ligermodels.models.gemma3",
+    "GemmaConfig": "ligermodels.models.gemma",
     "LigerError": "ligermodels.errors",
+    "LigerGemma": "ligermodels.models.gemma",
+    "LigerGemma2": "ligermodels.models.gemma2",
+    "LigerGemma3": "ligermodels.models.gemma3",
     "LigerLlama": "ligermodels.models.llama",
+    "LigerMistral": "ligermodels.models.mistral",
+    "LigerQwen2": "ligermodels.models.qwen2",
+    "LigerQwen3": "ligermodels.models.qwen3",
     "LlamaConfig": "ligermodels.models.llama",
+    "MistralConfig": "ligermodels.models.mistral",
+    "Qwen2Config": "ligermodels.models.qwen2",
+    "Qwen3Config": "ligermodels.models.qwen3",
     "SaveError": "ligermodels.errors",
     "Tokenizer": "ligermodels.tokenizers",
 }
@@ -30,9 +48,21 @@ __all__ = [
     "AutoLiger",
     "CheckpointError",
     "ConfigError",
+    "Gemma2Config",
+    "Gemma3Config",
+    "GemmaConfig",
     "LigerError",
+    "LigerGemma",
+    "LigerGemma2",
+    "LigerGemma3",
     "LigerLlama",
+    "LigerMistral",
+    "LigerQwen2",
+    "LigerQwen3",
     "LlamaConfig",
+    "MistralConfig",
+    "Qwen2Config",
+    "Qwen3Config",
     "SaveError",
     "Tokenizer",
 ]

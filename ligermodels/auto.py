@@ -7,10 +7,25 @@ from ligermodels.converters import config as hf_config
 from ligermodels.converters import hub
 from ligermodels.errors import ConfigError
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.gemma import LigerGemma
+from ligermodels.models.gemma2 import LigerGemma2
+from ligermodels.models.gemma3 import LigerGemma3
 from ligermodels.models.llama import LigerLlama
+from ligermodels.models.mistral import LigerMistral
+from ligermodels.models.qwen2 import LigerQwen2
+from ligermodels.models.qwen3 import LigerQwen3
 
 FAMILIES: dict[str, type[DecoderModel]] = {
-    cls.config_class.model_type: cls for cls in (LigerLlama,)
+    cls.config_class.model_type: cls
+    for cls in (
+        LigerLlama,
+        LigerMistral,
+        LigerGemma,
+        LigerGemma2,
+        LigerGemma3,
+        LigerQwen2,
+        LigerQwen3,
+    )
 }
 
 

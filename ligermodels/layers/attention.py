@@ -1,17 +1,15 @@
 """Self-attention on packed projections with grouped heads."""
 
-import inspect
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.masks import DocumentMask, Mask, VarlenMask, flex_attention_compiled
+from ligermodels.layers.attend import attend
+from ligermodels.layers.masks import AttentionMask
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.plain import is_plain, normalized
+from ligermodels.layers.plain import is_plain, norm_then_linear, normalized
 
 
 class Cache(Protocol):
@@ -20,7 +18,15 @@ class Cache(Protocol):
     length: int
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (batch, kv heads, new, head_dim); return all so far, in the same layout."""
+        """Append k, v (batch, kv heads, new, head_dim); return what is held, in the same layout.
+
+        That is everything so far, or in a layer with a window at least what the new see of it.
+        """
+        ...
+
+    def columns(self, layer_index: int, new: int) -> Tensor | None:
+        """Which tokens (held,) int64, counted from the row's first, `update` has just returned
+        for `new` ones; None for all in order."""
         ...
 
     def advance(self, tokens: int) -> None:
@@ -31,18 +37,27 @@ class Cache(Protocol):
 class AttentionContext:
     """What all layers of one forward pass share.
 
-    Args: cos, sin (batch or 1, seq, head_dim / 2), float32; mask, see `ligermodels.layers.masks`;
-        cache, for inference.
+    Args: cos, sin (batch or 1, seq, head_dim / 2), float32; mask, an `AttentionMask`, or a bool
+        tensor (batch, 1, queries, keys) that is True where a query sees a key, or None for plain
+        causality; cache, for inference.
 
     One object, not loose tensors, and no dataclass: FSDP2's mixed precision casts the floating
     point tensors that it finds in a module's arguments, and would round the angles.
     """
 
     def __init__(
-        self, cos: Tensor, sin: Tensor, mask: Mask = None, cache: Cache | None = None
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask | Tensor | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
+        if not isinstance(mask, AttentionMask):
+            seq = cos.shape[1]
+            keys = seq if cache is None else cache.length + seq
+            mask = AttentionMask(seq, keys, visible=mask)
         self.mask = mask
         self.cache = cache
 
@@ -54,8 +69,12 @@ class Attention(nn.Module):
         hidden_size: width of input and output.
         num_heads, num_kv_heads: query heads, and key and value heads, which divide them.
         head_dim: size of a head; default hidden_size / num_heads.
-        bias: whether the projections (all four) have one.
+        bias: whether the projections of queries, keys and values have one.
+        out_bias: whether the output's has; default as the others.
         scale: factor on the scores; default head_dim^-1/2.
+        window: how many keys a query sees, its own included; default all.
+        softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
+        q_norm, k_norm: norms of each query and key head, over head_dim, before the rotation.
         layer_index: which slot of a KV cache is this layer's.
     """
 
@@ -67,7 +86,12 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         *,
         bias: bool = False,
+        out_bias: bool | None = None,
         scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
         layer_index: int = 0,
     ) -> None:
         super().__init__()
@@ -80,12 +104,20 @@ class Attention(nn.Module):
             )
         self.head_dim = head_dim or hidden_size // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
+        for name, value in (("window", window), ("softcap", softcap)):
+            if value is not None and value <= 0:
+                raise ValueError(f"Attention: {name}={value}; expected a positive number or None")
+        self.window = window
+        self.softcap = softcap
         self.layer_index = layer_index
         if num_heads % self.num_kv_heads:
             raise ValueError(f"Attention: {num_heads} heads in {self.num_kv_heads} groups")
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
 
     def forward(
         self,
@@ -100,75 +132,66 @@ class Attention(nn.Module):
         Args: x, residual (batch, seq, hidden).
         Returns: (batch, seq, hidden); with a norm the pair (that, x + residual).
         """
+        q, k, v, total = self._project(x, residual, norm, context)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        columns = None
+        if context.cache is not None:
+            new = k.shape[2]
+            k, v = context.cache.update(self.layer_index, k, v)
+            columns = context.cache.columns(self.layer_index, new)
+        out = attend(
+            q,
+            k,
+            v,
+            context.mask,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            columns=columns,
+        )
+        out = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return out if norm is None else (out, total)
+
+    def _project(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum."""
         heads = (self.num_heads, self.num_kv_heads)
+        angles = (context.cos, context.sin)
+        if self.q_norm is not None or self.k_norm is not None:
+            if norm is None:
+                total = x if residual is None else x + residual
+                qkv = self.qkv_proj(total)
+            else:
+                qkv, total = norm_then_linear(x, residual, norm, self.qkv_proj)
+            return *self._normed_heads(qkv, context), total
         if (
             norm is not None
             and is_plain(norm, RMSNorm)
             and is_plain(self.qkv_proj, nn.Linear)
             and x.numel()
         ):
-            q, k, v, total = kernels.norm_qkv_rope(
+            return kernels.norm_qkv_rope(
                 x,
                 residual,
                 norm.weight,
                 self.qkv_proj.weight,
                 self.qkv_proj.bias,
-                context.cos,
-                context.sin,
+                *angles,
                 *heads,
                 eps=norm.eps,
                 offset=norm.offset,
                 casting=norm.casting,
             )
-        else:
-            y, total = normalized(x, residual, norm)
-            q, k, v = kernels.rope(self.qkv_proj(y), context.cos, context.sin, *heads)
-        out = self.o_proj(self._attend(q, k, v, context).flatten(-2))
-        return out if norm is None else (out, total)
+        y, total = normalized(x, residual, norm)
+        return *kernels.rope(self.qkv_proj(y), *angles, *heads), total
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """(batch, seq, heads, head_dim) from q, k, v of that layout."""
-        mask = context.mask
-        if isinstance(mask, VarlenMask):
-            return _varlen(q, k, v, mask, self.scale)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if context.cache is not None:
-            k, v = context.cache.update(self.layer_index, k, v)
-        if isinstance(mask, DocumentMask):
-            attend = flex_attention_compiled()
-            out = attend(q, k, v, block_mask=mask.block_mask, scale=self.scale, enable_gqa=True)
-        else:
-            # A single query attends to everything before it.
-            causal = mask is None and q.shape[2] > 1
-            assert not causal or q.shape[2] == k.shape[2], "a cached past needs a mask"
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=True
-            )
-        return out.transpose(1, 2)
-
-
-@cache
-def _varlen_options() -> dict[str, Any]:
-    """Grouped heads have to be asked for in newer torch and are understood in older."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        mask.cu_seqlens,
-        mask.cu_seqlens,
-        mask.max_seqlen,
-        mask.max_seqlen,
-        scale=scale,
-        window_size=(-1, 0),
-        **_varlen_options(),
-    )
-    assert isinstance(out, torch.Tensor)
-    return out.view_as(q)
+    def _normed_heads(
+        self, qkv: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (self.num_heads, self.num_kv_heads)
+        q, k, v = kernels.split_qkv(qkv, *heads)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        packed = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
+        return kernels.rope(packed, context.cos, context.sin, *heads)

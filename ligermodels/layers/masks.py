@@ -1,26 +1,144 @@
-"""Who attends to whom: causal, packed documents, padding, and a KV cache's past."""
-
-from typing import NamedTuple
+"""Who attends to whom: causal always, inside documents, past padding, and within a window."""
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ligermodels.layers.flex import compiled
 
 
-class VarlenMask(NamedTuple):
-    """Causal attention inside documents that lie end to end, for the varlen kernel (CUDA)."""
+class AttentionMask:
+    """What one forward pass says of who sees whom, for all layers whatever their window.
 
-    cu_seqlens: Tensor  # (documents + 1), int32, starts of the documents and the total
-    max_seqlen: int  # longest document, known to the host
+    Every query sees the keys up to itself; of those
 
+    Args:
+        queries, keys: how many; the queries are the last of the keys (a cache holds the others).
+        documents: (batch or 1, keys) each token's document: only keys of the query's own.
+        tokens: (batch, keys) bool: only keys where it is True; the others are padding.
+        cu_seqlens, max_seqlen: (documents + 1,) and their longest, for a single row of documents;
+            what the varlen kernel takes in place of `documents`.
+        visible: (batch, 1, queries, keys) bool: instead of causality and all of the above.
 
-class DocumentMask(NamedTuple):
-    """Causal attention inside documents, for FlexAttention (CUDA)."""
+    A window W leaves a query the last W keys, its own included. Each form is made once per window
+    and kept: `dense` for scaled_dot_product_attention, `blocks` for FlexAttention.
+    """
 
-    block_mask: object  # torch.nn.attention.flex_attention.BlockMask
+    def __init__(
+        self,
+        queries: int,
+        keys: int | None = None,
+        *,
+        documents: Tensor | None = None,
+        tokens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
+        self.queries = queries
+        self.keys = queries if keys is None else keys
+        self.documents = documents
+        self.tokens = None if tokens is None else tokens.bool()
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.visible = visible
+        self._dense: dict[int | None, Tensor] = {}
+        self._blocks: dict[int | None, BlockMask] = {}
+        self._ends: tuple[Tensor, int] | None = None
 
+    @property
+    def past(self) -> int:
+        """How many keys come before the first query."""
+        return self.keys - self.queries
 
-Mask = Tensor | VarlenMask | DocumentMask | None
-"""None is plain causal; a tensor (batch, 1, queries, keys) is True where a query sees a key."""
+    def is_causal(self, window: int | None) -> bool:
+        """Whether causality alone says it all within this window."""
+        return (
+            self.documents is None
+            and self.tokens is None
+            and self.visible is None
+            and self.past == 0
+            and (window is None or window >= self.keys)
+        )
+
+    def is_open(self, window: int | None, columns: Tensor | None = None) -> bool:
+        """Whether there is one query, and it sees every key that is held."""
+        held = self.keys if columns is None else len(columns)
+        return (
+            self.queries == 1
+            and self.documents is None
+            and self.tokens is None
+            and self.visible is None
+            and (window is None or held <= window)
+        )
+
+    def dense(
+        self, window: int | None, device: torch.device, columns: Tensor | None = None
+    ) -> Tensor:
+        """Bool (batch or 1, 1, queries, keys), True where a query sees a key.
+
+        Args: columns (held,) int64: which of the keys there are, in this order; default all.
+        """
+        if window not in self._dense:
+            query = torch.arange(self.past, self.keys, device=device)[:, None]
+            key = torch.arange(self.keys, device=device) if columns is None else columns
+            if self.visible is None:
+                sees = (key <= query)[None]
+                if self.documents is not None:
+                    documents = self.documents
+                    sees = sees & (documents[:, self.past :, None] == documents[:, None, key])
+                if self.tokens is not None:
+                    sees = sees & self.tokens[:, None, key]
+                sees = sees.unsqueeze(1)
+            else:
+                sees = self.visible
+            if window is not None:
+                sees = sees & (key > query - window)
+            self._dense[window] = sees
+        return self._dense[window]
+
+    def blocks(
+        self, window: int | None, batch: int, device: torch.device, columns: Tensor | None = None
+    ) -> BlockMask:
+        """FlexAttention's block mask: memory for the blocks of a dense one, not for its pairs.
+
+        Args: batch, of the queries; columns as in `dense`.
+        """
+        if window not in self._blocks:
+            # One function of tensors serves every case, so that it is compiled once.
+            reach = torch.full((), window or self.keys + 1, device=device)
+            first = torch.full((), self.past, device=device)
+            column = torch.arange(self.keys, device=device) if columns is None else columns
+            documents, tokens = self.documents, self.tokens
+            if documents is None:
+                documents = torch.zeros(1, self.keys, dtype=torch.int64, device=device)
+            if tokens is None:
+                tokens = torch.ones(1, self.keys, dtype=torch.bool, device=device)
+            documents, tokens = documents.expand(batch, -1), tokens.expand(batch, -1)
+
+            def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                at, other = first + query, column[key]
+                near = (other <= at) & (other > at - reach)
+                return near & (documents[b, at] == documents[b, other]) & tokens[b, other]
+
+            rows = batch if self.documents is not None or self.tokens is not None else 1
+            self._blocks[window] = compiled(create_block_mask)(
+                sees, rows, None, self.queries, len(column), device=device
+            )
+        return self._blocks[window]
+
+    def ends(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
+        """Starts of the documents of all rows laid end to end, (documents + 1,) int32, and their
+        longest, for the varlen kernel; without cu_seqlens every row is a document."""
+        if self._ends is None:
+            if self.cu_seqlens is None:
+                total = batch * self.queries
+                rows = torch.arange(0, total + 1, self.queries, dtype=torch.int32, device=device)
+                self._ends = rows, self.queries
+            else:
+                assert self.max_seqlen is not None
+                self._ends = self.cu_seqlens.to(torch.int32), self.max_seqlen
+        return self._ends
 
 
 def document_ids(position_ids: Tensor) -> Tensor:
@@ -56,57 +174,3 @@ def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> No
         raise ValueError(
             f"max_seqlen {max_seqlen}: a document of cu_seqlens has {int(lengths.max())} tokens"
         )
-
-
-def document_mask(position_ids: Tensor) -> Mask:
-    """Causal attention within documents told by position_ids (batch, seq) that restart.
-
-    A dense mask on CPU, FlexAttention's block mask on a GPU, where a dense one would cost
-    seq^2 memory.
-    """
-    documents = document_ids(position_ids)
-    if position_ids.device.type != "cuda":
-        return _dense(documents)
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def same_document(batch, head, query, key):
-        return (query >= key) & (documents[batch, query] == documents[batch, key])
-
-    rows, seq = position_ids.shape
-    make = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
-    return DocumentMask(make(same_document, rows, None, seq, seq, device=position_ids.device))
-
-
-def _dense(documents: Tensor) -> Tensor:
-    seq = documents.shape[-1]
-    causal = torch.ones(seq, seq, dtype=torch.bool, device=documents.device).tril()
-    return (causal & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
-
-
-def padding_mask(attention_mask: Tensor, queries: int) -> Tensor:
-    """Causal attention (batch, 1, queries, keys) to the tokens that attention_mask marks.
-
-    Args: attention_mask (batch, keys), nonzero for tokens and 0 for padding; the queries are the
-        last `queries` of the keys.
-    """
-    keys = attention_mask.shape[-1]
-    at = torch.arange(keys, device=attention_mask.device)
-    causal = at[None, :] <= at[keys - queries :, None]
-    return (causal & attention_mask.bool()[:, None, :]).unsqueeze(1)
-
-
-_compiled_functions: dict[object, object] = {}
-
-
-def _compiled(function):
-    """torch.compile(function), made once: FlexAttention is only fast, or lean, compiled."""
-    if function not in _compiled_functions:
-        _compiled_functions[function] = torch.compile(function, dynamic=False)
-    return _compiled_functions[function]
-
-
-def flex_attention_compiled():
-    """FlexAttention, compiled by itself unless an outer torch.compile does it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)

@@ -1,5 +1,6 @@
 """The gated MLP on a packed gate and up projection."""
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
@@ -8,16 +9,25 @@ from ligermodels.layers.plain import is_plain, norm_then_linear
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), arXiv:2002.05202, keeping only gate and up for backward.
+    """down(act(gate(x)) * up(x)), arXiv:2002.05202, keeping only gate and up for backward.
 
     Args:
         hidden_size: width of input and output.
         intermediate_size: width of gate and up.
         bias: whether the projections have one.
+        activation: "silu", "gelu_tanh" or "gelu", of the gate.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
@@ -35,6 +45,10 @@ class GatedMLP(nn.Module):
         return self._down(gate_up), total
 
     def _down(self, gate_up: Tensor) -> Tensor:
+        if self.activation != "silu":
+            gate, up = gate_up.chunk(2, -1)
+            how = "tanh" if self.activation == "gelu_tanh" else "none"
+            return self.down_proj(torch.nn.functional.gelu(gate, approximate=how) * up)
         if is_plain(self.down_proj, nn.Linear):
             return kernels.swiglu_linear(gate_up, self.down_proj.weight, self.down_proj.bias)
         return self.down_proj(kernels.swiglu(gate_up))

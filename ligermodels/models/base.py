@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self
 
 from ligermodels.kernels import backend
+from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
     DecoderBlock,
@@ -22,14 +23,12 @@ from ligermodels.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
+from ligermodels.layers.attend import prepare
 from ligermodels.layers.attention import Attention, Cache
 from ligermodels.layers.masks import (
-    Mask,
-    VarlenMask,
+    AttentionMask,
     check_cu_seqlens,
     document_ids,
-    document_mask,
-    padding_mask,
     positions_from_cu_seqlens,
 )
 from ligermodels.layers.plain import is_plain
@@ -87,9 +86,10 @@ class DecoderModel(nn.Module):
                 that restart; attention stays inside each. Default 0, 1, 2, ...
             cu_seqlens: (documents + 1) int, starts of the documents in a single row and its
                 length; instead of position_ids.
-            max_seqlen: longest document of cu_seqlens; lets a GPU use a varlen kernel.
-            attention_mask: (batch, seq), 0 for padding: a dense mask, as in HF. With a cache it
-                covers the cached tokens too.
+            max_seqlen: longest document of cu_seqlens; lets a GPU use the varlen kernel.
+            attention_mask: (batch, seq), 0 for padding on either side, as in HF. Without
+                position_ids, positions count the padding, as in HF. With a cache it covers the
+                cached tokens too.
             cache: a `ligermodels.generation.KVCache`, for inference.
             loss_options: as in `LossHead.forward` (normalizer, reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
@@ -99,10 +99,10 @@ class DecoderModel(nn.Module):
         batch, seq = _check_ids(input_ids)
         if labels is None and loss_options:
             raise ValueError(f"{', '.join(loss_options)}: loss options need labels")
-        context, documents = self._context(
+        contexts, documents = self._contexts(
             input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
         )
-        hidden = self._hidden(input_ids, context)
+        hidden = self._hidden(input_ids, contexts)
         if cache is not None:
             cache.advance(seq)
         if labels is None:
@@ -121,9 +121,10 @@ class DecoderModel(nn.Module):
         """`model(input_ids, labels=labels, **options).loss`. Behind a wrapper, call the wrapper."""
         return self(input_ids, labels=labels, **options).loss
 
-    def _hidden(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+    def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, self.ropes):
+            context = contexts[rope]
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # One tensor is kept at the boundary, not the pair.
                 x, residual = x if residual is None else x + residual, None
@@ -132,7 +133,12 @@ class DecoderModel(nn.Module):
                 x, residual = layer(x, residual, context)
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
-    def _context(
+    @property
+    def ropes(self) -> list[str]:
+        """Attribute that holds each layer's rotary embedding."""
+        return ["rotary"] * len(self.layers)
+
+    def _contexts(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None,
@@ -140,8 +146,9 @@ class DecoderModel(nn.Module):
         max_seqlen: int | None,
         attention_mask: Tensor | None,
         cache: Cache | None,
-    ) -> tuple[AttentionContext, Tensor | None]:
-        """Angles and mask of this pass, and each token's document where rows are packed."""
+    ) -> tuple[dict[str, AttentionContext], Tensor | None]:
+        """Angles of this pass for each rope, one mask for all, and each token's document where
+        rows are packed."""
         batch, seq = input_ids.shape
         past = 0 if cache is None else cache.length
         if cu_seqlens is not None:
@@ -154,12 +161,6 @@ class DecoderModel(nn.Module):
             position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
         elif max_seqlen is not None:
             raise ValueError("max_seqlen belongs to cu_seqlens, which is missing")
-        packed = position_ids is not None and cache is None
-        if packed and attention_mask is not None:
-            raise ValueError(
-                "attention_mask and packed documents exclude each other: give padding positions "
-                "of their own in position_ids and -100 as labels"
-            )
         if attention_mask is not None and attention_mask.shape != (batch, past + seq):
             raise ValueError(
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, past + seq)}"
@@ -173,25 +174,35 @@ class DecoderModel(nn.Module):
             )
 
         documents = None
-        mask: Mask = None
-        if packed:
-            assert position_ids is not None
+        if position_ids is not None and cache is None:
             documents = document_ids(position_ids)
-            if cu_seqlens is not None and max_seqlen is not None and input_ids.is_cuda:
-                mask = VarlenMask(cu_seqlens.to(torch.int32), max_seqlen)
-            else:
-                mask = document_mask(position_ids)
-        elif attention_mask is not None:
-            mask = padding_mask(attention_mask, seq)
-        elif past and seq > 1:
-            mask = padding_mask(input_ids.new_ones(1, past + seq), seq)
+        mask = AttentionMask(
+            seq,
+            past + seq,
+            documents=documents,
+            tokens=attention_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        if cache is None:
+            self._prepare(mask, batch, input_ids.device)
 
         length: int | None = None
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=input_ids.device).unsqueeze(0)
             length = past + seq
-        cos, sin = self.rotary(position_ids, length)
-        return AttentionContext(cos, sin, mask, cache), documents
+        contexts = {}
+        for name in sorted(set(self.ropes)):
+            cos, sin = getattr(self, name)(position_ids, length)
+            contexts[name] = AttentionContext(cos, sin, mask, cache)
+        return contexts, documents
+
+    def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
+        weight = self.embed_tokens.weight
+        dtype = autocast_dtype(weight) or weight.dtype
+        for module in self.modules():
+            if isinstance(module, Attention):
+                prepare(mask, module.window, module.softcap, batch, device, dtype, module.head_dim)
 
     # --- weights ---------------------------------------------------------------------------------
 

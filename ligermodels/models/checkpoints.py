@@ -14,6 +14,7 @@ from ligermodels.converters import hub, writer
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
 from ligermodels.errors import SaveError, listing
+from ligermodels.layers import RotaryEmbedding
 
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
@@ -44,7 +45,9 @@ def load(
         checkpoint.read(entry, weight)
         weights[entry.name] = weight
     model.load_state_dict(weights, assign=True)
-    model.rotary.to_empty(device=device)  # the one thing not in the table: derived from the config
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.to_empty(device=device)  # not in the table: derived from the config
     if dtype is not None:
         config.dtype = _name(dtype)
     model.source_folder = folder

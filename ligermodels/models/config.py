@@ -24,6 +24,16 @@ _LARGEST = {
 }
 
 
+# HF's names of the MLP's activation, and ours.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """Sizes and settings of a decoder, under HF's field names.
@@ -36,6 +46,7 @@ class ModelConfig:
     """
 
     model_type: ClassVar[str]
+    activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
     vocab_size: int = 32000
@@ -47,7 +58,6 @@ class ModelConfig:
     # puts the number in its place.
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
-    hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -92,8 +102,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"config: head_dim {self.head_dim} is odd; rope rotates pairs")
-        if self.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"config: hidden_act {self.hidden_act!r} is not implemented: 'silu'")
+        if (name := getattr(self, self.activation_field)) not in _ACTIVATIONS:
+            raise ConfigError(
+                f"config: {self.activation_field} {name!r} is not implemented; known: "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
         if self.attention_dropout:
             raise ConfigError(
                 f"config: attention_dropout {self.attention_dropout} is not implemented; set 0"
@@ -111,6 +124,16 @@ class ModelConfig:
                 f"config: pad_token_id {self.pad_token_id} is outside the vocabulary of "
                 f"{self.vocab_size}"
             )
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation under our name: "silu", "gelu_tanh" or "gelu"."""
+        return _ACTIVATIONS[getattr(self, self.activation_field)]
+
+    @property
+    def layer_windows(self) -> list[int | None]:
+        """How many keys each layer's queries see, their own included; None for all."""
+        return [None] * self.num_hidden_layers
 
     @classmethod
     def from_hf(cls, folder: str | os.PathLike[str]) -> Self:
@@ -147,3 +170,8 @@ class ModelConfig:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def windows_from_types(layer_types: list[str], window: int | None) -> list[int | None]:
+    """The window of each layer from HF's layer_types; None where a layer attends to everything."""
+    return [window if kind == "sliding_attention" else None for kind in layer_types]

@@ -27,6 +27,7 @@ class LlamaConfig(ModelConfig):
 
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
+    hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -45,7 +46,12 @@ class LlamaBlock(DecoderBlock):
                 bias=config.attention_bias,
                 layer_index=layer_index,
             ),
-            mlp=GatedMLP(hidden, config.intermediate_size, bias=config.mlp_bias),
+            mlp=GatedMLP(
+                hidden,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                activation=config.activation,
+            ),
             input_layernorm=RMSNorm(hidden, eps),
             post_attention_layernorm=RMSNorm(hidden, eps),
         )
