@@ -1,0 +1,210 @@
+"""What every feature of the zoo is compared on, ours beside transformers; device by argument.
+
+Each check gives the errors it found, by column of the parity table, and asserts nothing: the tests
+hold them against `BOUNDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ligermodels import AutoLiger
+from ligermodels.converters.table import table_for
+from tests.models import zoo
+from tests.models.pairs import relative
+
+COLUMNS = ("logits", "loss", "gradients", "generation", "round trip", "compile")
+# Relative errors in float32; generation counts tokens that differ, round trip whatever does.
+BOUNDS = {
+    "logits": 1e-5,
+    "loss": 1e-6,
+    "gradients": 1e-4,
+    "generation": 0.0,
+    "round trip": 0.0,
+    "compile": 1e-5,
+}
+# A choice between logits nearer than this, of their largest, may fall either way.
+NEAR_TIE = 1e-4
+
+
+def applies(column: str, feature: zoo.Feature) -> bool:
+    """Whether the feature can change what the column shows; see `zoo.Feature.kind`."""
+    if column == "generation":
+        return feature.inputs in ("plain", "left padding")
+    if column == "round trip":
+        return feature.kind != "input"
+    return column != "compile" or feature.kind in ("maths", "input")
+
+
+class Case:
+    """A checkpoint of a feature, its inputs, and both models made from it."""
+
+    def __init__(
+        self, family: str, name: str, scale: zoo.Scale = zoo.TINY, device: str = "cpu"
+    ) -> None:
+        self.family, self.name, self.scale, self.device = family, name, scale, device
+        self.feature = zoo.features(family, scale)[name]
+        self._kept = tempfile.TemporaryDirectory()
+        self.folder = Path(self._kept.name) / "checkpoint"
+        zoo.save(self.folder, family, self.feature, scale)
+        self.ours = AutoLiger.from_hf(self.folder, dtype=torch.float32, device=device)
+        inputs = zoo.make_inputs(self.feature.inputs, self.ours.config.vocab_size, scale)
+        self.inputs = zoo.Inputs(*(_to(part, device) for part in inputs))
+
+    def theirs(self, folder: Path | None = None) -> Any:
+        """transformers' model, new each time: its dynamic rope remembers longer calls."""
+        return zoo.load(folder or self.folder, self.family, device=self.device)
+
+
+def _to(part: Any, device: str) -> Any:
+    if isinstance(part, dict):
+        return {name: _to(value, device) for name, value in part.items()}
+    return part.to(device) if isinstance(part, Tensor) else part
+
+
+@functools.lru_cache(maxsize=2)
+def case(family: str, name: str, scale: zoo.Scale = zoo.TINY, device: str = "cpu") -> Case:
+    """The case, kept while its checks follow one another."""
+    return Case(family, name, scale, device)
+
+
+def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
+    """transformers' gradients under our names, put together as the converters' table says."""
+    gradients = {
+        name.replace("model.language_model.", "model."): weight.grad
+        for name, weight in theirs.named_parameters()
+    }
+
+    def rows(span: Any) -> Tensor:
+        return gradients[span.source][span.source_row : span.source_row + span.rows]
+
+    return {e.name: torch.cat([rows(span) for span in e.spans]) for e in table_for(ours.config)}
+
+
+def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, **kwargs: Any):
+    """The loss, and the gradient of every parameter."""
+    model.zero_grad(set_to_none=True)
+    loss = (model if forward is None else forward)(*args, **kwargs).loss
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error; a missing gradient is an infinite one."""
+    if found.keys() != expected.keys() or any(grad is None for grad in found.values()):
+        return float("inf")
+    return max(relative(found[name], expected[name]) for name in expected)
+
+
+def check_numbers(case: Case) -> dict[str, float]:
+    """Logits at real tokens, the loss with ignored labels, and every gradient."""
+    inputs, theirs = case.inputs, case.theirs()
+    expected = theirs(inputs.ids, labels=inputs.exact_labels, **inputs.theirs)
+    expected.loss.backward()
+    with torch.no_grad():
+        logits = case.ours.head.logits(case.ours(inputs.ids, **inputs.ours))
+    loss, gradients = backward(case.ours, inputs.ids, labels=inputs.labels, **inputs.ours)
+    return {
+        "logits": relative(logits[inputs.real], expected.logits[inputs.real]),
+        "loss": abs(loss - expected.loss.item()) / expected.loss.item(),
+        "gradients": worst(gradients, table_gradients(case.ours, theirs)),
+    }
+
+
+def check_generation(case: Case) -> dict[str, float]:
+    """Greedy tokens, both with a cache: how many differ where the choice was no near tie."""
+    ids = case.inputs.ids[:, : case.scale.prompt]
+    mask = torch.ones_like(ids)
+    if "attention_mask" in case.inputs.ours:
+        mask = case.inputs.ours["attention_mask"][:, : case.scale.prompt]
+    theirs, new = case.theirs(), case.scale.new
+    expected = theirs.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    pad = {} if case.ours.config.pad_token_id is not None else {"pad_token_id": zoo.EOS}
+    found = case.ours.generate(ids, attention_mask=mask, max_new_tokens=new, **pad)
+    differing = 0
+    for row in range(len(ids)):
+        length = min(found.shape[1], expected.sequences.shape[1])
+        unequal = found[row, :length] != expected.sequences[row, :length]
+        if found.shape != expected.sequences.shape and not unequal.any():
+            differing += abs(found.shape[1] - expected.sequences.shape[1])
+        elif unequal.any():
+            at = int(unequal.int().argmax())
+            logits = expected.logits[at - ids.shape[1]][row].float()
+            best = logits.topk(2).values
+            if best[0] - best[1] > NEAR_TIE * logits.abs().max():
+                differing += int(unequal.sum())
+    return {"generation": float(differing)}
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, by the name it has in the text tower."""
+    result = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                if not name.startswith(("vision_tower.", "multi_modal_projector.")):
+                    result[name.removeprefix("language_model.")] = file.get_tensor(name)
+    return result
+
+
+def check_round_trip(case: Case) -> dict[str, float]:
+    """Tensors, config keys and files that an export changes, and logits that differ in its copy."""
+    out = case.folder.with_name("export")
+    shard = 20000 if case.feature.max_shard_size == "50GB" else 5 * 10**9
+    AutoLiger.from_hf(case.folder).save_hf(out, max_shard_size=shard)
+    before, after = tensors(case.folder), tensors(out)
+    changed = sorted(before.keys() ^ after.keys())
+    for name in before.keys() & after.keys():
+        same = before[name].dtype == after[name].dtype and torch.equal(
+            before[name].view(torch.uint8), after[name].view(torch.uint8)
+        )
+        changed += [] if same else [name]
+
+    config = json.loads((case.folder / "config.json").read_text())
+    exported = json.loads((out / "config.json").read_text())
+    if case.family == "gemma3":
+        changed += [] if exported["model_type"] == "gemma3_text" else ["model_type"]
+        config = config["text_config"]
+    nothing = object()
+    changed += [key for key in config if config[key] != exported.get(key, nothing)]
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        source, copy = case.folder / name, out / name
+        if not copy.exists() or copy.read_bytes() != source.read_bytes():
+            changed.append(name)
+
+    inputs = case.inputs
+    with torch.no_grad():
+        expected = case.theirs()(inputs.ids, **inputs.theirs).logits
+        logits = case.theirs(out)(inputs.ids, **inputs.theirs).logits
+    if not torch.equal(logits, expected):
+        changed.append("logits in transformers")
+    if changed:
+        print("changed by the export:", changed)
+    return {"round trip": float(len(changed))}
+
+
+def check_compiled(case: Case, backend: str = "aot_eager") -> dict[str, float]:
+    """Loss and gradients of the whole-graph model against eager ones."""
+    ours, inputs = case.ours, case.inputs
+    keywords = {"labels": inputs.labels, **inputs.ours}
+    eager_loss, eager = backward(ours, inputs.ids, **keywords)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    loss, gradients = backward(ours, inputs.ids, forward=compiled, **keywords)
+    return {"compile": max(abs(loss - eager_loss) / eager_loss, worst(gradients, eager))}

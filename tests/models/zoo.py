@@ -1,0 +1,469 @@
+"""Tiny random models of every family, made and saved by transformers itself.
+
+A family has named features: a config, what its config.json is rewritten to by hand, how it is
+sharded, and the inputs it is run on. Weights are drawn so that activations are of order one, no two
+norms or biases are alike, soft caps bend and windows hide.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+Json = dict[str, Any]
+EOS, PAD = 1, 2
+FAMILIES = ("llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma3", "qwen2", "qwen3")
+# What published checkpoints of the family have; gemma3 is the wrapper with a vision tower.
+VOCABULARIES = {
+    "llama": 128256,
+    "mistral": 32768,
+    "gemma": 256000,
+    "gemma2": 256000,
+    "gemma3_text": 262144,
+    "gemma3": 262208,
+    "qwen2": 151936,
+    "qwen3": 151936,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that change with the machine, and through them what a feature means in tokens."""
+
+    name: str
+    vocab: int | None  # None: the family's own
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq: int
+    window: int
+    trained: int  # the length that scaled rope goes beyond
+    prompt: int
+    new: int
+
+
+TINY = Scale("tiny", 131, 48, 56, 4, 2, 16, 24, 5, 16, 9, 12)
+REAL = Scale("real", None, 192, 256, 8, 4, 32, 300, 70, 128, 130, 24)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the parity table.
+
+    Attributes:
+        kind: "maths" changes what is computed, "constants" only numbers in it, "file" only how the
+            checkpoint is written, "input" only what the model is fed. Constants and files compile
+            to nothing new, and an "input" comes from a checkpoint that another feature takes round.
+        config: fields over the family's sizes.
+        inputs: "plain", "packed", "left padding" or "right padding".
+        rewrite: edits config.json (of a wrapper: its text_config) before anyone reads it.
+    """
+
+    kind: str = "maths"
+    config: Json = field(default_factory=dict)
+    inputs: str = "plain"
+    rewrite: Callable[[Json], None] | None = None
+    max_shard_size: int | str = "50GB"
+    dtype: torch.dtype = torch.float32
+
+
+class Inputs(NamedTuple):
+    """What a model is fed; `ours` and `theirs` are keywords that mean the same."""
+
+    ids: Tensor
+    labels: Tensor
+    ours: dict[str, Tensor]
+    theirs: dict[str, Any]
+    real: Tensor  # tokens that are not padding
+    exact_labels: Tensor  # labels with those that transformers cannot leave out by itself
+
+
+def sizes(family: str, scale: Scale = TINY) -> Json:
+    """The config every feature of the family starts from."""
+    config: Json = {
+        "vocab_size": scale.vocab or VOCABULARIES[family],
+        "hidden_size": scale.hidden,
+        "intermediate_size": scale.inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": scale.heads,
+        "num_key_value_heads": scale.kv_heads,
+        "head_dim": scale.head_dim,
+        "max_position_embeddings": 4 * scale.seq,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    if family == "qwen2":
+        del config["head_dim"]
+    if family in ("gemma2", "gemma3_text", "gemma3"):
+        config |= {"sliding_window": scale.window, "query_pre_attn_scalar": scale.head_dim}
+    if family == "gemma2":
+        config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    if family in ("gemma3_text", "gemma3"):
+        config["sliding_window_pattern"] = 2
+    return config
+
+
+def rope_types(family: str, scale: Scale) -> dict[str, Json]:
+    """A `rope_parameters` of every type, most with sequences beyond the trained length."""
+    beyond = {"original_max_position_embeddings": scale.trained}
+    pairs = (scale.hidden // scale.heads if family == "qwen2" else scale.head_dim) // 2
+    return {
+        "linear rope": {"rope_type": "linear", "factor": 3.0},
+        "dynamic rope": {"rope_type": "dynamic", "factor": 2.0},
+        "yarn rope": {"rope_type": "yarn", "factor": 4.0, **beyond},
+        "yarn rope, all options": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            **beyond,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+            "truncate": False,
+        },
+        "yarn rope, attention_factor": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "attention_factor": 1.3,
+            **beyond,
+        },
+        "longrope": {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            **beyond,
+            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+            "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
+        },
+        "longrope, short": {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 2 * scale.seq,
+            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+            "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
+        },
+        "llama3 rope": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            **beyond,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    }
+
+
+def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
+    """Everything the family is compared on, by name."""
+    gemma3 = family in ("gemma3_text", "gemma3")
+    tied = family.startswith("gemma")
+    rope = _gemma3_rope if gemma3 else _rope
+    window, half = scale.window, scale.window // 2
+    yarn = rope_types(family, scale)["yarn rope"]
+    found = {
+        "basic": Feature(),
+        "bfloat16 file": Feature("file", dtype=torch.bfloat16),
+        "shards": Feature("file", max_shard_size=20000 if scale is TINY else "20MB"),
+        "untied" if tied else "tied": Feature(config={"tie_word_embeddings": not tied}),
+        "untied, shards" if tied else "tied, shards": Feature(
+            "file",
+            {"tie_word_embeddings": not tied},
+            max_shard_size=9000 if scale is TINY else "20MB",
+        ),
+        "old spelling": Feature("file", rope(5e5, {}), rewrite=old_spelling),
+        "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
+        "defaults left out": Feature("file", rewrite=_leave_out_defaults(family)),
+        "no padding token": Feature(config={"pad_token_id": None}),
+        "one kv head": Feature(config={"num_key_value_heads": 1}),
+        "ungrouped heads": Feature(config={"num_key_value_heads": scale.heads}),
+        "odd sizes": Feature(
+            config={
+                "hidden_size": 576,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "intermediate_size": 203,
+                **({"vocab_size": 1013} if scale is TINY else {}),
+                **({} if family == "qwen2" else {"head_dim": 64}),
+            }
+        ),
+        "packed": Feature("input", inputs="packed"),
+        "left padding": Feature("input", inputs="left padding"),
+        "right padding": Feature("input", inputs="right padding"),
+        "erf gelu": Feature(
+            config={"hidden_activation" if family in ("gemma2", *_GEMMA3) else "hidden_act": "gelu"}
+        ),
+        "rope theta": Feature("constants", rope(300.0, {})),
+    }
+    for name, parameters in rope_types(family, scale).items():
+        longest = 2 * scale.seq if name == "longrope, short" else scale.trained
+        extra = {} if "yarn" in name or name == "longrope" else {"max_position_embeddings": longest}
+        # The types whose angles depend on the length of the call are computed another way.
+        kind = "maths" if name in ("longrope", "dynamic rope") else "constants"
+        found[name] = Feature(kind, {**rope(1e4, parameters), **extra})
+    windows: Json = {
+        "mistral": {"sliding_window": window},
+        "qwen2": {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1},
+    }
+    windows["qwen3"] = windows["qwen2"]
+    if family in windows:
+        given = windows[family]
+        found |= {
+            "window": Feature(config=given),
+            "window of 1": Feature(config={**given, "sliding_window": 1}),
+            "window, packed": Feature("input", given, "packed"),
+            "window, left padding": Feature("input", given, "left padding"),
+            "window, right padding": Feature("input", given, "right padding"),
+        }
+    if family == "mistral":
+        found["window null"] = Feature("file", {"sliding_window": None})
+    if family in ("qwen2", "qwen3"):
+        given = {**windows["qwen2"], "num_hidden_layers": 3}
+        layers = ["full_attention", "sliding_attention", "full_attention"]
+        found |= {
+            "windows in all layers": Feature(config={**given, "max_window_layers": 0}),
+            "max_window_layers 2": Feature(config={**given, "max_window_layers": 2}),
+            "window unused": Feature("file", {"sliding_window": window}),
+            "layer_types": Feature(config={**given, "layer_types": layers}),
+            "kv heads null": Feature(
+                "file",
+                {"num_key_value_heads": scale.heads},
+                rewrite=lambda raw: raw.update(num_key_value_heads=None),
+            ),
+        }
+    if family in ("gemma2", *_GEMMA3):
+        layers = ["full_attention", "sliding_attention", "sliding_attention"]
+        found |= {
+            "window beyond the sequence": Feature(config={"sliding_window": 2 * scale.seq}),
+            "window of 1": Feature(config={"sliding_window": 1}),
+            "layer_types": Feature(config={"num_hidden_layers": 3, "layer_types": layers}),
+            "query_pre_attn_scalar": Feature(
+                "constants", {"query_pre_attn_scalar": 3 * scale.head_dim}
+            ),
+        }
+    if family == "gemma2":
+        found |= {
+            "no caps": Feature(
+                config={"attn_logit_softcapping": None, "final_logit_softcapping": None}
+            ),
+            "score cap alone": Feature(config={"final_logit_softcapping": None}),
+            "logit cap alone": Feature(config={"attn_logit_softcapping": None}),
+            "no caps, packed": Feature("input", {"attn_logit_softcapping": None}, "packed"),
+        }
+    if gemma3:
+        seven = {"num_hidden_layers": 7, "sliding_window_pattern": 6, "sliding_window": half + 1}
+        found |= {
+            "final soft cap": Feature(config={"final_logit_softcapping": 2.0}),
+            "five windows, one full": Feature(config=seven),
+            "local theta": Feature("constants", _gemma3_rope(1e6, {}, 50.0)),
+            "sliding_window_pattern 3": Feature(
+                "file",
+                {"num_hidden_layers": 3, "sliding_window_pattern": 3},
+                rewrite=lambda raw: raw.pop("layer_types"),
+            ),
+        }
+    if family in ("llama", "mistral", "qwen2"):
+        bare = {"head_dim": None} if family != "qwen2" else {"head_dim": 2 * scale.head_dim}
+        name = "head_dim given" if family == "qwen2" else "head_dim from hidden"
+        found[name] = Feature(config=bare)
+    if family == "llama":
+        found["mlp_bias"] = Feature(config={"mlp_bias": True})
+        found["all biases"] = Feature(config={"attention_bias": True, "mlp_bias": True})
+    if family == "gemma":
+        found["legacy gelu"] = Feature("file", {"hidden_act": "gelu"})
+        del found["erf gelu"]  # there it means the tanh form, as transformers reads it
+    if family in ("llama", "gemma", "gemma2", "gemma3_text", "qwen3"):
+        found["attention_bias"] = Feature(config={"attention_bias": True})
+    if family == "gemma3":  # the tower is gemma3_text: here what the wrapper may change
+        kept = (
+            *("basic", "bfloat16 file", "shards", "untied", "untied, shards", "old spelling"),
+            *("packed", "left padding", "no padding token", "odd sizes", "yarn rope"),
+            *("linear rope", "layer_types", "five windows, one full"),
+            *("sliding_window_pattern 3", "local theta"),
+        )
+        found = {name: found[name] for name in kept}
+    return found
+
+
+_GEMMA3 = ("gemma3_text", "gemma3")
+
+
+def _rope(theta: float, parameters: Json) -> Json:
+    return {"rope_parameters": {"rope_type": "default", **parameters, "rope_theta": theta}}
+
+
+def _gemma3_rope(theta: float, parameters: Json, local: float = 1e4) -> Json:
+    full = _rope(theta, parameters)["rope_parameters"]
+    return {
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": _rope(local, {})["rope_parameters"],
+        }
+    }
+
+
+def old_spelling(raw: Json) -> None:
+    """What transformers 4 wrote, with keys that nobody reads among the rest."""
+    rope = raw.pop("rope_parameters")
+    if "full_attention" in rope:
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    raw["rope_theta"] = rope.pop("rope_theta")
+    scaling = {"type": rope.pop("rope_type"), **rope}
+    raw["rope_scaling"] = None if scaling == {"type": "default"} else scaling
+    if "dtype" in raw:  # a wrapper's text_config has none
+        raw["torch_dtype"] = raw.pop("dtype")
+    raw |= {"transformers_version": "4.40.0", "rope_interleaved": False}
+
+
+def _leave_out_defaults(family: str) -> Callable[[Json], None]:
+    """Drop every key that says what transformers assumes anyway, as files on the hub do."""
+
+    def rewrite(raw: Json) -> None:
+        default = _config_class(family)().to_dict()
+        for key in list(raw):
+            if key != "model_type" and key in default and raw[key] == default[key]:
+                del raw[key]
+
+    return rewrite
+
+
+# --- models --------------------------------------------------------------------------------------
+
+_CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+
+
+def _config_class(family: str) -> Any:
+    return getattr(transformers, _CLASSES[family][0])
+
+
+def _model_class(family: str) -> Any:
+    return getattr(transformers, _CLASSES[family][1])
+
+
+def attention_of(family: str) -> str:
+    """transformers' implementation to compare with; only "eager" caps scores."""
+    return "eager" if family == "gemma2" else "sdpa"
+
+
+def build(family: str, feature: Feature, scale: Scale = TINY, seed: int = 0) -> Any:
+    """A random model of transformers'."""
+    values = {**sizes(family, scale), **copy.deepcopy(feature.config)}
+    if family == "gemma3":
+        vocab = values["vocab_size"]
+        values = {
+            "text_config": values,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 1,
+            "image_token_index": vocab - 1,
+            "boi_token_index": vocab - 2,
+            "eoi_token_index": vocab - 3,
+            "tie_word_embeddings": values.get("tie_word_embeddings", True),
+        }
+    config = _config_class(family)(**values)
+    model = _model_class(family)._from_config(config, attn_implementation=attention_of(family))
+    randomize(model, family, seed)
+    return model.eval()
+
+
+def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
+    """Draw every weight: a matrix by its width, norms and biases each of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    ones = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores a norm's weight less one
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            mean, std = 0.0, 0.3
+            if "norm" in name:
+                mean, std = ones, 0.2
+            elif "embed_tokens" not in name and weight.dim() > 1:
+                std = 1.5 * weight.shape[-1] ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std + mean)
+
+
+def save(folder: Path, family: str, feature: Feature, scale: Scale = TINY, seed: int = 0) -> None:
+    """The feature's checkpoint as transformers writes it, config.json edited where asked."""
+    model = build(family, feature, scale, seed).to(feature.dtype)
+    model.save_pretrained(folder, max_shard_size=feature.max_shard_size)
+    if feature.rewrite is not None:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text())
+        feature.rewrite(raw["text_config"] if family == "gemma3" else raw)
+        path.write_text(json.dumps(raw, indent=2))
+    # Files that an export carries along bit for bit.
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token":  true}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}\n")
+
+
+def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A checkpoint in transformers: of its wrapper where there is one, else of the decoder."""
+    auto = transformers.AutoModelForCausalLM
+    if json.loads((folder / "config.json").read_text())["model_type"] == "gemma3":
+        auto = transformers.AutoModelForImageTextToText
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention_of(family))
+    return model.eval().to(device)
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> Inputs:
+    """Two rows of tokens, the padding token among them, some labels ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, seq = 2, scale.seq
+    # A wrapper's last three tokens stand for images.
+    ids = torch.randint(3, vocab - 3, (rows, seq), generator=generator)
+    ids[:, 3] = ids[-1, seq // 2] = PAD
+    labels = ids.clone()
+    labels[0, seq // 2 : seq // 2 + seq // 8] = -100
+    real = torch.ones_like(ids, dtype=torch.bool)
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Any] = {}
+    exact = labels
+    if kind == "packed":
+        lengths = (seq // 3, 1, seq // 6, seq - seq // 3 - 1 - seq // 6)
+        positions = torch.cat([torch.arange(length) for length in lengths]).expand(rows, -1)
+        ours = {"position_ids": positions}
+        theirs = {"position_ids": positions, "use_cache": False}
+        exact = labels.masked_fill(positions == 0, -100)  # nothing is predicted across a boundary
+    elif kind != "plain":
+        padding = seq // 3
+        mask = torch.ones_like(ids)
+        mask[0, slice(0, padding) if kind == "left padding" else slice(seq - padding, seq)] = 0
+        ours = theirs = {"attention_mask": mask}
+        real = mask.bool()
+        labels = labels.masked_fill(~real, -100)
+        if kind == "left padding":
+            # Predicted from padding, which sees nothing: transformers itself has two answers.
+            labels[0, padding] = -100
+        exact = labels
+    return Inputs(ids, labels, ours, theirs, real, exact)
