@@ -14,74 +14,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError
+from ligermodels.kv_cache import KVCache
+from ligermodels.layers.attention import Cache
 from ligermodels.tokenizers import TextStream, Tokenizer
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
-
-
-class KVCache:
-    """Keys and values of the tokens so far, in buffers of a fixed length, one pair per layer.
-
-    Args:
-        config: gives num_hidden_layers, num_key_value_heads and head_dim.
-        batch: rows.
-        max_length: tokens per row that fit.
-        dtype, device: of the buffers; by default those of the first keys that come, which under
-            autocast are not the parameters'.
-
-    `length` is the number of tokens that all layers have; `update` writes behind them, and
-    `advance` counts the written ones once every layer has them.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        batch: int,
-        max_length: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.shape = (batch, config.num_key_value_heads, max_length, config.head_dim)
-        self.max_length = max_length
-        self.dtype, self.device = dtype, device
-        self.length = 0
-        layers = config.num_hidden_layers
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
-
-    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, kv heads, new, head_dim); return views of all so far, in that layout.
-
-        Raises:
-            ValueError: the new tokens do not fit, or their batch is not the cache's.
-        """
-        end = self.length + k.shape[2]
-        if end > self.max_length:
-            raise ValueError(f"KVCache: {end} tokens in a cache made for {self.max_length}")
-        if k.shape[0] != self.shape[0]:
-            raise ValueError(f"KVCache: batch {k.shape[0]} in a cache made for {self.shape[0]}")
-        keys = self._buffer(self.keys, layer_index, k)
-        values = self._buffer(self.values, layer_index, v)
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def advance(self, tokens: int) -> None:
-        """Count tokens that every layer has written; once per forward."""
-        self.length += tokens
-
-    def reset(self) -> None:
-        """Forget the tokens, keep the buffers."""
-        self.length = 0
-
-    def _buffer(self, buffers: list[Tensor | None], index: int, like: Tensor) -> Tensor:
-        found = buffers[index]
-        if found is None:
-            found = torch.empty(
-                self.shape, dtype=self.dtype or like.dtype, device=self.device or like.device
-            )
-            buffers[index] = found
-        return found
 
 
 @dataclass(frozen=True)
@@ -146,7 +83,9 @@ def generate(
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
+    repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
+    cache: Cache | None = None,
     callback: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Continue prompts, greedily unless `do_sample`.
@@ -161,7 +100,11 @@ def generate(
             An empty list: none does.
         pad_token_id: fills rows that have stopped; default as above, then the first stop token.
         attention_mask: (batch, seq), 0 for padding, which has to be on the left.
+        repetition_penalty: makes tokens of the prompt and those since less likely where it is
+            above 1 (arXiv:1909.05858, 4.1); default generation_config.json's, then 1.
         generator: of the draws, on the model's device.
+        cache: a KV cache with room for batch rows of seq + new - 1 tokens; default a `KVCache`.
+            Tokens in it are the first columns of input_ids and are not computed again.
         callback: called after every step with that step's tokens (batch,).
 
     Returns:
@@ -179,7 +122,9 @@ def generate(
         eos_token_id,
         pad_token_id,
         attention_mask,
+        repetition_penalty,
         generator,
+        cache,
     )
     columns = [prompt_ids]
     for tokens in steps:
@@ -238,7 +183,9 @@ def _prepare(
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
+    repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
     """Checks everything; the padded prompts (B, S), and an iterator over the steps' tokens (B,)."""
     config = model.config
@@ -247,6 +194,7 @@ def _prepare(
     defaults = _generation_config(model)
     stops = _stop_tokens(eos_token_id, defaults, config)
     pad = _pad_token(pad_token_id, stops, defaults, config)
+    penalty = _penalty(repetition_penalty, defaults)
     device = model.embed_tokens.weight.device
     ids_BS, mask_BS = _batch(input_ids, attention_mask, pad)
     _check_vocabulary(ids_BS, config.vocab_size)
@@ -260,10 +208,32 @@ def _prepare(
         )
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
+    if cache is None:
+        # the last token is never fed back, so its keys need no room
+        cache = KVCache(config, ids_BS.shape[0], total - 1, windows=_windows(model))
+    elif cache.length >= ids_BS.shape[1]:
+        raise ValueError(
+            f"cache: holds {cache.length} tokens already; the prompt has to go on behind them, but "
+            f"is {ids_BS.shape[1]} long"
+        )
     steps = _steps(
-        model, ids_BS, mask_BS, max_new_tokens, sampling or Sampling(), stops, pad, generator
+        model,
+        ids_BS,
+        mask_BS,
+        max_new_tokens,
+        sampling or Sampling(),
+        stops,
+        pad,
+        penalty,
+        generator,
+        cache,
     )
     return ids_BS, steps
+
+
+def _windows(model: Any) -> list[int | None]:
+    """Each layer's window as it is, whatever the config says; None where a layer tells none."""
+    return [getattr(getattr(each, "self_attn", None), "window", None) for each in model.layers]
 
 
 # Not inference_mode: its tensors cannot go into a training forward, and what is generated may.
@@ -276,19 +246,23 @@ def _steps(
     sampling: Sampling,
     stops: list[int],
     pad: int,
+    penalty: float,
     generator: torch.Generator | None,
+    cache: Cache,
 ) -> Iterator[Tensor]:
     batch, prompt = ids_BS.shape
-    # the last token is never fed back, so its keys need no room
-    cache = KVCache(model.config, batch, prompt + max_new_tokens - 1)
     stop_ids = torch.tensor(stops, device=ids_BS.device)
     stopped = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
     positions = None
     if mask_BS is not None:
         positions = (mask_BS.cumsum(-1) - 1).clamp(min=0)
+        positions = positions[:, cache.length :]
         room = mask_BS.new_ones(batch, max_new_tokens)
         mask_BS = torch.cat([mask_BS, room], dim=1)
-    feed = ids_BS
+    seen_BV = None
+    if penalty != 1.0:
+        seen_BV = _seen(ids_BS, mask_BS, model.config.vocab_size)
+    feed = ids_BS[:, cache.length :]
     for step in range(max_new_tokens):
         hidden = model(
             feed,
@@ -297,7 +271,12 @@ def _steps(
             cache=cache,
         )
         logits = model.head.logits(hidden[:, -1:])[:, -1].float()
+        if seen_BV is not None:
+            likelier = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen_BV, likelier, logits)
         tokens = sampling.choose(logits, generator)
+        if seen_BV is not None:
+            seen_BV.scatter_(1, tokens.unsqueeze(1), True)
         if stops:
             tokens = tokens.masked_fill(stopped, pad)
             stopped = stopped | torch.isin(tokens, stop_ids)
@@ -306,6 +285,14 @@ def _steps(
             return
         feed = tokens.unsqueeze(1)
         positions = None if positions is None else positions[:, -1:] + 1
+
+
+def _seen(ids_BS: Tensor, mask_BS: Tensor | None, vocabulary: int) -> Tensor:
+    """Which tokens of the vocabulary stand in each row, padding aside: (B, V) bool."""
+    found = torch.zeros(len(ids_BS), vocabulary + 1, dtype=torch.bool, device=ids_BS.device)
+    if mask_BS is not None:
+        ids_BS = ids_BS.masked_fill(mask_BS[:, : ids_BS.shape[1]] == 0, vocabulary)
+    return found.scatter_(1, ids_BS, True)[:, :vocabulary]
 
 
 def _batch(
@@ -379,15 +366,31 @@ def _check_vocabulary(ids: Tensor, size: int) -> None:
         raise ValueError(f"input_ids: token {int(outside[0])} is outside the vocabulary of {size}")
 
 
+# Settings of generation_config.json with which transformers chooses other tokens, even greedily.
+_NOT_IMPLEMENTED = (
+    *("num_beams", "penalty_alpha", "dola_layers", "guidance_scale", "sequence_bias"),
+    *("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("suppress_tokens", "begin_suppress_tokens", "stop_strings", "watermarking_config"),
+)
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
+
+
 def _generation_config(model: Any) -> dict[str, Any]:
     folder = getattr(model, "source_folder", None)
     path = None if folder is None else Path(folder) / "generation_config.json"
     if path is None or not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: not a JSON object: {error}") from error
+    if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
+        warnings.warn(
+            f"{path}: {', '.join(left_out)}: not implemented, and without effect here",
+            stacklevel=4,
+        )
+    return found
 
 
 def _stop_tokens(
@@ -408,6 +411,13 @@ def _pad_token(asked: int | None, stops: list[int], defaults: dict[str, Any], co
     named = (defaults.get("pad_token_id"), getattr(config, "pad_token_id", None), *stops)
     # Old configs say -1 for "none". Without any, 0 does: what pads a prompt is masked.
     return next((i for i in named if i is not None and 0 <= i < size), 0)
+
+
+def _penalty(asked: float | None, defaults: dict[str, Any]) -> float:
+    found = _first(asked, defaults.get("repetition_penalty"), 1.0)
+    if not isinstance(found, (int, float)) or not 0 < found < float("inf"):
+        raise ValueError(f"repetition_penalty={found!r}: must be a number above 0; 1 is none")
+    return float(found)
 
 
 def _first(*values: Any) -> Any:

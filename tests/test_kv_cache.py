@@ -1,0 +1,119 @@
+"""The KV cache against a list of everything that was ever put into it."""
+
+import types
+
+import pytest
+import torch
+
+from ligermodels.kv_cache import KVCache
+
+LENGTH = 12
+
+
+def config(*windows):
+    return types.SimpleNamespace(layer_windows=list(windows))
+
+
+def tokens(total, batch=2, heads=2, size=4):
+    """Keys (batch, heads, total, size) that tell their column, values that are others."""
+    column = torch.arange(total, dtype=torch.float32).view(1, 1, total, 1)
+    keys = column + torch.rand(batch, heads, total, size)
+    return keys, -keys
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 11, 12, 40])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [1] * LENGTH,
+        [LENGTH],
+        [5, 1, 1, 1, 1, 1, 1, 1],
+        [7, 5],
+        [2, 3, 1, 4, 1, 1],
+        [1, 2, 2, 2, 2, 2, 1],
+        [3, 1, 1, 6, 1],
+    ],
+)
+def test_update_gives_every_key_in_reach_and_says_which(window, chunks):
+    keys, values = tokens(LENGTH)
+    cache = KVCache(config(window, None), 2, LENGTH)
+    for _ in range(2):  # the second time after a reset
+        for new in chunks:
+            begin, end = cache.length, cache.length + new
+            for layer in (0, 1):
+                k, v = cache.update(layer, keys[:, :, begin:end], values[:, :, begin:end])
+                columns = cache.columns(layer, new)
+                if columns is None:
+                    columns = torch.arange(end)
+                assert columns.dtype == torch.int64 and columns.unique().numel() == len(columns)
+                assert torch.equal(k, keys[:, :, columns])
+                assert torch.equal(v, values[:, :, columns])
+                reach = LENGTH if window is None or layer == 1 else window
+                # all that the first of the new tokens sees, and all of the new ones
+                assert set(range(max(0, begin + 1 - reach), end)) <= set(columns.tolist())
+                if new == 1:
+                    assert len(columns) == min(end, reach)
+                else:
+                    assert columns.tolist() == sorted(columns.tolist())
+            cache.advance(new)
+        assert cache.length == LENGTH
+        cache.reset()
+
+
+def test_a_layer_with_a_window_holds_no_more_than_it():
+    cache = KVCache(config(4, None, 100), 1, 50)
+    k = torch.zeros(1, 2, 30, 8)
+    for layer in range(3):
+        cache.update(layer, k, k)
+    lengths = [buffer.shape[2] for buffer in (*cache.keys, *cache.values)]
+    assert lengths == [4, 50, 50] * 2
+    assert [buffer.untyped_storage().nbytes() for buffer in cache.keys] == [
+        2 * length * 8 * 4 for length in (4, 50, 50)
+    ]
+
+
+def test_one_new_token_copies_no_others():
+    cache = KVCache(config(4, None), 1, 9)
+    for _ in range(9):
+        one = torch.rand(1, 2, 1, 8)
+        for layer in (0, 1):
+            k, v = cache.update(layer, one, one)
+            assert k.data_ptr() == cache.keys[layer].data_ptr()
+            assert v.data_ptr() == cache.values[layer].data_ptr()
+        cache.advance(1)
+
+
+def test_dtype_and_device_are_those_given_or_the_first_keys():
+    k = torch.ones(1, 2, 3, 4)
+    for window in (None, 2):  # kept whole, and given out as a copy
+        cache = KVCache(config(window), 1, 4, dtype=torch.bfloat16, device="cpu")
+        found, _ = cache.update(0, k, k)
+        assert found.dtype == torch.bfloat16 and found.shape == (1, 2, 3, 4)
+        cache = KVCache(config(window), 1, 4)
+        found, _ = cache.update(0, k, k)
+        assert found.dtype == torch.float32
+        cache.advance(3)
+        found, _ = cache.update(0, k[:, :, :1].bfloat16(), k[:, :, :1].bfloat16())
+        assert found.dtype == torch.float32
+
+
+def test_layers_may_differ_in_heads_and_the_windows_may_be_given():
+    cache = KVCache(None, 1, 4, windows=[None, 2])
+    assert cache.update(0, *tokens(3, 1, heads=2))[0].shape == (1, 2, 3, 4)
+    assert cache.update(1, *tokens(3, 1, heads=1, size=6))[0].shape == (1, 1, 3, 6)
+    assert [buffer.shape for buffer in cache.keys] == [(1, 2, 4, 4), (1, 1, 2, 6)]
+
+
+def test_what_cannot_be_right_is_refused():
+    k, v = tokens(3)
+    cache = KVCache(config(2, None), 2, 4)
+    with pytest.raises(ValueError, match="batch 1 in a cache made for 2"):
+        cache.update(0, k[:1], v[:1])
+    cache.update(0, k, v)
+    with pytest.raises(ValueError, match=r"layer 0 comes twice in one pass.*layer_index.*reset"):
+        cache.update(0, k, v)
+    cache.advance(3)
+    with pytest.raises(ValueError, match="6 tokens in a cache made for 4"):
+        cache.update(0, k, v)
+    cache.reset()
+    cache.update(0, k, v)
