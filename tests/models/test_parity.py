@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from tests.models import parity, zoo
+from tests.models import parity, parity_table, zoo
 from tests.models.pairs import relative
-
-CASES = [(family, name) for family in zoo.FAMILIES for name in zoo.features(family)]
-RecordProperty = Callable[[str, Any], None]
-
-
-def cases_of(column: str) -> pytest.MarkDecorator:
-    """The features that the column of the table is measured on."""
-    chosen = [
-        pytest.param(family, name, id=f"{family}-{name.replace(' ', '_')}")
-        for family, name in CASES
-        if parity.applies(column, zoo.features(family)[name])
-    ]
-    return pytest.mark.parametrize(("family", "name"), chosen)
-
-
-def hold(family: str, name: str, errors: dict[str, float], record: RecordProperty) -> None:
-    """Note the errors for the table, and hold each against its bound."""
-    record("parity", [family, name, errors])
-    for column, error in errors.items():
-        assert error <= parity.BOUNDS[column], f"{column}: {error}"
+from tests.models.parity import RecordProperty, cases_of, hold
 
 
 @cases_of("logits")
 def test_logits_loss_and_gradients(family: str, name: str, record_property: RecordProperty) -> None:
     case = parity.case(family, name)
-    hold(family, name, parity.check_numbers(case), record_property)
+    hold(case, parity.check_numbers(case), record_property)
 
 
 @cases_of("generation")
 def test_generation(family: str, name: str, record_property: RecordProperty) -> None:
-    hold(family, name, parity.check_generation(parity.case(family, name)), record_property)
+    case = parity.case(family, name)
+    hold(case, parity.check_generation(case), record_property)
 
 
 @cases_of("round trip")
 def test_round_trip(family: str, name: str, record_property: RecordProperty) -> None:
-    hold(family, name, parity.check_round_trip(parity.case(family, name)), record_property)
+    case = parity.case(family, name)
+    hold(case, parity.check_round_trip(case), record_property)
 
 
 @cases_of("compile")
@@ -53,7 +33,12 @@ def test_compiled(family: str, name: str, record_property: RecordProperty) -> No
     # The compiler that users have for one feature of each family; its front end for the rest.
     backend = "inductor" if name == "basic" else "aot_eager"
     case = parity.case(family, name)
-    hold(family, name, parity.check_compiled(case, backend), record_property)
+    hold(case, parity.check_compiled(case, backend), record_property)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_bfloat16_errors_beside_transformers(family: str, record_property: RecordProperty) -> None:
+    parity.hold_ratios(family, parity.check_bfloat16(family), record_property)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
@@ -80,3 +65,10 @@ def test_the_maths_of_every_feature_differs(family: str) -> None:
                 assert basic.get_input_embeddings().padding_idx == zoo.PAD
                 assert model.get_input_embeddings().padding_idx is None
     assert not idle
+
+
+def test_the_published_table_is_of_this_zoo() -> None:
+    """docs/parity.md lists these families and features: else `make parity` writes it anew."""
+    assert parity_table.rows(parity_table.PAGE.read_text()) == [
+        (family, name) for family in zoo.FAMILIES for name in zoo.features(family)
+    ]

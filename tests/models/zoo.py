@@ -58,7 +58,8 @@ class Scale:
 
 
 TINY = Scale("tiny", 131, 48, 56, 4, 2, 16, 24, 5, 16, 9, 12)
-REAL = Scale("real", None, 192, 256, 8, 4, 32, 300, 70, 128, 130, 24)
+WIDE = Scale("wide", 1009, 256, 384, 8, 4, 64, 48, 20, 32, 24, 12)
+REAL = Scale("real", None, 256, 384, 8, 4, 64, 300, 70, 128, 130, 24)
 
 
 @dataclass(frozen=True)
