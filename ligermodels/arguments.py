@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -41,6 +42,22 @@ class Version(argparse.Action):
             found = "(not installed)"
         print(f"ligermodels {found}")
         parser.exit()
+
+
+def loading_arguments(command: argparse.ArgumentParser) -> None:
+    """The options with which any command loads a checkpoint."""
+    add = command.add_argument
+    add("--revision", help="branch, tag or commit of a hub checkpoint")
+    add("--dtype", choices=DTYPES, help="(default: the checkpoint's)")
+    add("--allow-nonfinite", action="store_true", help="let NaN and infinite weights in")
+
+
+def loading_options(given: argparse.Namespace) -> dict[str, Any]:
+    """What `from_hf` is told by them, the revision aside."""
+    import torch
+
+    dtype = None if given.dtype is None else getattr(torch, given.dtype)
+    return {"dtype": dtype, "allow_nonfinite": given.allow_nonfinite}
 
 
 def byte_size(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ligermodels import cli
+from ligermodels import LigerLlama, cli
 from tests.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +55,9 @@ def assert_one_line(result, *words):
 # Help and mistakes in the arguments
 
 
-@pytest.mark.parametrize("command", [[], ["finetune"], ["generate"], ["inspect"], ["convert"]])
+@pytest.mark.parametrize(
+    "command", [[], ["finetune"], ["generate"], ["inspect"], ["convert"], ["families"]]
+)
 def test_help_reads_well_at_80_columns(call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = call(*command, "--help")
@@ -108,6 +111,8 @@ def test_help_is_shown_without_loading_anything_heavy():
         (["generate", "m", "p", "--system", "s"], ["--system", "--chat"]),
         (["convert", "m"], ["TARGET", "--verify"]),
         (["convert", "m", "--verify", "--dtype", "float16"], ["--dtype needs TARGET"]),
+        (["convert", "m", "t", "--max-shard-size", "0GB"], ["not a size: '0GB'"]),
+        (["families", "bert"], ["'bert'", "llama"]),
     ],
 )
 def test_a_mistake_in_the_arguments_is_one_line(call, arguments, words):
@@ -204,7 +209,7 @@ def test_out_of_memory_is_one_line_and_exit_code_1(call, monkeypatch):
     def explode(*_):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand much more")
 
-    monkeypatch.setattr(cli, "_inspect", explode)
+    monkeypatch.setattr(cli.inspect, "run", explode)
     code, _, err = call("inspect", "m")
     assert code == 1 and err.count("\n") == 1 and "Tried to allocate" in err
 
@@ -213,9 +218,51 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     def explode(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_inspect", explode)
+    monkeypatch.setattr(cli.inspect, "run", explode)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["inspect", "m"])
+
+
+# what the library calls by its arguments' names, the command line calls by its options
+
+
+def test_messages_name_options_as_they_are_typed():
+    given = argparse.Namespace(allow_nonfinite=False, seq_len=1, model="m", module=None)
+    for message, shown in (
+        (
+            "a.safetensors: 'w' holds NaN; allow_nonfinite=True lets them in",
+            "a.safetensors: 'w' holds NaN; --allow-nonfinite lets them in",
+        ),
+        ("seq_len: must be at least 2", "--seq-len: must be at least 2"),
+        ("model: is a positional", "model: is a positional"),
+        ("config.json: 'seq_len: 1' is unknown", "config.json: 'seq_len: 1' is unknown"),
+        ("rope_theta: is no option", "rope_theta: is no option"),
+    ):
+        assert cli.in_flags(message, given) == shown
+
+
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_nan_weights_are_refused_naming_the_option_that_lets_them_in(
+    call, checkpoint, tmp_path, command
+):
+    broken = tmp_path / "nan"
+    model = LigerLlama.from_hf(checkpoint)
+    with torch.no_grad():
+        model.norm.weight[3] = float("nan")
+    model.save_hf(broken)
+    rest = {
+        "generate": ["a", "--device", "cpu", "--max-new-tokens", "2"],
+        "convert": [tmp_path / "copy", "--verify"],
+    }[command]
+    result = call(command, broken, *rest)
+    assert_one_line(result, "model.norm.weight", "--allow-nonfinite")
+    assert "allow_nonfinite" not in result[2]
+    code, _, err = call(command, broken, *rest, "--allow-nonfinite")
+    assert (code, err) == (0, "")
+
+
+def test_an_unknown_device_is_one_line(call, checkpoint):
+    assert_one_line(call("generate", checkpoint, "a", "--device", "tpu"), "--device: ", "'tpu'")
 
 
 # generate

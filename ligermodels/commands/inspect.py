@@ -1,0 +1,54 @@
+"""`ligermodels inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+HELP = "show what a checkpoint is, without loading it"
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """The checkpoint, and the form of the answer."""
+    command.description = (
+        "Show a checkpoint's family, config, parameters and memory after the checks of a load: "
+        "headers are read, tensors are not. A hub checkpoint is downloaded."
+    )
+    command.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    command.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(given: argparse.Namespace) -> None:
+    """Print a checkpoint's description."""
+    from dataclasses import asdict
+
+    from ligermodels.auto import family_of
+    from ligermodels.converters.hub import resolve
+    from ligermodels.converters.inspect import describe
+
+    folder = resolve(given.model, revision=given.revision)
+    found = asdict(describe(folder, family_of(folder).config_class))
+    if given.json:
+        print(json.dumps(found, indent=2, default=str))
+        return
+    print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
+    for title, entries, show in (
+        ("config", found["config"], json.dumps),
+        ("config keys that nothing reads (kept in an export)", found["unknown_keys"], json.dumps),
+        ("stored as", found["dtype_bytes"], _bytes),
+        ("files", found["files"], _bytes),
+        ("memory", found["memory"], _bytes),
+    ):
+        if entries:
+            print(f"\n{title}")
+            width = max(map(len, entries))
+            for name, value in entries.items():
+                print(f"  {name:<{width}}  {show(value)}")
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} bytes"

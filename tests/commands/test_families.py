@@ -1,0 +1,65 @@
+"""`ligermodels families` says what the classes say."""
+
+import json
+
+import pytest
+
+from ligermodels import cli
+from ligermodels.auto import FAMILIES
+from ligermodels.layers.rotary import ROPE_TYPES
+
+
+def call(capfd, *arguments):
+    assert cli.main(["families", *arguments]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    return out
+
+
+def test_every_family_and_preset_is_listed(capfd):
+    found = json.loads(call(capfd, "--json"))
+    assert found["rope types"] == list(ROPE_TYPES)
+    listed = {name for each in found["families"].values() for name in each["model_type"]}
+    assert listed == set(FAMILIES)
+    for name, cls in FAMILIES.items():
+        entry = next(e for e in found["families"].values() if name in e["model_type"])
+        assert entry["presets"] == list(cls.config_class.presets)
+        assert entry["classes"] == [cls.__name__, cls.config_class.__name__]
+    text = call(capfd)
+    for cls in FAMILIES.values():
+        assert cls.__name__ in text
+        for preset in cls.config_class.presets:
+            assert preset in text
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "window", "none"),
+        ("mistral", "window", "4096 in 32 of 32 layers"),
+        ("gemma2", "window", "4096 in 13 of 26 layers"),
+        ("gemma2", "soft caps", ["scores 50", "logits 30"]),
+        ("gemma3_text", "ropes", 2),
+        ("gemma", "activation", "gelu_tanh"),
+        ("gemma", "head", "tied"),
+        ("qwen2", "biases", ["self_attn.qkv_proj"]),
+        (
+            "qwen3",
+            "norms",
+            [
+                *("input_layernorm", "post_attention_layernorm"),
+                *("q_norm of every head", "k_norm of every head"),
+            ],
+        ),
+        ("llama", "own fields", ["hidden_act", "attention_bias", "mlp_bias"]),
+    ],
+)
+def test_facts_are_those_of_a_default_model(capfd, family, key, value):
+    assert json.loads(call(capfd, family, "--json"))["families"][family][key] == value
+
+
+def test_a_narrow_terminal_breaks_no_name(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    out = call(capfd, "gemma2")
+    assert "Gemma2Config" in out and "query_pre_attn_scalar" in out
+    assert max(map(len, out.split("\n\n")[0].splitlines())) <= 50
