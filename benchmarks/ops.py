@@ -95,6 +95,25 @@ def swiglu(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
     )
 
 
+def geglu(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
+    from liger_kernel.transformers.functional import liger_geglu
+
+    def eager(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    return (
+        [randn(rows, 2 * width)],
+        8 * rows * width * 2,
+        {
+            "eager": eager,
+            "compile": torch.compile(eager),
+            "liger": lambda gate_up: liger_geglu(*gate_up.chunk(2, -1)),
+            "ligermodels": kernels.geglu,
+        },
+    )
+
+
 def rope(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int):
     from liger_kernel.transformers.functional import liger_rope
 
@@ -183,6 +202,7 @@ CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
     (rms_norm, (16384, 8192)),
     (add_rms_norm, (16384, 4096)),
     (swiglu, (8192, 14336)),
+    (geglu, (8192, 9216)),
     (rope, (2, 8192, 32, 8, 128)),
     (cross_entropy, (8192, 128256)),
     (linear_cross_entropy, (8192, 4096, 128256)),

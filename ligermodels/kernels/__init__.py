@@ -1,15 +1,18 @@
 """The fused ops as plain functions. Triton is imported by the first op on a GPU, not here."""
 
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.kernels.fused_linear import norm_linear, norm_qkv_rope, swiglu_linear
+from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
+from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
-from ligermodels.kernels.swiglu import swiglu
 
 __all__ = [
     "add_rms_norm",
     "cross_entropy",
+    "geglu",
+    "glu",
+    "glu_linear",
     "linear_cross_entropy",
     "norm_linear",
     "norm_qkv_rope",
@@ -17,5 +20,4 @@ __all__ = [
     "rope",
     "split_qkv",
     "swiglu",
-    "swiglu_linear",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.glu import check_glu
 from ligermodels.kernels.rms_norm import check_norm
 from ligermodels.kernels.rope import check_rope, split_qkv
 
@@ -132,33 +133,38 @@ def norm_qkv_rope(
     return (*outputs, x) if residual is None else outputs
 
 
-class _SwiGLULinear(torch.autograd.Function):
+class _GLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, weight, bias):
+    def forward(ctx, gate_up, weight, bias, activation):
         ctx.save_for_backward(gate_up, weight)
-        return F.linear(select(gate_up).swiglu_forward(gate_up), weight, bias)
+        ctx.activation = activation
+        return F.linear(select(gate_up).glu_forward(gate_up, activation), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
-        refuse_double_backward("swiglu_linear")
+        refuse_double_backward("glu_linear")
         gate_up, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        activation, needs = ctx.activation, ctx.needs_input_grad
         ops = select(gate_up)
         grad_gate_up = y = None
         if needs[0]:
-            grad_gate_up, y = ops.swiglu_backward(gate_up, grad_out @ weight, needs[1])
+            grad_gate_up, y = ops.glu_backward(gate_up, grad_out @ weight, activation, needs[1])
         elif needs[1]:
-            y = ops.swiglu_forward(gate_up)
+            y = ops.glu_forward(gate_up, activation)
         grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
-        return grad_gate_up, grad_weight, grad_bias
+        return grad_gate_up, grad_weight, grad_bias, None
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear(swiglu(gate_up)), keeping only gate_up for backward.
+def glu_linear(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
+    """linear(glu(gate_up, activation)), keeping only gate_up for backward.
 
-    Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out).
+    Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out); activation as
+        in `glu`.
     Returns: (..., out) in weight's dtype.
     """
+    check_glu(gate_up, activation)
     gate_up, weight, bias = cast_operands(gate_up, gate_up, weight, bias)
     with without_autocast(gate_up):
-        return _SwiGLULinear.apply(gate_up, weight, bias)
+        return _GLULinear.apply(gate_up, weight, bias, activation)

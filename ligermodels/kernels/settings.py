@@ -34,8 +34,8 @@ NVIDIA: Table = {
         (None, Launch(0, 32)),
     ),
     "rope": ((None, Launch(1024, 4)),),
-    "swiglu_forward": ((None, Launch(2048, 8)),),
-    "swiglu_backward": ((None, Launch(1024, 4)),),
+    "glu_forward": ((None, Launch(2048, 8)),),
+    "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
 }
 
@@ -52,8 +52,8 @@ AMD: Table = {
         (None, Launch(0, 16)),
     ),
     "rope": ((None, Launch(1024, 4)),),
-    "swiglu_forward": ((None, Launch(2048, 4)),),
-    "swiglu_backward": ((None, Launch(1024, 4)),),
+    "glu_forward": ((None, Launch(2048, 4)),),
+    "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }
 

@@ -1,6 +1,5 @@
 """The gated MLP on a packed gate and up projection."""
 
-import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
@@ -45,10 +44,7 @@ class GatedMLP(nn.Module):
         return self._down(gate_up), total
 
     def _down(self, gate_up: Tensor) -> Tensor:
-        if self.activation != "silu":
-            gate, up = gate_up.chunk(2, -1)
-            how = "tanh" if self.activation == "gelu_tanh" else "none"
-            return self.down_proj(torch.nn.functional.gelu(gate, approximate=how) * up)
-        if is_plain(self.down_proj, nn.Linear):
-            return kernels.swiglu_linear(gate_up, self.down_proj.weight, self.down_proj.bias)
-        return self.down_proj(kernels.swiglu(gate_up))
+        down, activation = self.down_proj, self.activation
+        if is_plain(down, nn.Linear):
+            return kernels.glu_linear(gate_up, down.weight, down.bias, activation)
+        return down(kernels.glu(gate_up, activation))

@@ -284,16 +284,14 @@ class DecoderModel(nn.Module):
         device = self.embed_tokens.weight.device
         name, reason = backend.choose(device)
         here = f"{name} ({reason})"
-        report = dict.fromkeys(
-            ("rms_norm", "add_rms_norm", "rope", "swiglu", "cross_entropy"), here
-        )
+        report = dict.fromkeys(("rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"), here)
         report["attention"] = "scaled_dot_product_attention (causal); packed documents: " + (
             "varlen_attn with max_seqlen, else flex_attention"
             if device.type == "cuda"
             else "scaled_dot_product_attention with a dense mask"
         )
         swapped = list(self._swapped_modules())
-        report["norm + linear, linear + rope, swiglu + linear"] = (
+        report["norm + linear, linear + rope, glu + linear"] = (
             "fused"
             if not swapped
             else f"modules called where swapped: {', '.join(swapped[:10])}"

@@ -10,14 +10,15 @@ import torch
 from ligermodels.kernels import (
     add_rms_norm,
     cross_entropy,
+    glu,
+    glu_linear,
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
     rms_norm,
     rope,
-    swiglu,
-    swiglu_linear,
 )
+from ligermodels.kernels.glu import ACTIVATIONS
 from tests.kernels import formulas, test_fused_linear, test_linear_cross_entropy, test_rope
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
@@ -59,16 +60,19 @@ def test_rope_heads(place, heads, kv_heads, head_dim) -> None:
     check(rope, formulas.rope, made, place, constant=CONSTANT)
 
 
-@pytest.mark.parametrize("width", [1536, 8192, 14336, 18944])
-def test_swiglu_widths(place, width) -> None:
-    check(swiglu, formulas.swiglu, {"gate_up": random(100, 2 * width)}, place)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("width", [1536, 8192, 14336, 24576])
+def test_glu_widths(place, width, activation) -> None:
+    made = {"gate_up": random(100, 2 * width, scale=2.0), "activation": activation}
+    check(glu, formulas.glu, made, place)
 
 
 def test_fused_linears(place) -> None:
     made = test_fused_linear.norm_inputs((2, 200, 1024), 768)
     check(norm_linear, formulas.norm_linear, made, place)
-    made = test_fused_linear.swiglu_inputs((2, 200, 2048), 768)
-    check(swiglu_linear, formulas.swiglu_linear, made, place)
+    for activation in ACTIVATIONS:
+        made = test_fused_linear.glu_inputs((2, 200, 2048), 768) | {"activation": activation}
+        check(glu_linear, formulas.glu_linear, made, place)
     angles = random(1, 200, 32, seed=6)
     made = test_fused_linear.norm_inputs((2, 200, 1024), 24 * 64) | {
         "cos": angles.cos(),
@@ -128,8 +132,8 @@ def test_past_two_to_the_31_elements() -> None:
         last = rms_norm(x, weight)[-1]
     torch.testing.assert_close(last, formulas.rms_norm(x[-1], weight), rtol=1e-2, atol=1e-2)
     with torch.no_grad():
-        last = swiglu(x)[-1]
-    torch.testing.assert_close(last, formulas.swiglu(x[-1]), rtol=2e-2, atol=1e-2)
+        last = glu(x)[-1]
+    torch.testing.assert_close(last, formulas.glu(x[-1]), rtol=2e-2, atol=1e-2)
 
 
 @contextmanager

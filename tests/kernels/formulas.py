@@ -45,9 +45,12 @@ def rope(
     return rotated(q), rotated(k), v
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[..., :half]) * gate_up[..., half:]
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def norm_linear(x, residual, norm_weight, weight, bias=None, **options) -> tuple[Tensor, Tensor]:
@@ -62,8 +65,10 @@ def norm_qkv_rope(
     return *rope(qkv, cos, sin, num_heads, num_kv_heads), s
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(swiglu(gate_up), weight, bias)
+def glu_linear(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
+    return F.linear(glu(gate_up, activation), weight, bias)
 
 
 def cross_entropy(

@@ -6,12 +6,12 @@ import torch
 from ligermodels.kernels import (
     add_rms_norm,
     cross_entropy,
+    glu,
+    glu_linear,
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
     rms_norm,
-    swiglu,
-    swiglu_linear,
 )
 from ligermodels.kernels.autocast import autocast_dtype, cast_operands
 from tests.kernels import formulas, test_fused_linear, test_linear_cross_entropy, test_rms_norm
@@ -20,7 +20,7 @@ from tests.kernels.checks import as_tuple, random
 CASES = {
     "rms_norm": (rms_norm, formulas.rms_norm, test_rms_norm.inputs((4, 24), False)),
     "add_rms_norm": (add_rms_norm, formulas.add_rms_norm, test_rms_norm.inputs((4, 24), True)),
-    "swiglu": (swiglu, formulas.swiglu, {"gate_up": random(4, 24)}),
+    "glu": (glu, formulas.glu, {"gate_up": random(4, 24)}),
     "norm_linear": (
         norm_linear,
         formulas.norm_linear,
@@ -31,10 +31,10 @@ CASES = {
         formulas.norm_qkv_rope,
         test_fused_linear.qkv_inputs(),
     ),
-    "swiglu_linear": (
-        swiglu_linear,
-        formulas.swiglu_linear,
-        test_fused_linear.swiglu_inputs((4, 24), 8),
+    "glu_linear": (
+        glu_linear,
+        formulas.glu_linear,
+        test_fused_linear.glu_inputs((4, 24), 8) | {"activation": "gelu_tanh"},
     ),
     "linear_cross_entropy": (
         test_linear_cross_entropy.ours,

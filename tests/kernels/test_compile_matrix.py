@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 import torch
 
+from ligermodels.kernels.glu import ACTIVATIONS
 from ligermodels.kernels.reference import CrossEntropyOptions
 from ligermodels.kernels.settings import AMD, NVIDIA
 from tests.kernels.launches import Recorded, compile_for, recorder
@@ -72,13 +73,14 @@ def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place:
     rope_packed(q, k, v, cos, cos, packed if in_place else None)
 
 
-def swiglu(width: int, dtype: torch.dtype):
-    from ligermodels.kernels.triton import swiglu_backward, swiglu_forward
+def glu(width: int, dtype: torch.dtype):
+    from ligermodels.kernels.triton import glu_backward, glu_forward
 
     gate_up, grad = meta(ROWS, 2 * width, dtype=dtype), meta(ROWS, width, dtype=dtype)
-    swiglu_forward(gate_up)
-    for want_out in (False, True):
-        swiglu_backward(gate_up, grad, want_out)
+    for activation in ACTIVATIONS:
+        glu_forward(gate_up, activation)
+        for want_out in (False, True):
+            glu_backward(gate_up, grad, activation, want_out)
 
 
 def cross_entropy(vocab: int, dtype: torch.dtype, passes: str, features: tuple[bool, bool, bool]):
@@ -111,7 +113,7 @@ def every_flag(dtype: torch.dtype) -> None:
             cross_entropy(32000, dtype, passes, features)
     for in_place in (False, True):
         rope(32, 8, 128, dtype, in_place)
-    swiglu(14336, dtype)
+    glu(14336, dtype)
 
 
 def every_length(dtype: torch.dtype) -> None:
@@ -124,7 +126,7 @@ def every_length(dtype: torch.dtype) -> None:
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
         rope(heads, kv_heads, head_dim, dtype, False)
     for width in (1536, 8192, 28672):
-        swiglu(width, dtype)
+        glu(width, dtype)
 
 
 def mixed() -> None:
@@ -136,8 +138,8 @@ def mixed() -> None:
         norm_backward(length, torch.bfloat16, torch.bfloat16, (True, True, True), "llama")
         cross_entropy(length, torch.bfloat16, "both", (True, True, True))
     rope(1, 1, 2, torch.bfloat16, False)
-    swiglu(1, torch.bfloat16)
-    swiglu(100, torch.float32)
+    glu(1, torch.bfloat16)
+    glu(100, torch.float32)
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, table: dict, full: bool) -> list[Recorded]:

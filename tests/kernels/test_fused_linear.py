@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import norm_linear, norm_qkv_rope, swiglu_linear
+from ligermodels.kernels import glu_linear, norm_linear, norm_qkv_rope
+from ligermodels.kernels.glu import ACTIVATIONS
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 
@@ -36,7 +37,7 @@ def qkv_inputs(residual: bool = True, bias: bool = True, batch: int = 2) -> dict
     }
 
 
-def swiglu_inputs(shape, out: int, bias: bool = True) -> dict:
+def glu_inputs(shape, out: int, bias: bool = True) -> dict:
     width = shape[-1]
     return {
         "gate_up": random(*shape[:-1], 2 * width, seed=1),
@@ -70,9 +71,11 @@ def test_norm_qkv_rope(place, residual, bias, batch) -> None:
     compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, constant=CONSTANT, outputs=outputs)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape, out", SHAPES, ids=str)
-def test_swiglu_linear(place, shape, out) -> None:
-    compare(swiglu_linear, formulas.swiglu_linear, swiglu_inputs(shape, out), place)
+def test_glu_linear(place, shape, out, activation) -> None:
+    made = glu_inputs(shape, out) | {"activation": activation}
+    compare(glu_linear, formulas.glu_linear, made, place)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,8 +84,8 @@ def test_layouts(place, layout) -> None:
     compare(
         norm_qkv_rope, formulas.norm_qkv_rope, qkv_inputs(), place, constant=CONSTANT, layout=layout
     )
-    made = swiglu_inputs((2, 4, 6), 3)
-    compare(swiglu_linear, formulas.swiglu_linear, made, place, layout=layout)
+    made = glu_inputs((2, 4, 6), 3)
+    compare(glu_linear, formulas.glu_linear, made, place, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +112,9 @@ def test_norms_gradient_for_what_requires_it(place, frozen) -> None:
 @pytest.mark.parametrize(
     "frozen", [("gate_up",), ("weight",), ("bias",), ("gate_up", "weight")], ids=str
 )
-def test_swiglus_gradient_for_what_requires_it(place, frozen) -> None:
-    made = swiglu_inputs((3, 8), 5)
-    compare(swiglu_linear, formulas.swiglu_linear, made, place, frozen=frozen)
+def test_glus_gradient_for_what_requires_it(place, frozen) -> None:
+    made = glu_inputs((3, 8), 5)
+    compare(glu_linear, formulas.glu_linear, made, place, frozen=frozen)
 
 
 @pytest.mark.parametrize("used", range(4))
@@ -134,7 +137,7 @@ def test_twice_over_a_retained_graph(place) -> None:
     made = qkv_inputs()
     angles = {k: made.pop(k).float().to(place.device) for k in CONSTANT}
     check_repeatable(lambda **kwargs: norm_qkv_rope(**kwargs, **angles), made, place)
-    check_repeatable(swiglu_linear, swiglu_inputs((3, 8), 5), place)
+    check_repeatable(glu_linear, glu_inputs((3, 8), 5), place)
 
 
 def saved_bytes(function) -> int:
@@ -166,8 +169,8 @@ def test_what_is_kept_for_backward(place) -> None:
     kept = saved_bytes(lambda: norm_linear(**leaves, eps=eps)) - parameters
     assert kept <= rows * width * size + rows * 8
 
-    leaves = {name: make(value) for name, value in swiglu_inputs((rows, width), out).items()}
-    kept = saved_bytes(lambda: swiglu_linear(**leaves)) - leaves["weight"].nbytes
+    leaves = {name: make(value) for name, value in glu_inputs((rows, width), out).items()}
+    kept = saved_bytes(lambda: glu_linear(**leaves)) - leaves["weight"].nbytes
     assert kept == rows * 2 * width * size
 
 
@@ -178,5 +181,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="casting='hf'"):
         norm_linear(x, None, torch.ones(4), w, casting="hf")
     cos = torch.ones(1, 2, 4)
+    with pytest.raises(ValueError, match="activation='relu'"):
+        glu_linear(torch.ones(2, 8), w, activation="relu")
     with pytest.raises(ValueError, match="packed columns"):
         norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)

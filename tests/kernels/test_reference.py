@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import reference
+from ligermodels.kernels.glu import ACTIVATIONS
 from ligermodels.kernels.rope import split_qkv
 from tests.kernels import formulas
 from tests.kernels.checks import random
@@ -55,15 +56,16 @@ def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
-def test_swiglu() -> None:
-    gate_up, grad = random(3, 8, seed=1).requires_grad_(), random(3, 4, seed=2)
-    out = reference.swiglu_forward(gate_up)
-    equal(out, formulas.swiglu(gate_up))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu(activation) -> None:
+    gate_up, grad = random(3, 8, seed=1, scale=3.0).requires_grad_(), random(3, 4, seed=2)
+    out = reference.glu_forward(gate_up, activation)
+    equal(out, formulas.glu(gate_up, activation))
     (expected,) = torch.autograd.grad(out, gate_up, grad)
-    got, again = reference.swiglu_backward(gate_up, grad, True)
+    got, again = reference.glu_backward(gate_up, grad, activation, True)
     equal(got, expected)
     equal(again, out)
-    assert reference.swiglu_backward(gate_up, grad, False)[1] is None
+    assert reference.glu_backward(gate_up, grad, activation, False)[1] is None
 
 
 @pytest.mark.parametrize("name", OPTIONS)

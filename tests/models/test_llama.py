@@ -343,7 +343,7 @@ def test_kernels_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["rms_norm"] == "torch (cpu tensors take plain PyTorch)"
     assert report["linear_cross_entropy"].startswith("chunked torch")
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    assert model.kernels()["swiglu"] == "triton (LIGERMODELS_BACKEND=triton)"
+    assert model.kernels()["glu"] == "triton (LIGERMODELS_BACKEND=triton)"
     monkeypatch.setenv("LIGERMODELS_BACKEND", "torch")
     ids, _ = tokens()
     assert model.kernels()["rope"] == "torch (LIGERMODELS_BACKEND=torch)"
@@ -368,7 +368,7 @@ def test_lora() -> None:
     config = peft.LoraConfig(target_modules=LORA_TARGETS, r=4)
     lora = peft.get_peft_model(model, config)
     assert lora(input_ids=ids, labels=labels).loss.item() == pytest.approx(before, rel=1e-6)
-    swapped = model.kernels()["norm + linear, linear + rope, swiglu + linear"]
+    swapped = model.kernels()["norm + linear, linear + rope, glu + linear"]
     assert "layers.0.self_attn.qkv_proj" in swapped
     assert "chunk by chunk" in model.kernels()["linear_cross_entropy"]
 
@@ -390,7 +390,7 @@ def test_lora() -> None:
 
     logits = model.head.logits(model(ids))
     merged = lora.merge_and_unload()
-    assert merged.kernels()["norm + linear, linear + rope, swiglu + linear"] == "fused"
+    assert merged.kernels()["norm + linear, linear + rope, glu + linear"] == "fused"
     assert relative(merged.head.logits(merged(ids)), logits) <= 1e-5
 
 

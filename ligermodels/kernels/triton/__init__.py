@@ -4,15 +4,15 @@ Importing this package imports triton; `kernels.backend.select` does it on first
 """
 
 from ligermodels.kernels.triton.cross_entropy import cross_entropy_rows
+from ligermodels.kernels.triton.glu import glu_backward, glu_forward
 from ligermodels.kernels.triton.rms_norm import rms_norm_backward, rms_norm_forward
 from ligermodels.kernels.triton.rope import rope_packed
-from ligermodels.kernels.triton.swiglu import swiglu_backward, swiglu_forward
 
 __all__ = [
     "cross_entropy_rows",
+    "glu_backward",
+    "glu_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rope_packed",
-    "swiglu_backward",
-    "swiglu_forward",
 ]
