@@ -1,17 +1,15 @@
-"""Files of a checkpoint folder: JSON, safetensors headers, and which files hold the weights."""
+"""Files of a checkpoint folder: opening them, JSON, and which of them hold the weights."""
 
 import json
-import math
 import os
 import re
+import stat
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ligermodels.errors import CheckpointError, LigerError, listing
+from ligermodels.errors import CheckpointError, LigerError, listing, printable, shown
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -31,29 +29,40 @@ COPIED = (
     "chat_template.json",
 )
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-# Known to the format but not as weights of a model here, with bits per value: integers and floats
-# of 8 bits and fewer are how quantised checkpoints look.
-_OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
-_OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-_OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
-_MAX_HEADER = 100_000_000  # the format's own limit
-_LFS_POINTER = b"version https://git-lfs"
+# Not to wait for a pipe's writer, and not to have the bytes changed on the way in.
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_MAX_JSON = 100_000_000  # what safetensors allows a header; an index is of that size at most
+_MAX_DEPTH = 100  # of nesting; what reads further (copies, comparisons) recurses, too
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of one tensor: its file, its dtype as the format spells it, its shape."""
+def open_regular(path: Path, error: type[LigerError]) -> FileIO:
+    """Open a file to read its bytes; a pipe or a device, on which that could hang, is refused.
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    Raises:
+        error: it cannot be opened, or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from None
+    except ValueError as fault:  # a null byte
+        raise error(f"{shown(str(path))}: cannot be read: {fault}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error(f"{path}: is no regular file")
+    return FileIO(descriptor, "rb")
+
+
+def file_names(folder: Path, error: type[LigerError]) -> set[str]:
+    """Names of what is in a folder; a link to nothing is not: the hub cache is made of links.
+
+    Raises:
+        error: the folder cannot be listed.
+    """
+    try:
+        return {name for name in os.listdir(folder) if os.path.exists(folder / name)}
+    except OSError as fault:
+        raise error(f"{folder}: cannot be read: {fault.strerror}") from None
 
 
 def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, Any]:
@@ -67,7 +76,7 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise error(f"{where}: key {key!r} appears twice")
+                raise error(f"{where}: key {shown(key)} appears twice")
             found[key] = value
         return found
 
@@ -79,6 +88,10 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
         raise error(
             f"{where}: is not JSON: {fault.msg} in line {fault.lineno}, column {fault.colno}"
         ) from None
+    except LigerError:
+        raise
+    except ValueError:  # the one thing left that json refuses
+        raise error(f"{where}: holds a number of too many digits to be read") from None
     except RecursionError:
         raise error(f"{where}: is nested too deep to be read") from None
     if not isinstance(parsed, dict):
@@ -88,88 +101,26 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:
     """`parse_json` of a file; not being able to read the file is an `error` too."""
-    try:
-        text = path.read_bytes()
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
-    return parse_json(text, str(path), error)
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors a safetensors file declares, after checking that the file can hold them.
-
-    Raises:
-        CheckpointError: the file is absent, truncated or damaged; names the file, and the tensor
-            where there is one.
-    """
-    try:
-        with path.open("rb") as file:
+    with open_regular(path, error) as file:
+        try:
             size = os.fstat(file.fileno()).st_size
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise CheckpointError(
-                    f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
-                )
-            file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise CheckpointError(
-                    f"{path}: is truncated or no safetensors file: a header of {length} bytes "
-                    f"does not fit a file of {size}"
-                )
-            text = file.read(length)
-    except OSError as fault:
-        raise CheckpointError(f"{path}: cannot be read: {fault.strerror}") from None
-    header = parse_json(text, f"{path} (header)", CheckpointError)
-    header.pop("__metadata__", None)
-
-    tensors, ranges = {}, []
-    for name, value in header.items():
-        info, begin, end = _tensor_info(path, name, value)
-        tensors[name] = info
-        ranges.append((begin, end, name))
-    expected = 0
-    for begin, end, name in sorted(ranges):
-        if begin != expected:
-            raise CheckpointError(
-                f"{path}: {name!r} begins at byte {begin} of the data, expected {expected}: "
-                "tensors overlap or leave a hole"
-            )
-        expected = end
-    held = size - 8 - length
-    if held < expected:
-        raise CheckpointError(
-            f"{path}: is truncated: the header declares {expected} bytes of tensors, "
-            f"the file holds {held}"
-        )
-    if held > expected:
-        raise CheckpointError(f"{path}: {held - expected} bytes follow the last tensor")
-    return tensors
+            if size > _MAX_JSON:
+                raise error(f"{path}: has {size} bytes, expected at most {_MAX_JSON}")
+            text = file.read(size) or b""
+        except OSError as fault:
+            raise error(f"{path}: cannot be read: {fault.strerror}") from None
+    parsed = parse_json(text, str(path), error)
+    if _deeper(parsed, _MAX_DEPTH):
+        raise error(f"{path}: is nested too deep: more than {_MAX_DEPTH} levels")
+    return parsed
 
 
-def _tensor_info(path: Path, name: str, value: Any) -> tuple[TensorInfo, int, int]:
-    """One header record, checked."""
-
-    def fault(what: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {name!r} {what}")
-
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise fault("needs exactly dtype, shape and data_offsets in the header")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
-        raise fault(f"has dtype {dtype!r}, which the format does not know")
-    if not _sizes(shape):
-        raise fault(f"has shape {shape!r}, expected a list of sizes")
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise fault(f"has data_offsets {offsets!r}, expected [begin, end]")
-    begin, end = offsets
-    bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
-    if (end - begin) * 8 != math.prod(shape) * bits:
-        raise fault(f"has {end - begin} bytes, but {dtype} of shape {shape} takes another number")
-    return TensorInfo(path, dtype, tuple(shape), end - begin), begin, end
-
-
-def _sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects in `value` are nested more than `levels` deep."""
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(item, levels - 1) for item in inner)
 
 
 def weight_files(
@@ -193,7 +144,8 @@ def weight_files(
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_plain_name(name):
             raise CheckpointError(
-                f"{index}: 'weight_map' puts {key!r} into {name!r}, which is no plain file name"
+                f"{index}: 'weight_map' puts {shown(key)} into {shown(name)}, which is no plain "
+                "file name"
             )
     files = sorted(set(weight_map.values()))
     if SINGLE in names and SINGLE not in files:
@@ -204,7 +156,7 @@ def weight_files(
     absent = [name for name in files if name not in names]
     if absent:
         raise CheckpointError(
-            f"{where}/{absent[0]}: is missing, but {INDEX} names it "
+            f"{where}/{printable(absent[0])}: is missing, but {INDEX} names it "
             f"({len(absent)} of {len(files)} shards missing)\n{listing(absent)}"
         )
     return files, weight_map
@@ -214,7 +166,9 @@ def _is_plain_name(name: str) -> bool:
     return (
         name.endswith(".safetensors")
         and not name.startswith(".")
-        and not any(c in name for c in "/\\:\0")
+        and not any(c in name for c in "/\\:")
+        and name.isprintable()
+        and len(name) <= 255
     )
 
 
@@ -235,12 +189,18 @@ def _why_no_weights(where: str, names: Collection[str]) -> str:
         )
     if pickled:
         return (
-            f"{where}/{pickled[0]}: holds pickled weights, which are never unpickled here, and "
-            f"there is no {SINGLE}; convert once, where you trust the file: "
+            f"{where}/{printable(pickled[0])}: holds pickled weights, which are never unpickled "
+            f"here, and there is no {SINGLE}; convert once, where you trust the file: "
             "transformers.AutoModelForCausalLM.from_pretrained(<this>, dtype='auto')"
             ".save_pretrained(<new folder>)"
         )
     gguf = sorted(n for n in names if n.endswith(".gguf"))
     if gguf:
-        return f"{where}/{gguf[0]}: GGUF is not read here; get the model's safetensors checkpoint"
+        return (
+            f"{where}/{printable(gguf[0])}: GGUF is not read here; get the model's safetensors "
+            "checkpoint"
+        )
+    misspelt = [n for n in names if n.casefold() in (SINGLE, INDEX)]
+    if misspelt:
+        return f"{where}/{misspelt[0]}: has to be spelt in small letters; rename it"
     return f"{where}: holds no weights: neither {SINGLE} nor {INDEX}"

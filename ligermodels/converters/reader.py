@@ -1,24 +1,25 @@
 """Reading a checkpoint: headers first, one comparison with the table, then tensor by tensor."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from ligermodels.converters.files import (
-    DTYPES,
-    INDEX,
-    TensorInfo,
-    read_header,
-    read_json,
-    weight_files,
-)
+from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
 from ligermodels.converters.table import Entry, Span, Table
-from ligermodels.errors import CheckpointError, listing
+from ligermodels.converters.weights import DTYPES, TensorInfo, WeightFile
+from ligermodels.errors import CheckpointError, listing, shown
+
+# How the parts of a quantised weight are named: GPTQ and AWQ, bitsandbytes, compressed-tensors,
+# and what float8 checkpoints add.
+_QUANTISED = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+    *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
+    *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
+)
+_MOST_OPEN = 64  # files at a time, far below what a process may have open
 
 
 class Checkpoint:
@@ -36,11 +37,10 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         self.folder = Path(folder)
         self.allow_nonfinite = allow_nonfinite
-        self._open: dict[Path, Any] = {}
-        if not self.folder.is_dir():
+        self._open: list[WeightFile] = []
+        if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: there is no such folder")
-        # Symlinks count by what they point to: the hub cache is made of them.
-        names = {path.name for path in self.folder.iterdir() if path.is_file()}
+        names = file_names(self.folder, CheckpointError)
         files, weight_map = weight_files(
             str(self.folder), names, lambda: read_json(self.folder / INDEX, CheckpointError)
         )
@@ -48,11 +48,16 @@ class Checkpoint:
         self.listing_file = self.folder / (files[0] if weight_map is None else INDEX)
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
+        self._file_of: dict[str, WeightFile] = {}
+        promised: dict[str, set[str]] = {}
+        for name, shard in (weight_map or {}).items():
+            promised.setdefault(shard, set()).add(name)
         for path in self.files:
-            header = read_header(path)
+            file = WeightFile(path)
             if weight_map is not None:
-                _match_index(self.folder / INDEX, weight_map, path, header.keys())
-            self.tensors.update(header)
+                _match_index(self.folder / INDEX, promised[path.name], path, file.tensors)
+            self.tensors.update(file.tensors)
+            self._file_of.update(dict.fromkeys(file.tensors, file))
 
     def plan(self, table: Table) -> dict[str, torch.dtype]:
         """Check that the checkpoint holds exactly what the table asks for.
@@ -72,20 +77,24 @@ class Checkpoint:
         faults: list[tuple[Path, str, str]] = []
         absent = []
         for name, shape in {**expected, **optional}.items():
-            info = self.tensors.get(name)
-            if info is None:
+            found = self.tensors.get(name)
+            if found is None:
                 absent.append((self.listing_file, name, "is missing"))
-            elif info.dtype not in DTYPES:
-                what = f"is stored as {info.dtype}: quantised checkpoints are not supported"
+            elif found.dtype not in DTYPES:
+                what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
+                faults.append((found.path, name, what))
+            elif found.shape != shape:
+                what = f"has shape {list(found.shape)}, expected {list(shape)}"
+                faults.append((found.path, name, what))
+        unexpected = []
+        for name, info in self.tensors.items():
+            if name in expected or name in optional or name.endswith(table.ignored):
+                continue
+            if name.endswith(_QUANTISED):
+                what = "is part of a quantised weight: quantised checkpoints are not supported"
                 faults.append((info.path, name, what))
-            elif info.shape != shape:
-                what = f"has shape {list(info.shape)}, expected {list(shape)}"
-                faults.append((info.path, name, what))
-        unexpected = [
-            (info.path, name, "is unexpected")
-            for name, info in self.tensors.items()
-            if name not in expected and name not in optional and not name.endswith(table.ignored)
-        ]
+            else:
+                unexpected.append((info.path, name, "is unexpected"))
         if faults := [*faults, *absent, *unexpected]:
             raise CheckpointError(_describe(faults))
         return {entry.name: self._stored_dtype(entry) for entry in table}
@@ -97,7 +106,8 @@ class Checkpoint:
 
         Args: out (rows, *entry.shape[1:]), any float dtype, any device.
         Raises:
-            CheckpointError: a value is NaN or infinite, as stored or as cast.
+            CheckpointError: a value is NaN or infinite, as stored or as cast; or the file was
+                changed since it was checked.
         """
         rows = out.shape[0]
         assert out.shape[1:] == entry.shape[1:] and 0 <= start <= start + rows <= entry.shape[0]
@@ -105,11 +115,12 @@ class Checkpoint:
             for span in entry.spans:
                 first, last = max(start, span.row), min(start + rows, span.row + span.rows)
                 if first < last:
-                    offset = span.source_row - span.row
-                    stored = self._rows(span.source, first + offset, last + offset)
-                    if not self.allow_nonfinite:
-                        self._check_finite(span, stored, out.dtype)
-                    out[first - start : last - start].copy_(stored)
+                    offset, at = span.source_row - span.row, first - start
+                    for stored in self._rows(span.source, first + offset, last + offset):
+                        if not self.allow_nonfinite:
+                            self._check_finite(span, stored, out.dtype)
+                        out[at : at + len(stored)].copy_(stored)
+                        at += len(stored)
 
     def check_aliases(self, table: Table) -> None:
         """Compare what is stored a second time, such as a tied head, with its original.
@@ -118,30 +129,35 @@ class Checkpoint:
             CheckpointError: they differ.
         """
         for alias, original in table.aliases.items():
-            if alias in self.tensors and not same_bits(self.tensor(alias), self.tensor(original)):
+            if alias in self.tensors and not self.same_bits(alias, self, original):
                 raise CheckpointError(
                     f"{self.tensors[alias].path}: {alias!r} differs from {original!r}, but "
                     "config.json ties them; if it is a head of its own, set tie_word_embeddings "
                     "to false there"
                 )
 
-    def tensor(self, name: str) -> Tensor:
-        """An HF tensor as stored, a view of the mapped file: not to be written to."""
-        return self._rows(name, None, None)
+    def same_bits(self, name: str, other: "Checkpoint", other_name: str) -> bool:
+        """Whether two HF tensors are stored alike: dtype, shape and every bit."""
+        a, b = self.tensors[name], other.tensors[other_name]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        pieces = zip(self._rows(name), other._rows(other_name), strict=True)
+        return all(same_bits(mine, theirs) for mine, theirs in pieces)
 
-    def _rows(self, name: str, first: int | None, last: int | None) -> Tensor:
-        path = self.tensors[name].path
-        try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            file = self._open[path]
-            return file.get_tensor(name) if first is None else file.get_slice(name)[first:last]
-        except Exception as fault:  # safetensors' own errors, which do not say where
-            raise CheckpointError(f"{path}: {name!r} cannot be read: {fault}") from fault
+    def tensor(self, name: str) -> Tensor:
+        """An HF tensor as stored, in memory of its own."""
+        info = self.tensors[name]
+        return torch.cat([piece.clone() for piece in self._rows(name)]).view(info.shape)
+
+    def _rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+        file = self._file_of[name]
+        if file not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(0).close()
+            self._open.append(file)
+        return file.read(name, first, last)
 
     def _check_finite(self, span: Span, stored: Tensor, dtype: torch.dtype) -> None:
-        if stored.numel() == 0:
-            return
         # Both ends are NaN if any value is; unlike isfinite().all(), this needs no memory.
         ends = torch.stack(stored.aminmax())
         if not ends.isfinite().all():
@@ -168,23 +184,24 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _match_index(index: Path, weight_map: Mapping[str, str], shard: Path, held: Any) -> None:
-    promised = {name for name, file in weight_map.items() if file == shard.name}
-    if lacking := sorted(promised - held):
+def _match_index(
+    index: Path, promised: set[str], shard: Path, held: Mapping[str, TensorInfo]
+) -> None:
+    if lacking := sorted(promised - held.keys()):
         raise CheckpointError(
-            f"{shard}: {lacking[0]!r} is missing, but {index.name} puts it there "
+            f"{shard}: {shown(lacking[0])} is missing, but {index.name} puts it there "
             f"({len(lacking)} such)\n{listing(lacking)}"
         )
-    if surplus := sorted(held - promised):
+    if surplus := sorted(held.keys() - promised):
         raise CheckpointError(
-            f"{index}: {surplus[0]!r} is not mapped to {shard.name}, which holds it "
+            f"{index}: {shown(surplus[0])} is not mapped to {shard.name}, which holds it "
             f"({len(surplus)} such)\n{listing(surplus)}"
         )
 
 
 def _describe(faults: list[tuple[Path, str, str]]) -> str:
     path, name, what = faults[0]
-    first = f"{path}: {name!r} {what}"
+    first = f"{path}: {shown(name)} {what}"
     if len(faults) == 1:
         return first
     lines = listing(f"{name} {what}" for _, name, what in faults)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels.converters.config import fields_from_hf, read_config, to_hf
 from ligermodels.converters.files import CONFIG, COPIED
-from ligermodels.converters.reader import Checkpoint, same_bits
+from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
 from ligermodels.converters.writer import save
 from ligermodels.errors import listing
@@ -104,7 +104,7 @@ def verify(
             *(
                 f"{name}: differs"
                 for name in table.source_shapes()
-                if not same_bits(original.tensor(name), exported.tensor(name))
+                if not original.same_bits(name, exported, name)
             ),
             *_config_differences(raw, read_config(copy)),
             *(f"{name}: differs" for name in files if not _same_file(folder / name, copy / name)),

@@ -1,5 +1,6 @@
 """Exporting: HF tensors taken out of native parameters, in shards, with config and tokenizer."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.atomic import replacing, sync_file
-from ligermodels.converters.files import CONFIG, COPIED, DTYPES, INDEX, SHARD, SINGLE
+from ligermodels.converters.files import CONFIG, COPIED, INDEX, SHARD, SINGLE, read_json
 from ligermodels.converters.table import Table
-from ligermodels.errors import SaveError
+from ligermodels.converters.weights import DTYPES
+from ligermodels.errors import CheckpointError, SaveError
 
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}
 Piece = tuple[str, int, int]  # native name, first row, end
@@ -107,17 +109,21 @@ def _owned(target: Path, source: Path | None) -> Callable[[str], bool]:
     if _copied(source):
         # A tokenizer.json left from another model would win over this one's tokenizer.model.
         stale.update(COPIED)
-    try:
-        old_index = json.loads((target / INDEX).read_bytes())
-        stale.update(map(str, old_index["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass  # none, or a damaged one, which is being replaced anyway
+    with contextlib.suppress(CheckpointError):  # a damaged index is replaced all the same
+        weight_map = read_json(target / INDEX, CheckpointError).get("weight_map")
+        named = weight_map.values() if isinstance(weight_map, dict) else ()
+        # Not whatever a hostile index names: the user's files stay.
+        stale.update(n for n in named if isinstance(n, str) and n.endswith(".safetensors"))
     return lambda name: name in stale or SHARD.fullmatch(name) is not None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which came in as an escape
+        encoded = (json.dumps(value, indent=2) + "\n").encode()
+    path.write_bytes(encoded)
     sync_file(path)
 
 

@@ -1,70 +1,14 @@
-import json
-import struct
+import os
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from ligermodels.converters.files import read_header, read_json, weight_files
+from ligermodels.converters.files import file_names, parse_json, read_json, weight_files
 from ligermodels.errors import CheckpointError, ConfigError
-
-GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
-
-
-def write(path, header, data=b"\0" * 16):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
-def test_header_of_a_file_the_library_wrote(tmp_path):
-    path = tmp_path / "a.safetensors"
-    tensors = {"x": torch.zeros(3, 2), "y": torch.zeros(5, dtype=torch.bfloat16)}
-    save_file(tensors, path, {"format": "pt"})
-    header = read_header(path)
-    assert header["x"].shape == (3, 2) and header["x"].dtype == "F32" and header["x"].nbytes == 24
-    assert header["y"].shape == (5,) and header["y"].dtype == "BF16"
-
-
-@pytest.mark.parametrize(
-    "header, data, message",
-    [
-        (b"{not json", b"", "is not JSON"),
-        (b"\xff\xfe", b"", "is not UTF-8"),
-        (b"[1]", b"", "holds a list"),
-        (b'{"a": {}, "a": {}}', b"", "key 'a' appears twice"),
-        (b"[" * 100_000, b"", "nested too deep"),
-        ({"x": GOOD}, b"\0" * 15, "is truncated: the header declares 16 bytes"),
-        ({"x": GOOD}, b"\0" * 17, "1 bytes follow the last tensor"),
-        ({"x": {**GOOD, "dtype": "Q7"}}, b"\0" * 16, "'x' has dtype 'Q7'"),
-        ({"x": {**GOOD, "dtype": ["F32"]}}, b"\0" * 16, "'x' has dtype"),
-        ({"x": {**GOOD, "shape": [-2, -2]}}, b"\0" * 16, r"'x' has shape \[-2, -2\]"),
-        ({"x": {**GOOD, "shape": [3, 2]}}, b"\0" * 16, "'x' has 16 bytes"),
-        ({"x": {**GOOD, "data_offsets": [16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {"dtype": "F32"}}, b"\0" * 16, "'x' needs exactly"),
-        ({"x": 3}, b"\0" * 16, "'x' needs exactly"),
-        ({"x": GOOD, "y": GOOD}, b"\0" * 16, "'y' begins at byte 0 of the data, expected 16"),
-        ({"x": {**GOOD, "data_offsets": [4, 20]}}, b"\0" * 20, "'x' begins at byte 4"),
-    ],
-)
-def test_damaged_files_name_the_file(tmp_path, header, data, message):
-    path = write(tmp_path / "w.safetensors", header, data)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        read_header(path)
-    assert str(caught.value).startswith(str(path))
-
-
-@pytest.mark.parametrize("content", [b"", b"1234", struct.pack("<Q", 2**63) + b"{}"])
-def test_a_header_longer_than_its_file_is_not_read(tmp_path, content):
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
-        read_header(path)
 
 
 def test_an_unreadable_file_is_an_error_of_the_kind_asked_for(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file"):
-        read_header(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="absent: cannot be read: No such file"):
+        read_json(tmp_path / "absent", CheckpointError)
     with pytest.raises(ConfigError, match="No such file"):
         read_json(tmp_path / "absent", ConfigError)
 
@@ -87,7 +31,18 @@ def test_folders_without_readable_weights_say_what_to_do(names, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..", 7, "x.bin", ""]
+    "name",
+    [
+        *(
+            "../x.safetensors",
+            "/x.safetensors",
+            "a/x.safetensors",
+            "a\\x.safetensors",
+            "c:x.safetensors",
+        ),
+        *("..", "x.bin", "", ".safetensors", "x\0.safetensors", "x\n.safetensors"),
+        *("\ud800.safetensors", "x" * 300 + ".safetensors", 7, None, [], {}, True),
+    ],
 )
 def test_weight_map_names_are_plain(name):
     names = ["model.safetensors.index.json"]
@@ -118,10 +73,86 @@ def test_stale_index_and_missing_shards_are_refused():
         weight_files("repo", [*names, "model.safetensors"], lambda: index)
 
 
-def test_a_git_lfs_pointer_is_recognised(tmp_path):
-    path = tmp_path / "w.safetensors"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n")
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is not JSON"),
+        (b'{"a": 1', "is not JSON"),
+        (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
+        (b"\xff\xfe{\x00}\x00", "is not UTF-8"),
+        (b"null", "holds a NoneType"),
+        (b'{"a": {"b": 1, "b": 2}}', "key 'b' appears twice"),
+        (b'{"a": %s}' % (b"9" * 5000), "too many digits"),
+        (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deep: more than 100"),
+        (b'{"a": ' + b"[" * 99_999 + b"]" * 99_999 + b"}", "nested too deep"),
+        (b'{"%s": 1, "%s": 2}' % (b"k" * 9999, b"k" * 9999), "key 'kk.{150,170} appears twice"),
+    ],
+)
+def test_damaged_json_names_the_file(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_json(path, ConfigError)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_json_of_a_terabyte_is_not_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.touch()
+    os.truncate(path, 10**12)
     with pytest.raises(
-        CheckpointError, match=r"w\.safetensors: is a git-lfs pointer.*git lfs pull"
+        ConfigError, match=r"config\.json: has 1000000000000 bytes, expected at most"
     ):
-        read_header(path)
+        read_json(path, ConfigError)
+
+
+def test_json_keeps_what_python_can_hold():
+    text = b'{"a": 1e999, "b": NaN, "c": "\\ud800", "d": 12345678901234567890123}'
+    value = parse_json(text, "here", ConfigError)
+    assert value["a"] == float("inf") and value["b"] != value["b"]
+    assert value["c"] == "\ud800" and value["d"] == 12345678901234567890123
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "null byte"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
+    path, message = tmp_path / "config.json", "is no regular file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop":
+        path.symlink_to(path)
+        message = "cannot be read: Too many levels"
+    else:
+        path, message = tmp_path / "a\0b", "cannot be read: embedded null"
+    with pytest.raises(ConfigError, match=message):
+        read_json(path, ConfigError)
+
+
+def test_names_of_a_folder_leave_out_links_to_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nothing")
+    os.mkfifo(tmp_path / "pipe")
+    assert file_names(tmp_path, CheckpointError) == {"file", "link", "pipe"}
+    with pytest.raises(CheckpointError, match="absent: cannot be read"):
+        file_names(tmp_path / "absent", CheckpointError)
+
+
+@pytest.mark.parametrize("name", ["MODEL.safetensors", "model.safetensors.Index.json"])
+def test_a_name_in_capitals_is_pointed_out(name):
+    with pytest.raises(CheckpointError, match=f"repo/{name}: has to be spelt in small letters"):
+        weight_files("repo", [name, "config.json"], dict)
+
+
+def test_hostile_names_do_not_reach_the_terminal():
+    index = {"weight_map": {"\x1b[2Jk\ud800": "x\n.safetensors"}}
+    with pytest.raises(CheckpointError) as caught:
+        weight_files("repo", ["model.safetensors.index.json"], lambda: index)
+    assert str(caught.value).isprintable() and r"'\x1b[2Jk\ud800' into 'x\n" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        weight_files("repo", ["\x1b[2J.bin"], dict)
+    assert str(caught.value).isprintable()

@@ -124,6 +124,31 @@ def test_quantised_weights_are_refused_by_name(make, dtype):
         Checkpoint(folder).plan(llama_table(config))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16},  # AWQ, GPTQ
+        {"weight_packed": torch.int32, "weight_scale": torch.float16},  # compressed-tensors
+    ],
+)
+def test_quantised_parts_lead_the_message(make, parts):
+    place = Q.removesuffix("weight")
+    add = {f"{place}{part}": torch.ones(2, 2).to(dtype) for part, dtype in parts.items()}
+    folder, config = make(drop=[Q], add=add)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder).plan(llama_table(config))
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith(f"{folder}/model.safetensors: '{place}")
+    assert "is part of a quantised weight" in first and f"  {Q} is missing" in rest
+
+
+def test_bitsandbytes_is_told_by_its_bytes(make):
+    add = {Q: torch.zeros(128, 1, dtype=torch.uint8), f"{Q}.absmax": torch.ones(4)}
+    folder, config = make(add={**add, f"{Q}.quant_map": torch.ones(16)})
+    with pytest.raises(CheckpointError, match=f"'{Q}' is stored as U8: quantised"):
+        Checkpoint(folder).plan(llama_table(config))
+
+
 def test_inverse_frequencies_and_other_formats_are_ignored(make):
     add = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(2) for i in range(2)}
     folder, config = make(add=add)

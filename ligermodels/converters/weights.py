@@ -1,0 +1,201 @@
+"""One safetensors file: its header, checked, and its tensors, read and never mapped."""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.converters.files import open_regular, parse_json
+from ligermodels.errors import CheckpointError, shown
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Known to the format but not as weights of a model here, with bits per value: integers and floats
+# of 8 bits and fewer are how quantised checkpoints look.
+_OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
+_OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
+_MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_DIMS = 64  # torch's own limit
+_PIECE = 16 << 20  # bytes in memory at a time
+_LFS_POINTER = b"version https://git-lfs"
+# How files begin that are not what their name says: torch.save's two formats, and GGUF.
+_IMPOSTORS = {
+    b"PK\x03\x04": "holds pickled weights under another name, which are never unpickled here",
+    b"\x80\x02": "holds pickled weights under another name, which are never unpickled here",
+    b"GGUF": "is a GGUF file under another name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of one tensor: its file, its dtype as the format spells it, its shape.
+
+    Attributes: begin is its first byte, counted from where the file's data begin.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    begin: int
+
+
+class WeightFile:
+    """A safetensors file; constructing it reads the header and nothing else.
+
+    Tensors are read, not mapped: cutting a mapped file short kills the process that touches it.
+    The file must stay what it was when its header was read, and that is checked.
+
+    Attributes: tensors, what the header says, by name.
+    Raises:
+        CheckpointError: the file is absent, truncated or damaged; names the file, and the tensor
+            where there is one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+        with open_regular(path, CheckpointError) as file:
+            self._identity = _identity(file)
+            self._data, self.tensors = _read_header(path, file)
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+        """Rows `first` to `last` of a tensor, as stored, in pieces of bounded memory.
+
+        Each piece is overwritten by the next.
+
+        Raises:
+            CheckpointError: the file cannot be read, or was changed since its header was.
+        """
+        info = self.tensors[name]
+        rows, *width = info.shape or (1,)
+        last = rows if last is None else last
+        row_bytes = math.prod(width) * DTYPES[info.dtype].itemsize
+        per_piece = max(1, _PIECE // max(1, row_bytes))
+        buffer = torch.empty(min(per_piece, last - first) * row_bytes, dtype=torch.uint8)
+        for row in range(first, last, per_piece):
+            count = min(per_piece, last - row)
+            piece = buffer[: count * row_bytes]
+            self._fill(name, self._data + info.begin + row * row_bytes, piece)
+            yield piece.view(DTYPES[info.dtype]).view(count, *width)
+
+    def _fill(self, name: str, offset: int, piece: Tensor) -> None:
+        try:
+            if self._file is None:
+                self._file = open_regular(self.path, CheckpointError)
+            self._file.seek(offset)
+            rest = piece.numpy().data
+            while rest and (count := self._file.readinto(rest)):
+                rest = rest[count:]
+            changed = bool(rest) or _identity(self._file) != self._identity
+        except OSError as fault:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} cannot be read: {fault.strerror}"
+            ) from None
+        if changed:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} cannot be read: the file was changed after its "
+                "header had been read"
+            )
+
+    def close(self) -> None:
+        """Give the descriptor back; a later read opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.close()
+
+
+def _identity(file: FileIO) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
+    """Where the data begin, and the tensors declared, checked against the file's size."""
+    try:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(len(_LFS_POINTER)) or b""
+        if start == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
+            )
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            why = next((what for magic, what in _IMPOSTORS.items() if start.startswith(magic)), "")
+            raise CheckpointError(
+                f"{path}: {why or 'is truncated or no safetensors file'}: a header of {length} "
+                f"bytes does not fit a file of {size}"
+            )
+        file.seek(8)
+        text = file.read(length) or b""
+    except OSError as fault:
+        raise CheckpointError(f"{path}: cannot be read: {fault.strerror}") from None
+    header = parse_json(text, f"{path} (header)", CheckpointError)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path}: '__metadata__' is no object of strings")
+
+    tensors = {name: _tensor_info(path, name, value) for name, value in header.items()}
+    expected = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        if info.begin != expected:
+            raise CheckpointError(
+                f"{path}: {shown(name)} begins at byte {info.begin} of the data, expected "
+                f"{expected}: tensors overlap or leave a hole"
+            )
+        expected += info.nbytes
+    held = size - 8 - length
+    if held < expected:
+        raise CheckpointError(
+            f"{path}: is truncated: the header declares {expected} bytes of tensors, "
+            f"the file holds {held}"
+        )
+    if held > expected:
+        raise CheckpointError(f"{path}: {held - expected} bytes follow the last tensor")
+    return 8 + length, tensors
+
+
+_RECORD = {"dtype", "shape", "data_offsets"}
+
+
+def _tensor_info(path: Path, name: str, value: Any) -> TensorInfo:
+    """One header record, checked."""
+
+    def fault(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {shown(name)} {what}")
+
+    if not isinstance(value, dict) or value.keys() != _RECORD:
+        raise fault("needs exactly dtype, shape and data_offsets in the header")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
+        raise fault(f"has dtype {shown(dtype)}, which the format does not know")
+    if not _sizes(shape) or len(shape) > _MAX_DIMS:
+        raise fault(f"has shape {shown(shape)}, expected a list of sizes")
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fault(f"has data_offsets {shown(offsets)}, expected [begin, end]")
+    begin, end = offsets
+    bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
+    if (end - begin) * 8 != math.prod(shape) * bits:
+        raise fault(
+            f"has {end - begin} bytes, but {dtype} of shape {shown(shape)} takes another number"
+        )
+    return TensorInfo(path, dtype, tuple(shape), end - begin, begin)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)

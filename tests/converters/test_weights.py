@@ -1,0 +1,188 @@
+import json
+import os
+import struct
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ligermodels.converters import weights
+from ligermodels.converters.weights import WeightFile
+from ligermodels.errors import CheckpointError
+
+GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+def write(path, header, data=b"\0" * 16):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def test_header_of_a_file_the_library_wrote(tmp_path):
+    path = tmp_path / "a.safetensors"
+    tensors = {"x": torch.zeros(3, 2), "y": torch.zeros(5, dtype=torch.bfloat16)}
+    save_file(tensors, path, {"format": "pt"})
+    header = WeightFile(path).tensors
+    assert header["x"].shape == (3, 2) and header["x"].dtype == "F32" and header["x"].nbytes == 24
+    assert header["y"].shape == (5,) and header["y"].dtype == "BF16"
+
+
+@pytest.mark.parametrize(
+    "header, data, message",
+    [
+        (b"{not json", b"", "is not JSON"),
+        (b"\xff\xfe", b"", "is not UTF-8"),
+        (b"[1]", b"", "holds a list"),
+        (b'{"a": {}, "a": {}}', b"", "key 'a' appears twice"),
+        (b"[" * 100_000, b"", "nested too deep"),
+        ({"x": GOOD}, b"\0" * 15, "is truncated: the header declares 16 bytes"),
+        ({"x": GOOD}, b"\0" * 17, "1 bytes follow the last tensor"),
+        ({"x": {**GOOD, "dtype": "Q7"}}, b"\0" * 16, "'x' has dtype 'Q7'"),
+        ({"x": {**GOOD, "dtype": ["F32"]}}, b"\0" * 16, "'x' has dtype"),
+        ({"x": {**GOOD, "shape": [-2, -2]}}, b"\0" * 16, r"'x' has shape \[-2, -2\]"),
+        ({"x": {**GOOD, "shape": [3, 2]}}, b"\0" * 16, "'x' has 16 bytes"),
+        ({"x": {**GOOD, "data_offsets": [16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {"dtype": "F32"}}, b"\0" * 16, "'x' needs exactly"),
+        ({"x": 3}, b"\0" * 16, "'x' needs exactly"),
+        ({"x": GOOD, "y": GOOD}, b"\0" * 16, "'y' begins at byte 0 of the data, expected 16"),
+        ({"x": {**GOOD, "data_offsets": [4, 20]}}, b"\0" * 20, "'x' begins at byte 4"),
+        ({"x": {**GOOD, "data_offsets": [-16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "data_offsets": [0, 16, 32]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "data_offsets": {"0": 16}}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "data_offsets": [0, 2**63]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "data_offsets": [0, 16.0]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "data_offsets": [False, 16]}}, b"\0" * 16, "'x' has data_offsets"),
+        ({"x": {**GOOD, "shape": [2**62, 2**62]}}, b"\0" * 16, "'x' has 16 bytes"),
+        ({"x": {**GOOD, "shape": [2**63, 2]}}, b"\0" * 16, r"'x' has shape \[9223"),
+        ({"x": {**GOOD, "shape": [2**32, 2**32, 2**62]}}, b"\0" * 16, "'x' has 16 bytes"),
+        ({"x": {**GOOD, "shape": [1] * 65}}, b"\0" * 16, r"'x' has shape \[1, 1"),
+        ({"x": {**GOOD, "shape": [10**4000] * 1000}}, b"\0" * 16, "'x' has shape"),
+        ({"x": {**GOOD, "shape": 4}}, b"\0" * 16, "'x' has shape 4"),
+        ({"x": {**GOOD, "shape": None}}, b"\0" * 16, "'x' has shape None"),
+        ({"x": {**GOOD, "more": 1}}, b"\0" * 16, "'x' needs exactly"),
+        ({"x" * 10**6: 3}, b"", "'xxx"),
+        ({"\ud800\n": 3}, b"", r"'\\ud800\\n' needs exactly"),
+        ({"__metadata__": 3, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object of strings"),
+        ({"__metadata__": {"a": 1}, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object"),
+        ({"__metadata__": None, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object"),
+        (b'{"x": %s}' % (b"1" * 5000), b"", "too many digits"),
+        (b"", b"", "is not JSON"),
+        (b"{}  ", b"\0", "1 bytes follow the last tensor"),
+    ],
+)
+def test_damaged_files_name_the_file(tmp_path, header, data, message):
+    path = write(tmp_path / "w.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        WeightFile(path)
+    assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"1234", struct.pack("<Q", 2**63) + b"{}"])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path, content):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+        WeightFile(path)
+
+
+def test_a_git_lfs_pointer_is_recognised(tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n")
+    with pytest.raises(
+        CheckpointError, match=r"w\.safetensors: is a git-lfs pointer.*git lfs pull"
+    ):
+        WeightFile(path)
+
+
+def test_pickles_under_another_name_are_told_and_not_opened(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for new_format in (True, False):
+        torch.save({"x": torch.zeros(2)}, path, _use_new_zipfile_serialization=new_format)
+        with pytest.raises(CheckpointError, match=f"{path}: holds pickled weights under another"):
+            WeightFile(path)
+    path.write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(CheckpointError, match="is a GGUF file under another name"):
+        WeightFile(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "y")
+    with pytest.raises(CheckpointError, match="under another name"):
+        WeightFile(path)
+
+
+def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
+    tensors = {
+        "a": torch.zeros(0, 3),
+        "b": torch.tensor(2.5),
+        "c": torch.ones(2),
+        "d": torch.ones(0),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    file = WeightFile(tmp_path / "w.safetensors")
+    assert {name: info.shape for name, info in file.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert next(file.read("b")).item() == 2.5
+    assert list(file.read("a")) == []
+
+
+@pytest.mark.parametrize("piece", [1, 24, 100, 10**6])
+def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(weights, "_PIECE", piece)
+    tensors = {"a": torch.randn(7, 3), "b": torch.randn(11).bfloat16(), "c": torch.randn(4, 2, 2)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    file = WeightFile(tmp_path / "w.safetensors")
+    for name, tensor in tensors.items():
+        for first, last in [(0, len(tensor)), (1, 3), (2, 2), (3, 4)]:
+            got = [part.clone() for part in file.read(name, first, last)]
+            assert torch.equal(torch.cat([tensor[:0], *got]), tensor[first:last])
+            assert all(part.nbytes <= max(piece, part[0].nbytes) for part in got)
+
+
+@pytest.mark.parametrize("how", ["cut short", "cut before", "grown", "written", "replaced", "gone"])
+def test_a_file_changed_after_its_header_was_read(tmp_path, how):
+    """Cut short under a mapping, this would be a SIGBUS and not an exception."""
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.randn(100_000), "b": torch.randn(100_000)}, path)
+    file = WeightFile(path)
+    message = "'b' cannot be read: the file was changed"
+    if how != "cut before":
+        next(file.read("a", 0, 5))
+    if how.startswith("cut"):
+        os.truncate(path, 1000)
+    elif how == "grown":
+        os.truncate(path, 10**6)
+    elif how == "written":
+        os.utime(path, ns=(0, 0))
+    else:
+        file.close()
+        path.unlink()
+        if how == "replaced":
+            save_file({"a": torch.ones(50_000), "b": torch.ones(150_000)}, path)
+        else:
+            message = "w.safetensors: cannot be read: No such file"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        list(file.read("b"))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
+    path = tmp_path / "w.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: is no regular file"):
+        WeightFile(path)
+
+
+def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(50_000)
+    }
+    path = write(tmp_path / "w.safetensors", header, bytes(50_000))
+    assert len(WeightFile(path).tensors) == 50_000
