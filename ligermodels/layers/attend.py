@@ -148,8 +148,11 @@ def _varlen(
 
     batch = q.shape[0]
     ends, longest = mask.ends(batch, q.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = varlen_attn(
-        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        q,
+        k,
+        v,
         ends,
         ends,
         longest,

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding
 from ligermodels.layers.masks import (
+    AttentionMask,
     document_ids,
-    document_mask,
-    padding_mask,
     positions_from_cu_seqlens,
 )
 from tests.models.pairs import relative
@@ -26,17 +25,29 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([pairs.real, pairs.imag], -1)
 
 
+def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    assert isinstance(norm, RMSNorm)
+    return (
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight + norm.offset)
+    )
+
+
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
     """The formula, token by token and head by head; sees (batch, seq, seq) says who sees whom."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
     cos, sin = context.cos.to(x.dtype), context.sin.to(x.dtype)
+    q, k = normed(attention.q_norm, q), normed(attention.k_norm, k)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     out = []
     for head in range(heads):
         group = head // (heads // groups)
         scores = q[:, :, head] @ k[:, :, group].transpose(-1, -2) * attention.scale
+        if attention.softcap is not None:
+            scores = attention.softcap * torch.tanh(scores / attention.softcap)
         weights = scores.masked_fill(~sees, float("-inf")).softmax(-1).nan_to_num()
         out.append(weights @ v[:, :, group])
     return attention.o_proj(torch.cat(out, -1))
@@ -78,6 +89,53 @@ def test_causal(groups: int, options: dict[str, Any]) -> None:
     compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
 
 
+@pytest.mark.parametrize("window", [1, 4, SEQ, 100])
+@pytest.mark.parametrize("softcap", [None, 0.3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool) -> None:
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, window=window, softcap=softcap)
+    sees = causal().triu(1 - window).expand(BATCH, -1, -1)
+    mask, positions = None, torch.arange(SEQ)[None]
+    if packed:
+        positions = positions % 6
+        documents = document_ids(positions)
+        sees = sees & (documents[:, :, None] == documents[:, None, :])
+        mask = AttentionMask(SEQ, documents=documents)
+    compare(attention, context_of(positions, mask), sees)
+
+
+def head_norm(offset: float, seed: int) -> RMSNorm:
+    norm = RMSNorm(HEAD_DIM, offset=offset, casting="gemma" if offset else "llama")
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        norm.weight += torch.randn(HEAD_DIM, generator=generator) * 0.3
+    return norm
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("parts", ["both", "q", "k", "differing"])
+def test_norms_of_heads(offset: float, parts: str) -> None:
+    torch.manual_seed(0)
+    q_norm = None if parts == "k" else head_norm(offset, 1)
+    k_norm = None if parts == "q" else head_norm(1 - offset if parts == "differing" else offset, 2)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
+    compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
+
+
+def test_biases_apart() -> None:
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, bias=True, out_bias=False)
+    assert attention.qkv_proj.bias is not None and attention.o_proj.bias is None
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, bias=True)
+    assert attention.o_proj.bias is not None
+
+
+@pytest.mark.parametrize("name", ["window", "softcap"])
+def test_a_window_or_cap_of_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0; expected a positive number"):
+        Attention(HIDDEN, 4, **{name: 0})
+
+
 def test_head_dim_defaults_to_an_even_share() -> None:
     attention = Attention(24, 4)
     assert attention.head_dim == 6
@@ -92,8 +150,7 @@ def test_padding(side: str) -> None:
     padding = torch.ones(BATCH, SEQ, dtype=torch.int64)
     padding[0, slice(0, 4) if side == "left" else slice(7, SEQ)] = 0
     sees = causal() & padding.bool()[:, None, :]
-    mask = padding_mask(padding, SEQ)
-    assert torch.equal(mask[:, 0], sees)
+    mask = AttentionMask(SEQ, tokens=padding)
     context = context_of(torch.arange(SEQ)[None], mask)
     compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
 
@@ -106,9 +163,8 @@ def test_packed_documents() -> None:
     documents = document_ids(positions)
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [0] * 11]
     sees = causal() & (documents[:, :, None] == documents[:, None, :])
-    compare(
-        Attention(HIDDEN, 4, 2, HEAD_DIM), context_of(positions, document_mask(positions)), sees
-    )
+    mask = AttentionMask(SEQ, documents=documents)
+    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context_of(positions, mask), sees)
 
 
 def test_packed_documents_equal_separate_runs() -> None:
@@ -118,7 +174,9 @@ def test_packed_documents_equal_separate_runs() -> None:
     positions = positions_from_cu_seqlens(cu_seqlens, 1, 11)
     assert positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]]
     x = torch.randn(1, 11, HIDDEN)
-    packed = attention(x, context_of(positions, document_mask(positions)))
+    packed = attention(
+        x, context_of(positions, AttentionMask(11, documents=document_ids(positions)))
+    )
     for start, end in ((0, 4), (4, 5), (5, 11)):
         alone = attention(x[:, start:end], context_of(torch.arange(end - start)[None]))
         assert relative(packed[:, start:end], alone) <= 1e-6
@@ -151,22 +209,24 @@ class GrowingCache:
         ]
         return self.kept[0], self.kept[1]
 
+    def columns(self, layer_index: int, new: int) -> None:
+        return None
+
     def advance(self, count: int) -> None:
         self.length += count
 
 
-def test_cache() -> None:
-    """A prompt, then several tokens with a mask, then one without, equal one run over all."""
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 3, "softcap": 0.5}])
+def test_cache(options: dict[str, Any]) -> None:
+    """A prompt, then several tokens, then one, equal one run over all."""
     torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3, **options)
     x = torch.randn(BATCH, SEQ, HIDDEN)
     everything = attention(x, context_of(torch.arange(SEQ)[None]))
     cache, outputs = GrowingCache(), []
     for start, end in ((0, 6), (6, 10), (10, 11)):
-        context = context_of(torch.arange(start, end)[None])
-        context.cache = cache
-        if start and end - start > 1:
-            context.mask = padding_mask(torch.ones(BATCH, end), end - start)
+        angles = RotaryEmbedding(HEAD_DIM)(torch.arange(start, end)[None])
+        context = AttentionContext(*angles, cache=cache)
         outputs.append(attention(x[:, start:end], context))
         cache.advance(end - start)
     assert relative(torch.cat(outputs, 1), everything) <= 1e-6

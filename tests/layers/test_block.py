@@ -17,6 +17,7 @@ from ligermodels.layers import (
     GatedMLP,
     RMSNorm,
     RotaryEmbedding,
+    SandwichBlock,
 )
 from tests.layers.saved import SavedBytes
 from tests.models.pairs import randomize, relative
@@ -212,3 +213,26 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert all(p.grad.dtype == torch.float32 for p in block.parameters())
     assert x.grad.dtype == dtype
     assert relative(out, exact) <= 1.2 * relative(parts, exact)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_sandwich_equals_its_parts(with_residual: bool) -> None:
+    norms = [RMSNorm(HIDDEN, offset=1.0, casting="gemma") for _ in range(4)]
+    mlp = GatedMLP(HIDDEN, INNER, activation="gelu_tanh")
+    block = SandwichBlock(Attention(HIDDEN, HEADS, GROUPS, HEAD_DIM, window=5), mlp, *norms)
+    randomize(block)
+    x, residual = inputs()
+    added = residual if with_residual else None
+    leaves = [x, *([residual] if with_residual else []), *block.parameters()]
+    upstream = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+    out = sum(block(x, added, context()))
+    grads = torch.autograd.grad(out, leaves, upstream)
+    total = x + residual if with_residual else x
+    attended = block.self_attn(block.input_layernorm(total), context())
+    total = total + block.post_attention_layernorm(attended)
+    fed = block.mlp(block.pre_feedforward_layernorm(total))
+    expected = total + block.post_feedforward_layernorm(fed)
+    wanted = torch.autograd.grad(expected, leaves, upstream)
+    assert relative(out, expected) <= 1e-6
+    for grad, want in zip(grads, wanted):
+        assert relative(grad, want) <= 1e-5

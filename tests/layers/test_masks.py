@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from ligermodels.layers.masks import (
+    AttentionMask,
     check_cu_seqlens,
     document_ids,
-    document_mask,
-    padding_mask,
     positions_from_cu_seqlens,
 )
 
@@ -22,25 +21,65 @@ def test_positions_from_cu_seqlens() -> None:
     assert positions_from_cu_seqlens(ends, 1, 6).tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
-def test_document_mask() -> None:
-    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])
-    mask = document_mask(positions)
-    assert mask.shape == (2, 1, 5, 5)
-    documents = [[0, 0, 1, 1, 1], [0] * 5]
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("queries", [7, 3, 1])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_pair_by_pair(window: int | None, queries: int, packed: bool, padded: bool) -> None:
+    keys = 7
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7]) if packed else None
+    tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]) if padded else None
+    mask = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    dense = mask.dense(window, torch.device("cpu"))
+    assert dense.shape == (2 if packed or padded else 1, 1, queries, keys)
     for row in range(2):
-        for query in range(5):
-            for key in range(5):
-                sees = key <= query and documents[row][key] == documents[row][query]
-                assert mask[row, 0, query, key] == sees
+        for query in range(keys - queries, keys):
+            for key in range(keys):
+                sees = query - (window or keys) < key <= query
+                if documents is not None:
+                    sees = sees and bool(documents[row, key] == documents[row, query])
+                if tokens is not None:
+                    sees = sees and bool(tokens[row, key])
+                got = dense.expand(2, -1, -1, -1)[row, 0, query - (keys - queries), key]
+                assert bool(got) == sees, (row, query, key)
+    assert mask.is_causal(window) == (
+        queries == keys and not packed and not padded and (window is None or window >= keys)
+    )
+    assert mask.is_open(window) == (
+        queries == 1 and not packed and not padded and (window is None or window >= keys)
+    )
 
 
-def test_padding_mask_of_the_last_queries() -> None:
-    marked = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
-    mask = padding_mask(marked, 2)
-    assert mask[:, 0].tolist() == [
-        [[False, True, True, False], [False, True, True, True]],
-        [[True, True, True, False], [True, True, True, False]],
+def test_dense_for_the_columns_that_a_cache_holds() -> None:
+    columns = torch.tensor([8, 5, 6, 7])  # a ring of four, the newest first
+    tokens = torch.ones(1, 9)
+    tokens[0, 6] = 0
+    mask = AttentionMask(1, 9, tokens=tokens)
+    dense = mask.dense(4, torch.device("cpu"), columns)
+    assert dense.tolist() == [[[[True, True, False, True]]]]
+    assert AttentionMask(1, 9).is_open(4, columns)
+    assert not AttentionMask(1, 9).is_open(3, columns)
+
+
+def test_what_is_visible_can_be_said_outright() -> None:
+    visible = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # each sees all, the future included
+    mask = AttentionMask(4, visible=visible)
+    assert not mask.is_causal(None)
+    assert torch.equal(mask.dense(None, torch.device("cpu")), visible)
+    assert mask.dense(2, torch.device("cpu"))[0, 0].tolist() == [
+        [True, True, True, True],
+        [True, True, True, True],
+        [False, True, True, True],
+        [False, False, True, True],
     ]
+
+
+def test_ends_of_rows_and_of_documents() -> None:
+    ends, longest = AttentionMask(5).ends(3, torch.device("cpu"))
+    assert ends.tolist() == [0, 5, 10, 15] and ends.dtype == torch.int32 and longest == 5
+    given = torch.tensor([0, 2, 5])
+    ends, longest = AttentionMask(5, cu_seqlens=given, max_seqlen=3).ends(1, given.device)
+    assert ends.tolist() == [0, 2, 5] and ends.dtype == torch.int32 and longest == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Which implementation attention takes, and each of them against the formula in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.layers.attend import attend, implementation, prepare
+from ligermodels.layers.masks import AttentionMask, document_ids
+from tests.models.pairs import relative
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DOCUMENTS = torch.zeros(1, 600, dtype=torch.int64)
+TOKENS = torch.ones(1, 600, dtype=torch.bool)
+ENDS = {"documents": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_seqlen": 600}
+
+
+@pytest.mark.parametrize(
+    "given, window, softcap, dtype, head_dim, expected",
+    [
+        ({}, None, None, torch.bfloat16, 64, "causal"),
+        ({}, 600, None, torch.bfloat16, 64, "causal"),  # a window as long as the row
+        ({}, 599, None, torch.bfloat16, 64, "varlen"),
+        ({}, 599, None, torch.float16, 256, "varlen"),
+        ({}, 599, None, torch.float32, 64, "blocks"),
+        ({}, 599, None, torch.bfloat16, 20, "blocks"),
+        ({}, 599, None, torch.bfloat16, 512, "blocks"),
+        ({}, 599, None, torch.float64, 64, "dense"),
+        ({}, None, 50.0, torch.bfloat16, 64, "blocks"),
+        ({"documents": DOCUMENTS}, None, None, torch.bfloat16, 64, "blocks"),
+        (ENDS, None, None, torch.bfloat16, 64, "varlen"),
+        (ENDS, 100, None, torch.bfloat16, 64, "varlen"),
+        (ENDS, 100, 50.0, torch.bfloat16, 64, "blocks"),
+        ({"tokens": TOKENS}, None, None, torch.bfloat16, 64, "blocks"),
+        ({"keys": 900}, None, None, torch.bfloat16, 64, "blocks"),
+        ({"visible": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
+    ],
+)
+def test_choice_on_a_gpu(
+    given: dict[str, Any],
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    expected: str,
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    mask = AttentionMask(600, **given)
+    assert implementation(mask, window, softcap, GPU, dtype, head_dim) == expected
+    on_cpu = implementation(mask, window, softcap, CPU, dtype, head_dim)
+    assert on_cpu == ("causal" if expected == "causal" else "dense")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    elsewhere = implementation(mask, window, softcap, GPU, dtype, head_dim)
+    assert elsewhere == ("blocks" if expected == "varlen" else expected)
+
+
+def test_short_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
+    for seq, expected in ((512, "dense"), (513, "blocks")):
+        with torch.no_grad():
+            mask = AttentionMask(seq)
+            assert implementation(mask, None, 50.0, GPU, torch.bfloat16, 64) == expected
+        assert implementation(mask, None, 50.0, GPU, torch.bfloat16, 64) == "blocks"
+    single = AttentionMask(1, 10**6)
+    assert implementation(single, 4096, 50.0, GPU, torch.bfloat16, 64) == "dense"
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = scale * torch.einsum("bhqd,bhkd->bhqk", q, k)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.exp(scores) * sees
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bhkd->bhqd", weights / total.where(total > 0, 1.0), v)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 37},
+    "window of one": {"window": 1},
+    "cap": {"softcap": 2.0},
+    "window and cap": {"window": 37, "softcap": 2.0},
+    "documents": {"packed": True},
+    "documents, window": {"packed": True, "window": 37},
+    "documents, window, cap": {"packed": True, "window": 37, "softcap": 2.0},
+    "padding": {"padded": True},
+    "padding, window, cap": {"padded": True, "window": 37, "softcap": 2.0},
+    "all at once": {"padded": True, "packed": True, "window": 37, "softcap": 2.0},
+    "past": {"past": 40},
+    "past, window, cap": {"past": 40, "window": 37, "softcap": 2.0},
+}
+PLACES = [
+    pytest.param(("cpu", torch.float32), id="cpu-float32"),
+    pytest.param(("cuda", torch.float32), id="cuda-float32", marks=pytest.mark.gpu),
+    pytest.param(("cuda", torch.bfloat16), id="cuda-bfloat16", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_dim", [24, pytest.param(256, marks=pytest.mark.gpu)])
+def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
+    device, dtype = place
+    keys, batch, heads, groups = (300 if device == "cuda" else 90), 2, 4, 2
+    options = dict(CASES[case])
+    packed, padded = options.pop("packed", False), options.pop("padded", False)
+    queries = keys - options.pop("past", 0)
+    documents = tokens = None
+    if packed:
+        documents = document_ids((torch.arange(keys, device=device) % 41)[None])
+    if padded:
+        tokens = torch.ones(batch, keys, dtype=torch.bool, device=device)
+        tokens[0, :20] = False
+        tokens[1, -15:] = False
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, length: int) -> Tensor:
+        made = torch.randn(batch, length, rows, head_dim, generator=generator)
+        return made.to(device, dtype).transpose(1, 2).requires_grad_()
+
+    q, k, v = random(heads, queries), random(groups, keys), random(groups, keys)
+    mask = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    prepare(
+        mask,
+        options.get("window"),
+        options.get("softcap"),
+        batch,
+        q.device,
+        dtype,
+        head_dim,
+    )
+    scale = 1.7 * head_dim**-0.5
+    out = attend(q, k, v, mask, scale=scale, **options)
+    upstream = random(heads, queries).detach()
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    fresh = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    sees = fresh.dense(options.get("window"), q.device)
+    expected = formula(*wide, sees, scale, options.get("softcap"))
+    wanted = torch.autograd.grad(expected, wide, upstream.double())
+    bound = 1e-2 if dtype == torch.bfloat16 else 2e-6
+    assert relative(out, expected) <= bound
+    for name, grad, want in zip("qkv", grads, wanted):
+        if want.norm() > 1e-9:
+            assert relative(grad, want) <= bound, name
+        else:  # a window of one: the only weight is 1 whatever the scores
+            assert grad.norm() < 1e-2, name
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_query_that_sees_nothing_gives_zeros(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 5, 8).requires_grad_().unbind(0)
+    tokens = torch.tensor([[0, 0, 1, 1, 1]])
+    mask = AttentionMask(5, tokens=tokens)
+    out = attend(q, k, v, mask, scale=0.5, softcap=softcap)
+    assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
+    for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert grad.isfinite().all() and (grad[:, :, :2] == 0).all()
+
+
+@pytest.mark.gpu
+def test_many_lengths_compile_few_times() -> None:
+    """Past a limit of recompilations FlexAttention would silently make every score."""
+    from torch._dynamo.utils import counters
+
+    heads, groups, head_dim = 4, 2, 64
+    lengths = [130, 257, 300, 311, 400, 401, 512, 640, 700, 801, 1000, 1024, 1111, 1300]
+    for length in lengths:
+        q, k, v = (
+            torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16)
+            for n in (heads, groups, groups)
+        )
+        mask = AttentionMask(length)
+        attend(q.requires_grad_(), k, v, mask, scale=0.1, window=100, softcap=5.0)
+        if length == 311:
+            before = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == before, "every length is compiled anew"
+
+
+@pytest.mark.gpu
+def test_no_dense_mask_at_length() -> None:
+    length, heads = 32768, 2
+    q = torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    documents = document_ids((torch.arange(length, device="cuda") % 5000)[None])
+    tokens = torch.ones(1, length, device="cuda")
+    tokens[:, :100] = 0
+    for options in ({"window": 4096}, {"softcap": 50.0}, {"window": 1024, "softcap": 50.0}):
+        for given in ({}, {"documents": documents}, {"tokens": tokens}):
+            mask = AttentionMask(length, **given)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            attend(q, q, q, mask, scale=0.1, **options).sum().backward()
+            used = torch.cuda.max_memory_allocated() - before
+            assert used < length * length / 4, (options, list(given), used)
