@@ -10,11 +10,19 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ligermodels.auto import FAMILIES
 from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
-from ligermodels.models.llama import LigerLlama, LlamaConfig
+from ligermodels.models.llama import LigerLlama
 from ligermodels.tokenizers import Tokenizer
 
 VOCAB = 97
+WINDOWS = {
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
 
 
@@ -39,6 +47,25 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     theirs.save_pretrained(folder)
     return theirs, LigerLlama.from_hf(folder)
+
+
+def random_model(family):
+    """A model with three layers, some of them with a window of 5 where the family has windows."""
+    torch.manual_seed(0)
+    cls = FAMILIES[family]
+    config = cls.config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        **WINDOWS.get(family, {}),
+    )
+    return cls(config).eval()
 
 
 def left_padded(prompts, pad=0):
@@ -134,33 +161,122 @@ def test_bfloat16_and_autocast(pair):
         assert ids[0, at] in top.indices
 
 
-def test_cached_forward_equals_the_whole_one(pair):
-    _, ours = pair
-    ids = torch.tensor([PROMPTS[1], PROMPTS[1][::-1]])
+class Everything:
+    """A cache by the protocol alone: it keeps all tokens, and gives them out last first."""
+
+    def __init__(self):
+        self.length, self.held = 0, {}
+
+    def update(self, layer_index, k, v):
+        past = self.held.get(layer_index)
+        if past is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(past, (k, v)))
+        self.held[layer_index] = k, v
+        return k.flip(2), v.flip(2)
+
+    def columns(self, layer_index, new):
+        return torch.arange(self.length + new).flip(0)
+
+    def advance(self, tokens):
+        self.length += tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
+    model, length = random_model(family), 16
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        whole = ours(ids)
-        cache = KVCache(ours.config, 2, 7)
-        parts = [ours(ids[:, :3], cache=cache), ours(ids[:, 3:6], cache=cache)]
-        parts.append(ours(ids[:, 6:], cache=cache))
-        assert cache.length == 7
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match="8 tokens in a cache made for 7"):
-            ours(ids[:, :1], cache=cache)
-        cache.reset()
-        torch.testing.assert_close(ours(ids, cache=cache), whole, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match="batch 1 in a cache made for 2"):
-            cache.reset()
-            ours(ids[:1], cache=cache)
+        expected = model(ids)
+        padded = torch.cat([torch.zeros(1, 6, expected.shape[-1]), model(ids[:1, 6:])], 1)
+        padded = torch.cat([padded, expected[1:]])
+        cache = KVCache(model.config, 2, length)
+        for chunks in ([length], [9, 1, 1, 1, 1, 3], [2] * 8, [13, 3], [1, 4, 11]):
+            for with_mask in (False, True):
+                found = []
+                for new in chunks:
+                    begin, end = cache.length, cache.length + new
+                    given = {}
+                    if with_mask:
+                        given["attention_mask"] = mask[:, :end]
+                        given["position_ids"] = positions[:, begin:end]
+                    found.append(model(ids[:, begin:end], cache=cache, **given))
+                hidden = torch.cat(found, 1)
+                if with_mask:
+                    hidden[0, :6] = 0
+                torch.testing.assert_close(
+                    hidden, padded if with_mask else expected, rtol=1e-4, atol=1e-4
+                )
+                with pytest.raises(ValueError, match="17 tokens in a cache made for 16"):
+                    model(ids[:, :1], cache=cache)
+                cache.reset()
 
 
-def test_the_cache_keeps_dtype_and_device_it_is_given():
-    config = LlamaConfig(
-        hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_does_not_depend_on_its_company_or_the_kind_of_cache(family):
+    model = random_model(family)
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+    batch = generate(model, PROMPTS, **options)
+    for row, prompt in zip(batch, PROMPTS):
+        for cache in (None, Everything()):
+            alone = generate(model, prompt, cache=cache, **options)
+            assert torch.equal(alone[0, len(prompt) :], row[7:])
+    assert torch.equal(generate(model, PROMPTS, cache=Everything(), **options), batch)
+
+
+def test_a_prompt_may_go_on_behind_what_a_cache_holds():
+    model = random_model("gemma2")
+    ids, mask = left_padded(PROMPTS)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": []}
+    expected = generate(model, ids, **options)
+    cache = KVCache(model.config, 3, 14)
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        model(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], cache=cache)
+    assert torch.equal(generate(model, ids, cache=cache, **options), expected)
+    assert cache.length == 14
+    with pytest.raises(ValueError, match=r"cache: holds 14 tokens already.*7 long"):
+        generate(model, ids, cache=cache, **options)
+
+
+def test_a_layer_changed_by_hand_sees_what_it_asks_for():
+    """The cache follows the layers, not the config that they were made from."""
+    model = random_model("mistral")
+    for layer in model.layers:
+        layer.self_attn.window = None
+    found = generate(model, PROMPTS[1], max_new_tokens=10, eos_token_id=[])
+    ids = found[:, :-1]
+    with torch.no_grad():
+        assert torch.equal(model.head.logits(model(ids)).argmax(-1)[:, 6:], found[:, 7:])
+
+
+def test_repetition_penalty_equals_transformers(pair, tmp_path):
+    theirs, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    plain = greedy_of(theirs, ids, mask, 30)
+    expected = theirs.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=30,
+        do_sample=False,
+        pad_token_id=0,
+        repetition_penalty=1.4,
     )
-    cache = KVCache(config, 1, 4, dtype=torch.bfloat16, device="cpu")
-    k, v = cache.update(0, torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
-    assert k.dtype == v.dtype == torch.bfloat16 and k.shape == (1, 2, 3, 4)
-    assert k.untyped_storage().data_ptr() == cache.keys[0].untyped_storage().data_ptr()
+    assert not torch.equal(plain, expected)
+    found = generate(ours, PROMPTS, max_new_tokens=30, repetition_penalty=1.4)
+    assert torch.equal(found, expected)
+    # as in the generation configs of Qwen 2.5, which transformers follows in greedy decoding too
+    theirs.save_pretrained(tmp_path)
+    config = {"repetition_penalty": 1.4, "num_beams": 1, "no_repeat_ngram_size": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    model = LigerLlama.from_hf(tmp_path)
+    assert torch.equal(generate(model, PROMPTS, max_new_tokens=30), expected)
+    assert torch.equal(generate(model, PROMPTS, max_new_tokens=30, repetition_penalty=1), plain)
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "min_new_tokens": 3}')
+    with pytest.warns(UserWarning, match=r"generation_config.json: num_beams, min_new_tokens: not"):
+        generate(model, PROMPTS, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +389,7 @@ def test_going_beyond_the_trained_length_warns(pair):
         ([1], {"do_sample": True, "top_k": 0}, "top_k=0"),
         ([1], {"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
         ([1], {"pad_token_id": VOCAB}, "pad_token_id=97"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),

@@ -76,6 +76,8 @@ def attend(
     Returns: (batch, heads, queries, head_dim); zeros for a query that sees nothing.
     """
     how = implementation(mask, window, softcap, q.device, q.dtype, q.shape[-1])
+    if columns is not None and how in ("causal", "varlen"):
+        how = "dense"  # these two want the keys in order, and a cache may have one of its own
     if how == "causal":
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=True

@@ -26,7 +26,7 @@ class Cache(Protocol):
 
     def columns(self, layer_index: int, new: int) -> Tensor | None:
         """Which tokens (held,) int64, counted from the row's first, `update` has just returned
-        for `new` ones; None for all in order."""
+        for `new` ones, in any order; None for all in order. Layers of one window hold the same."""
         ...
 
     def advance(self, tokens: int) -> None:
