@@ -57,7 +57,7 @@ def test_the_maths_of_every_feature_differs(family: str) -> None:
         for name, feature in found.items():
             model = zoo.build(family, feature)
             same = {key: weight.shape for key, weight in model.state_dict().items()} == shapes
-            computes = feature.kind in ("maths", "constants")
+            computes = feature.kind in ("maths", "numbers")
             if computes and same and name not in ("basic", "no padding token"):
                 if (far := relative(model(ids).logits, expected)) < 5 * parity.BOUNDS["logits"]:
                     idle.append((name, far))

@@ -67,8 +67,8 @@ class Feature:
     """One row of the parity table.
 
     Attributes:
-        kind: "maths" changes what is computed, "constants" only numbers in it, "file" only how the
-            checkpoint is written, "input" only what the model is fed. Constants and files compile
+        kind: "maths" changes what is computed, "numbers" only sizes and scales, "file" only how
+            the checkpoint is written, "input" only what the model is fed. Numbers and files compile
             to nothing new, and an "input" comes from a checkpoint that another feature takes round.
         config: fields over the family's sizes.
         inputs: "plain", "packed", "left padding" or "right padding".
@@ -188,8 +188,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
         "defaults left out": Feature("file", rewrite=_leave_out_defaults(family)),
         "no padding token": Feature(config={"pad_token_id": None}),
-        "one kv head": Feature(config={"num_key_value_heads": 1}),
-        "ungrouped heads": Feature(config={"num_key_value_heads": scale.heads}),
+        "one kv head": Feature("numbers", {"num_key_value_heads": 1}),
+        "ungrouped heads": Feature("numbers", {"num_key_value_heads": scale.heads}),
         "odd sizes": Feature(
             config={
                 "hidden_size": 576,
@@ -206,13 +206,13 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         "erf gelu": Feature(
             config={"hidden_activation" if family in ("gemma2", *_GEMMA3) else "hidden_act": "gelu"}
         ),
-        "rope theta": Feature("constants", rope(300.0, {})),
+        "rope theta": Feature("numbers", rope(300.0, {})),
     }
     for name, parameters in rope_types(family, scale).items():
         longest = 2 * scale.seq if name == "longrope, short" else scale.trained
         extra = {} if "yarn" in name or name == "longrope" else {"max_position_embeddings": longest}
         # The types whose angles depend on the length of the call are computed another way.
-        kind = "maths" if name in ("longrope", "dynamic rope") else "constants"
+        kind = "maths" if name in ("longrope", "dynamic rope") else "numbers"
         found[name] = Feature(kind, {**rope(1e4, parameters), **extra})
     windows: Json = {
         "mistral": {"sliding_window": window},
@@ -223,7 +223,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         given = windows[family]
         found |= {
             "window": Feature(config=given),
-            "window of 1": Feature(config={**given, "sliding_window": 1}),
+            "window of 1": Feature("numbers", {**given, "sliding_window": 1}),
             "window, packed": Feature("input", given, "packed"),
             "window, left padding": Feature("input", given, "left padding"),
             "window, right padding": Feature("input", given, "right padding"),
@@ -234,8 +234,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         given = {**windows["qwen2"], "num_hidden_layers": 3}
         layers = ["full_attention", "sliding_attention", "full_attention"]
         found |= {
-            "windows in all layers": Feature(config={**given, "max_window_layers": 0}),
-            "max_window_layers 2": Feature(config={**given, "max_window_layers": 2}),
+            "windows in all layers": Feature("numbers", {**given, "max_window_layers": 0}),
+            "max_window_layers 2": Feature("numbers", {**given, "max_window_layers": 2}),
             "window unused": Feature("file", {"sliding_window": window}),
             "layer_types": Feature(config={**given, "layer_types": layers}),
             "kv heads null": Feature(
@@ -247,11 +247,11 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     if family in ("gemma2", *_GEMMA3):
         layers = ["full_attention", "sliding_attention", "sliding_attention"]
         found |= {
-            "window beyond the sequence": Feature(config={"sliding_window": 2 * scale.seq}),
-            "window of 1": Feature(config={"sliding_window": 1}),
+            "window beyond the sequence": Feature("numbers", {"sliding_window": 2 * scale.seq}),
+            "window of 1": Feature("numbers", {"sliding_window": 1}),
             "layer_types": Feature(config={"num_hidden_layers": 3, "layer_types": layers}),
             "query_pre_attn_scalar": Feature(
-                "constants", {"query_pre_attn_scalar": 3 * scale.head_dim}
+                "numbers", {"query_pre_attn_scalar": 3 * scale.head_dim}
             ),
         }
     if family == "gemma2":
@@ -267,8 +267,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         seven = {"num_hidden_layers": 7, "sliding_window_pattern": 6, "sliding_window": half + 1}
         found |= {
             "final soft cap": Feature(config={"final_logit_softcapping": 2.0}),
-            "five windows, one full": Feature(config=seven),
-            "local theta": Feature("constants", _gemma3_rope(1e6, {}, 50.0)),
+            "five windows, one full": Feature("numbers", seven),
+            "local theta": Feature("numbers", _gemma3_rope(1e6, {}, 50.0)),
             "sliding_window_pattern 3": Feature(
                 "file",
                 {"num_hidden_layers": 3, "sliding_window_pattern": 3},
@@ -278,7 +278,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     if family in ("llama", "mistral", "qwen2"):
         bare = {"head_dim": None} if family != "qwen2" else {"head_dim": 2 * scale.head_dim}
         name = "head_dim given" if family == "qwen2" else "head_dim from hidden"
-        found[name] = Feature(config=bare)
+        found[name] = Feature("numbers", bare)
     if family == "llama":
         found["mlp_bias"] = Feature(config={"mlp_bias": True})
         found["all biases"] = Feature(config={"attention_bias": True, "mlp_bias": True})
