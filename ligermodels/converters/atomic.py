@@ -52,7 +52,7 @@ def replacing(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
 
 def recover(target: Path) -> None:
     """Undo a replacement that was killed between its two renames, where they were needed."""
-    aside = _aside(target)
+    aside = _aside(Path(os.path.abspath(target)))  # "." has no name to derive one from
     with contextlib.suppress(OSError):
         if aside.is_dir() and not target.exists():
             os.rename(aside, target)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.atomic import recover
-from ligermodels.converters.files import CONFIG, COPIED, INDEX, read_json, weight_files
-from ligermodels.errors import CheckpointError
+from ligermodels.converters.files import CONFIG, COPIED, INDEX, file_names, read_json, weight_files
+from ligermodels.errors import CheckpointError, printable
 
 logger = logging.getLogger(__name__)
-_REPO_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
 
 
 def resolve(
@@ -35,18 +35,20 @@ def resolve(
     name = os.fspath(name_or_path)
     if not name:
         raise CheckpointError("the model's name is empty; give a folder or a hub id")
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     recover(folder)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{name}: is a local folder, to which revision {revision!r} cannot apply"
             )
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(f"{name}: is a file; give the folder that holds {CONFIG}")
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
-        raise CheckpointError(f"{name}: there is no such folder, and it cannot be a hub id")
+        raise CheckpointError(
+            f"{printable(name)}: there is no such folder, and it cannot be a hub id"
+        )
     return _fetch(name, revision, weights)
 
 
@@ -133,8 +135,8 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
         ) from fault
     folder = Path(found).parent
     if weights:
-        names = {path.name for path in folder.iterdir() if path.is_file()}
         try:
+            names = file_names(folder, CheckpointError)
             weight_files(str(folder), names, lambda: read_json(folder / INDEX, CheckpointError))
         except CheckpointError as incomplete:
             raise CheckpointError(

@@ -112,11 +112,18 @@ def test_local_folders_are_taken_as_they_are(make, monkeypatch):
     assert resolve(folder) == folder and resolve(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
     assert resolve(folder.name) == Path(folder.name)
+    monkeypatch.chdir(folder)
+    for name in (".", "./", "../" + folder.name, Path()):
+        assert resolve(name).samefile(folder)
     with pytest.raises(CheckpointError, match="is a local folder, to which revision 'v1' cannot"):
         resolve(folder, revision="v1")
 
 
-@pytest.mark.parametrize("name", ["/no/where", "./absent", "../a/b", "a/b/c", "~/absent/x", "a b"])
+@pytest.mark.parametrize(
+    "name",
+    ["/no/where", "./absent", "../a/b", "a/b/c", "~/absent/x", "a b"]
+    + ["~nobody-of-this-name/x", "x" * 200, "a/" * 3000, "a\0b", "a\nb", "\ud800"],
+)
 def test_what_cannot_be_an_id_is_an_absent_folder(name):
     with pytest.raises(CheckpointError, match="there is no such folder, and it cannot be a hub id"):
         resolve(name)
