@@ -1,12 +1,14 @@
-"""Llama on a GPU: the fused path against plain PyTorch, transformers, and itself compiled."""
+"""Models on a GPU: the fused path against plain PyTorch, transformers, and itself compiled."""
 
+import json
 import math
 
 import pytest
 import torch
 
-from ligermodels import LigerLlama, LlamaConfig
-from ligermodels.layers.masks import DocumentMask, VarlenMask
+from ligermodels.auto import FAMILIES, AutoLiger
+from ligermodels.converters.config import to_hf
+from ligermodels.models.base import DecoderModel
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +24,29 @@ CONFIG = {
 }
 
 
-def make(dtype: torch.dtype = torch.float32, **changes) -> LigerLlama:
+# What each family has beside Llama; windows are shorter than the rows.
+WINDOW = 64
+FAMILY_CONFIGS: dict[str, dict] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 64, "sliding_window": WINDOW, "query_pre_attn_scalar": 100},
+    "gemma3_text": {"head_dim": 64, "sliding_window": WINDOW, "sliding_window_pattern": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"head_dim": 128},
+}
+families = pytest.mark.parametrize("family", FAMILY_CONFIGS)
+
+
+def make(dtype: torch.dtype = torch.float32, family: str = "llama", **changes) -> DecoderModel:
     torch.manual_seed(0)
-    return LigerLlama(LlamaConfig(**{**CONFIG, **changes})).to("cuda", dtype)
+    cls = FAMILIES[family]
+    config = cls.config_class(**{**CONFIG, **FAMILY_CONFIGS[family], **changes})
+    model = cls(config).to("cuda", dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 def batch(rows: int = 2, seq: int = 200, vocab: int = 32003) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,9 +77,10 @@ def exact_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@families
 @pytest.mark.parametrize("tied", [False, True])
-def test_triton_equals_plain_pytorch(tied, monkeypatch):
-    model = make(tie_word_embeddings=tied)
+def test_triton_equals_plain_pytorch(family, tied, monkeypatch):
+    model = make(family=family, tie_word_embeddings=tied)
     ids, labels = batch()
     assert model.kernels()["rms_norm"].startswith("triton")
     loss, grads = gradients(model, model, ids, labels=labels)
@@ -69,13 +92,14 @@ def test_triton_equals_plain_pytorch(tied, monkeypatch):
         assert relative(grads[name], grad) < 1e-4, name
 
 
-def test_packed_documents_equal_separate_ones():
+@families
+def test_packed_documents_equal_separate_ones(family):
     lengths = [70, 1, 129]
     ids, labels = batch(1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
-        model = make(dtype)
+        model = make(dtype, family)
         separate = torch.cat([model(part) for part in ids.split(lengths, dim=1)], 1)
         calls = [{"position_ids": positions}, {"cu_seqlens": ends}]
         if dtype == torch.bfloat16:
@@ -92,20 +116,36 @@ def test_packed_documents_equal_separate_ones():
                 assert relative(grads[name], parameter.grad) < bound, (dtype, name)
 
 
-def test_no_dense_mask_for_packed_rows():
-    model = make(torch.bfloat16)
-    ids, _ = batch(1)
-    positions = torch.arange(200, device="cuda")[None] % 100
-    ends = torch.tensor([0, 100, 200], device="cuda")
-    by_position, _ = model._context(ids, positions, None, None, None, None)
-    assert isinstance(by_position.mask, DocumentMask)
-    by_length, _ = model._context(ids, None, ends, 100, None, None)
-    assert isinstance(by_length.mask, VarlenMask)
+@families
+def test_no_dense_mask_at_length(family):
+    """A row of 16384 tokens, padded or packed, never holds a mask of pairs."""
+    model = make(torch.bfloat16, family, vocab_size=64, pad_token_id=None)
+    seq = 16384
+    ids = torch.randint(0, 64, (1, seq), device="cuda")
+    padding = torch.ones_like(ids)
+    padding[:, -1000:] = 0
+    options = [
+        {"position_ids": torch.arange(seq, device="cuda")[None] % 5000},
+        {"attention_mask": padding},
+        {"cu_seqlens": torch.tensor([0, 5000, seq], device="cuda"), "max_seqlen": seq},
+        {},
+    ]
+    for given in options:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(ids, labels=ids, **given).loss.backward()
+        activations = seq * model.config.hidden_size * 2 * 11.5 * 3
+        used = torch.cuda.max_memory_allocated() - before
+        mask = seq * seq  # one byte a pair, and a score takes two or four
+        assert used < 2.5 * activations + mask / 4, (list(given), used, activations)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled_equals_eager(packed):
-    model = make()
+@pytest.mark.parametrize(
+    "family, packed", [*((family, False) for family in FAMILY_CONFIGS), ("llama", True)]
+)
+def test_compiled_equals_eager(family, packed):
+    pattern = {"sliding_window_pattern": 2} if family == "gemma3_text" else {}
+    model = make(family=family, num_hidden_layers=2, **pattern)
     ids, labels = batch()
     options = {"position_ids": (torch.arange(200, device="cuda") % 77)[None]} if packed else {}
     loss, grads = gradients(model, model, ids, labels=labels, **options)
@@ -117,8 +157,9 @@ def test_compiled_equals_eager(packed):
         assert relative(compiled_grads[name], grad) < 1e-4, name
 
 
-def test_training_step_in_a_cuda_graph():
-    model = make(torch.bfloat16)
+@families
+def test_training_step_in_a_cuda_graph(family):
+    model = make(torch.bfloat16, family)
     ids, labels = batch()
 
     def step():
@@ -149,8 +190,9 @@ def test_training_step_in_a_cuda_graph():
         assert relative(replayed[name], grad) < 1e-2, name
 
 
-def test_no_host_synchronisation():
-    model = make(torch.bfloat16)
+@families
+def test_no_host_synchronisation(family):
+    model = make(torch.bfloat16, family)
     ids, labels = batch()
     gradients(model, model, ids, labels=labels)
     torch.cuda.set_sync_debug_mode("error")
@@ -168,38 +210,36 @@ def test_a_target_outside_the_vocabulary_is_nan_in_its_row():
     assert loss.isnan().tolist() == [False, True, True, False]
 
 
-def test_bfloat16_errors_beside_transformers():
+@families
+def test_bfloat16_errors_beside_transformers(family, tmp_path):
     transformers = pytest.importorskip("transformers")
+    config = make(family=family).config
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
+    # Only the eager form has soft caps in transformers.
+    options = {"attn_implementation": "eager" if family == "gemma2" else "sdpa"}
+    hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    for name, parameter in made.named_parameters():
+        # Activations of order one: at transformers' own initialisation nothing is at stake.
+        parameter.data = torch.randn_like(parameter) * (0.2 if "norm" in name else 0.05)
+        if "norm" in name and "gemma" not in family:
+            parameter.data += 1
+    made.save_pretrained(tmp_path)
+    exact, rounded = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options).cuda()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours = AutoLiger.from_hf(tmp_path, device="cuda")
+    assert ours.embed_tokens.weight.dtype == torch.bfloat16
     ratios = []
     for seed in range(8):
         torch.manual_seed(seed)
-        hf_config = transformers.LlamaConfig(**CONFIG, tie_word_embeddings=False)
-        exact = transformers.LlamaForCausalLM(hf_config).cuda().float()
-        for parameter in exact.parameters():
-            parameter.data = parameter.data.bfloat16().float()
-        rounded = transformers.LlamaForCausalLM(hf_config).cuda().to(torch.bfloat16)
-        rounded.model.rotary_emb = exact.model.rotary_emb
-        rounded.load_state_dict(exact.state_dict())
-        ours = make(torch.bfloat16)
-        native = ours.state_dict()
-        hf = exact.state_dict()
-        for name in native:
-            parts = {
-                "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-                "gate_up_proj": ("gate_proj", "up_proj"),
-            }
-            packed = next((key for key in parts if key in name), None)
-            source = "lm_head.weight" if name == "head.proj.weight" else f"model.{name}"
-            if packed:
-                value = torch.cat([hf[source.replace(packed, part)] for part in parts[packed]])
-            else:
-                value = hf[source]
-            native[name].copy_(value)
         ids, _ = batch()
         with torch.no_grad():
             reference = exact(ids).logits
             error = relative(ours.head.logits(ours(ids)), reference)
             ratios.append(error / relative(rounded(ids).logits, reference))
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    print(f"bf16 logits, ours / transformers: mean {mean:.3f}, worst {max(ratios):.3f}")
+    print(f"{family}: bf16 logits, ours / transformers: {mean:.3f}, worst {max(ratios):.3f}")
     assert mean <= 1.05 and max(ratios) <= 1.3
