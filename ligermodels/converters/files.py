@@ -28,11 +28,19 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates"  # a folder, copied like them
 
 # Not to wait for a pipe's writer, and not to have the bytes changed on the way in.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _MAX_JSON = 100_000_000  # what safetensors allows a header; an index is of that size at most
 _MAX_DEPTH = 100  # of nesting; what reads further (copies, comparisons) recurses, too
+
+
+def copied_files(folder: Path) -> list[str]:
+    """Names, relative to the folder, of those of its files that an export carries along."""
+    templates = sorted(path.name for path in (folder / TEMPLATES).glob("*"))
+    names = [*COPIED, *(f"{TEMPLATES}/{name}" for name in templates)]
+    return [name for name in names if (folder / name).is_file()]
 
 
 def open_regular(path: Path, error: type[LigerError]) -> FileIO:

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.atomic import recover
-from ligermodels.converters.files import CONFIG, COPIED, INDEX, file_names, read_json, weight_files
+from ligermodels.converters.files import (
+    CONFIG,
+    COPIED,
+    INDEX,
+    TEMPLATES,
+    file_names,
+    read_json,
+    weight_files,
+)
 from ligermodels.errors import CheckpointError, printable
 
 logger = logging.getLogger(__name__)
+_TEMPLATE = re.compile(rf"{TEMPLATES}/[\w-][\w.-]*")
 _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
 
 
@@ -88,7 +97,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
         if weights:
             files, weight_map = weight_files(repo, names, read_index)
             wanted += files if weight_map is None else [INDEX, *files]
-        present = [name for name in wanted if name in names]
+        present = [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)]
         snapshot = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
     except CheckpointError:
         raise

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.config import read_config, unknown_keys
-from ligermodels.converters.files import CONFIG, COPIED
+from ligermodels.converters.files import CONFIG, copied_files
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
 
@@ -57,7 +57,7 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
     for name in table.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
-    names = [CONFIG, *(path.name for path in checkpoint.files), *COPIED]
+    names = [CONFIG, *(path.name for path in checkpoint.files), *copied_files(folder)]
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     memory = {
         "weights as stored": sum(dtype_bytes.values()),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.config import fields_from_hf, read_config, to_hf
-from ligermodels.converters.files import CONFIG, COPIED
+from ligermodels.converters.files import CONFIG, copied_files
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
 from ligermodels.converters.writer import save
@@ -99,7 +99,7 @@ def verify(
         )
         exported = Checkpoint(copy)
         exported.plan(table)
-        files = tuple(name for name in COPIED if (folder / name).is_file())
+        files = tuple(copied_files(folder))
         differences = [
             *(
                 f"{name}: differs"

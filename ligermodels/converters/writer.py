@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.atomic import replacing, sync_file
-from ligermodels.converters.files import CONFIG, COPIED, INDEX, SHARD, SINGLE, read_json
+from ligermodels.converters.files import (
+    CONFIG,
+    COPIED,
+    INDEX,
+    SHARD,
+    SINGLE,
+    TEMPLATES,
+    copied_files,
+    read_json,
+)
 from ligermodels.converters.table import Table
 from ligermodels.converters.weights import DTYPES
 from ligermodels.errors import CheckpointError, SaveError
@@ -76,7 +85,8 @@ def save(
     if max_shard_size < 1:
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
     target = Path(folder).expanduser().resolve()
-    source = None if source_folder is None else Path(source_folder)
+    source = target if source_folder is None else Path(source_folder)
+    copied = [] if source_folder is None else copied_files(source)
     if dtypes is None:
         dtypes = {entry.name: get_tensor(entry.name).dtype for entry in table}
     plan = _Plan(table, dtypes)
@@ -84,31 +94,26 @@ def save(
         if dtype not in _SPELLING:
             raise SaveError(f"{folder}: {name!r} is {dtype}, which an export does not hold")
     try:
-        with replacing(target, _owned(target, source)) as fresh:
+        with replacing(target, _owned(target, bool(copied))) as fresh:
             _write_json(fresh / CONFIG, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size)
-            for path in _copied(source):
-                shutil.copyfile(path, fresh / path.name)
-                sync_file(fresh / path.name)
+            for name in copied:
+                copy = fresh / name
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, copy)
+                sync_file(copy)
     except OSError as fault:  # a SaveError of ours among them
         raise SaveError(
             f"{folder}: could not be saved: {fault.strerror or fault}; what was there is unchanged"
         ) from fault
 
 
-def _copied(source: Path | None) -> list[Path]:
-    """The tokenizer and generation files of a checkpoint folder."""
-    if source is None:
-        return []
-    return [source / name for name in COPIED if (source / name).is_file()]
-
-
-def _owned(target: Path, source: Path | None) -> Callable[[str], bool]:
+def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
     """Which files of the old folder a new checkpoint replaces, even by nothing."""
     stale = {CONFIG, SINGLE, INDEX}
-    if _copied(source):
+    if brings_tokenizer:
         # A tokenizer.json left from another model would win over this one's tokenizer.model.
-        stale.update(COPIED)
+        stale.update(COPIED, [TEMPLATES])
     with contextlib.suppress(CheckpointError):  # a damaged index is replaced all the same
         weight_map = read_json(target / INDEX, CheckpointError).get("weight_map")
         named = weight_map.values() if isinstance(weight_map, dict) else ()

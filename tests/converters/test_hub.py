@@ -59,7 +59,8 @@ class FakeHub:
                 return self.send(request, 401, headers={"X-Error-Code": "RepoNotFound"})
             if revision not in (None, "main", COMMIT):
                 return self.send(request, 404, headers={"X-Error-Code": "RevisionNotFound"})
-            names = sorted(p.name for p in self.repos[repo].iterdir())
+            files = (p for p in self.repos[repo].rglob("*") if p.is_file())
+            names = sorted(p.relative_to(self.repos[repo]).as_posix() for p in files)
             if rest and rest.startswith("/tree"):
                 files = [(n, (self.repos[repo] / n).stat().st_size) for n in names]
                 body = [{"type": "file", "path": n, "size": s, "oid": "0"} for n, s in files]
@@ -159,6 +160,15 @@ def test_only_needed_files_come_all_from_one_commit(fake):
 def test_without_weights_only_small_files_come(fake):
     folder = resolve(REPO, weights=False)
     assert {p.name for p in folder.iterdir()} == {"config.json", *TOKENIZER} == fake.fetched()
+
+
+def test_additional_chat_templates_come_too(fake):
+    templates = fake.repos[REPO] / "additional_chat_templates"
+    (templates / "deeper").mkdir(parents=True)
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "deeper" / "no.jinja").write_text("")
+    found = resolve(REPO) / "additional_chat_templates"
+    assert [p.relative_to(found).as_posix() for p in found.rglob("*")] == ["tool_use.jinja"]
 
 
 def test_what_is_cached_is_not_fetched_again(fake):

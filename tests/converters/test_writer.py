@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from ligermodels.converters.config import to_hf
 from ligermodels.converters.reader import Checkpoint, same_bits
 from ligermodels.converters.table import llama_table
+from ligermodels.converters.verify import verify
 from ligermodels.converters.writer import save
 from ligermodels.errors import SaveError
+from ligermodels.models.llama import LlamaConfig
 
 from .conftest import TOKENIZER, random_tensors
 
@@ -168,6 +170,23 @@ def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
     resave(folder, config, out)
     assert not (out / "tokenizer.json").exists()
     assert (out / "tokenizer.model").read_bytes() == TOKENIZER["tokenizer.model"]
+
+
+def test_additional_chat_templates_come_along_and_onto_themselves(make, tmp_path):
+    folder, config = make()
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_bytes(b"{{ tools }}\r\n")
+    (templates / "notes.txt").write_text("the user's")
+    out = tmp_path / "out"
+    (out / templates.name).mkdir(parents=True)
+    (out / templates.name / "rag.jinja").write_text("another model's")
+    for target in (out, folder):
+        resave(folder, config, target)
+        copies = {p.name: p.read_bytes() for p in (target / templates.name).iterdir()}
+        assert copies == {"tool_use.jinja": b"{{ tools }}\r\n", "notes.txt": b"the user's"}
+    report = verify(folder, LlamaConfig)
+    assert report.ok and "additional_chat_templates/tool_use.jinja" in report.files
 
 
 def test_saving_onto_the_folder_the_weights_are_mapped_from(make):
