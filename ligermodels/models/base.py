@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self
 
-from ligermodels.kernels import backend
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
-    DecoderBlock,
-    GatedMLP,
     HeadOutput,
     LossHead,
     RMSNorm,
@@ -31,9 +27,9 @@ from ligermodels.layers.masks import (
     document_ids,
     positions_from_cu_seqlens,
 )
-from ligermodels.layers.plain import is_plain
 from ligermodels.models import checkpoints
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.report import kernels_of
 
 
 class DecoderModel(nn.Module):
@@ -281,40 +277,7 @@ class DecoderModel(nn.Module):
 
         Returns: op -> "implementation (reason)"; swapped projections are listed by name.
         """
-        device = self.embed_tokens.weight.device
-        name, reason = backend.choose(device)
-        here = f"{name} ({reason})"
-        report = dict.fromkeys(("rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"), here)
-        report["attention"] = "scaled_dot_product_attention (causal); packed documents: " + (
-            "varlen_attn with max_seqlen, else flex_attention"
-            if device.type == "cuda"
-            else "scaled_dot_product_attention with a dense mask"
-        )
-        swapped = list(self._swapped_modules())
-        report["norm + linear, linear + rope, glu + linear"] = (
-            "fused"
-            if not swapped
-            else f"modules called where swapped: {', '.join(swapped[:10])}"
-            + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
-        )
-        plain_head = bool(self.head._tied) or is_plain(self.head.proj, nn.Linear)
-        report["linear_cross_entropy"] = (
-            f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
-        )
-        return report
-
-    def _swapped_modules(self) -> Iterator[str]:
-        for name, module in self.named_modules():
-            children: dict[str, type[nn.Module]] = {}
-            if isinstance(module, Attention):
-                children = {"qkv_proj": nn.Linear}
-            elif isinstance(module, GatedMLP):
-                children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
-            elif isinstance(module, DecoderBlock):
-                children = {"input_layernorm": RMSNorm, "post_attention_layernorm": RMSNorm}
-            for child, kind in children.items():
-                if not is_plain(getattr(module, child), kind):
-                    yield f"{name}.{child}"
+        return kernels_of(self)
 
 
 def next_token_targets(

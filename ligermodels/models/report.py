@@ -1,0 +1,103 @@
+"""The report behind `model.kernels()`: what each op will run on, and why."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ligermodels.kernels import backend
+from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.layers import Attention, AttentionMask, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers.attend import implementation
+from ligermodels.layers.block import SandwichBlock
+from ligermodels.layers.plain import is_plain
+
+if TYPE_CHECKING:
+    from ligermodels.models.base import DecoderModel
+
+_ATTENTION = {
+    "causal": "scaled_dot_product_attention",
+    "varlen": "varlen_attn",
+    "blocks": "flex_attention",
+    "dense": "scaled_dot_product_attention with a dense mask",
+}
+_NORMS = {
+    DecoderBlock: ("input_layernorm", "post_attention_layernorm"),
+    SandwichBlock: ("input_layernorm", "pre_feedforward_layernorm"),
+}
+
+
+def kernels_of(model: "DecoderModel") -> dict[str, str]:
+    """Op -> "implementation (reason)" for the model as it is now."""
+    name, reason = backend.choose(model.embed_tokens.weight.device)
+    here = f"{name} ({reason})"
+    ops = ["rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"]
+    if any(isinstance(m, Attention) and m.q_norm is not None for m in model.modules()):
+        ops.insert(3, "qk_norm_rope")
+    report = dict.fromkeys(ops, here)
+    report.update(_attention(model))
+    swapped = list(_swapped_modules(model))
+    report["norm + linear, linear + rope, glu + linear"] = (
+        "fused"
+        if not swapped
+        else f"modules called where swapped: {', '.join(swapped[:10])}"
+        + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
+    )
+    plain_head = bool(model.head._tied) or is_plain(model.head.proj, nn.Linear)
+    report["linear_cross_entropy"] = (
+        f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
+    )
+    return report
+
+
+def _attention(model: "DecoderModel") -> dict[str, str]:
+    """For each kind of layer, what training on long rows takes, whole or packed."""
+    weight = model.embed_tokens.weight
+    device, dtype = weight.device, autocast_dtype(weight) or weight.dtype
+    report = {}
+    for module in model.modules():
+        if not isinstance(module, Attention):
+            continue
+        length = 1024 + 2 * (module.window or 0)
+        documents = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        masks = {
+            "": AttentionMask(length),
+            "documents by position_ids: ": AttentionMask(length, documents=documents),
+            "by cu_seqlens and max_seqlen: ": AttentionMask(
+                length, documents=documents, max_seqlen=length
+            ),
+            "padding: ": AttentionMask(length, tokens=documents),
+        }
+        key = "attention"
+        key += "" if module.window is None else f", window {module.window}"
+        key += "" if module.softcap is None else f", soft cap {module.softcap:g}"
+        with torch.enable_grad():
+            taken = {
+                how: implementation(
+                    mask, module.window, module.softcap, device, dtype, module.head_dim
+                )
+                for how, mask in masks.items()
+            }
+        if module.softcap is not None and "dense" in taken.values():
+            report[key] = "the formula with a dense mask"
+        else:
+            report[key] = "; ".join(how + _ATTENTION[name] for how, name in taken.items())
+    return report
+
+
+def _swapped_modules(model: "DecoderModel") -> Iterator[str]:
+    for name, module in model.named_modules():
+        children: dict[str, type[nn.Module]] = {}
+        if isinstance(module, Attention):
+            children = {"qkv_proj": nn.Linear}
+            if module.q_norm is not None:
+                children |= {"q_norm": RMSNorm, "k_norm": RMSNorm}
+        elif isinstance(module, GatedMLP):
+            children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
+        for kind, norms in _NORMS.items():
+            if isinstance(module, kind):
+                children = dict.fromkeys(norms, RMSNorm)
+        for child, expected in children.items():
+            if not is_plain(getattr(module, child), expected):
+                yield f"{name}.{child}"

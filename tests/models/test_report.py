@@ -1,0 +1,55 @@
+"""What `model.kernels()` says of attention and of swapped modules, family by family."""
+
+import torch
+
+from ligermodels.auto import FAMILIES
+from ligermodels.models.base import DecoderModel
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+
+
+def make(family: str, **changes: object) -> DecoderModel:
+    cls = FAMILIES[family]
+    return cls(cls.config_class(**{**SIZES, **changes}))
+
+
+def test_attention_on_a_cpu() -> None:
+    report = make("mistral", sliding_window=7).kernels()
+    dense = "scaled_dot_product_attention with a dense mask"
+    assert report["attention, window 7"] == "; ".join(
+        [
+            dense,
+            f"documents by position_ids: {dense}",
+            f"by cu_seqlens and max_seqlen: {dense}",
+            f"padding: {dense}",
+        ]
+    )
+    report = make("llama").kernels()
+    assert report["attention"].startswith("scaled_dot_product_attention; documents")
+
+
+def test_each_kind_of_layer_is_listed() -> None:
+    report = make("gemma2", sliding_window=9, attn_logit_softcapping=20.0).kernels()
+    assert report["attention, window 9, soft cap 20"] == "the formula with a dense mask"
+    assert report["attention, soft cap 20"] == "the formula with a dense mask"
+    assert "qk_norm_rope" not in report
+    report = make("gemma3_text", sliding_window=9, sliding_window_pattern=2).kernels()
+    assert {"attention, window 9", "attention", "qk_norm_rope"} <= report.keys()
+
+
+def test_swapped_norms_are_named() -> None:
+    model = make("gemma3_text")
+    model.layers[1].self_attn.q_norm = torch.nn.Identity()
+    model.layers[0].pre_feedforward_layernorm.register_forward_hook(lambda *_: None)
+    told = model.kernels()["norm + linear, linear + rope, glu + linear"]
+    assert "layers.0.pre_feedforward_layernorm" in told
+    assert "layers.1.self_attn.q_norm" in told
