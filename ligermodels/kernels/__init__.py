@@ -4,6 +4,7 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
 
@@ -16,6 +17,7 @@ __all__ = [
     "linear_cross_entropy",
     "norm_linear",
     "norm_qkv_rope",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "split_qkv",

@@ -100,11 +100,10 @@ def rope_packed(
     Returns: (batch, seq, (heads + 2 kv heads) * head_dim).
     """
     dtype = compute_dtype(q)
-    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+    cos, sin = cos.to(dtype), sin.to(dtype)
 
     def rotate(x: Tensor) -> Tensor:
-        a, b = x.to(dtype).chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype).flatten(-2)
+        return _rotated(x.to(dtype), cos, sin).to(x.dtype).flatten(-2)
 
     q_columns, k_columns = q.shape[-2] * q.shape[-1], k.shape[-2] * k.shape[-1]
     if out is None:
@@ -112,6 +111,79 @@ def rope_packed(
     out[..., :q_columns] = rotate(q)
     out[..., q_columns : q_columns + k_columns] = rotate(k)
     return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+# --- RMSNorm of heads, then RoPE -----------------------------------------------------------------
+
+
+def qk_norm_rope_forward(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> Tensor:
+    """Normalise each head as `rms_norm_forward` does over head_dim, then rotate it.
+
+    Args: q (batch, seq, heads, head_dim), k (batch, seq, kv heads, head_dim), any strides;
+        q_weight, k_weight (head_dim); cos, sin (batch or 1, seq, head_dim / 2).
+    Returns: (batch, seq, heads + kv heads, head_dim), rounded to q's dtype once at the end.
+    """
+    dtype = compute_dtype(q)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+
+    def one(x: Tensor, weight: Tensor) -> Tensor:
+        y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting, dtype)
+        return _rotated(y, cos, sin)
+
+    return torch.cat((one(q, q_weight), one(k, k_weight)), -2).to(q.dtype)
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    want_weights: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
+
+    Returns: (batch, seq, (heads + 2 kv heads) * head_dim) in q's dtype, and the gradients of
+        q_weight and k_weight, or None.
+    """
+    dtype = compute_dtype(q)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+
+    def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        rstd = torch.rsqrt(x.to(dtype).pow(2).mean(-1) + eps)
+        grad = _rotated(grad.to(dtype), cos, -sin)
+        grad_x, grad_weight, _ = rms_norm_backward(
+            grad, None, x, weight, rstd, offset, casting, want_weights, False
+        )
+        return grad_x, grad_weight
+
+    grad_q, grad_q_weight = one(q, q_weight, grad_q)
+    grad_k, grad_k_weight = one(k, k_weight, grad_k)
+    grad_qkv = torch.cat((grad_q, grad_k, grad_v.to(q.dtype)), -2).flatten(-2)
+    return grad_qkv, grad_q_weight, grad_k_weight
 
 
 # --- GLU -----------------------------------------------------------------------------------------

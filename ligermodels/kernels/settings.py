@@ -34,6 +34,8 @@ NVIDIA: Table = {
         (None, Launch(0, 32)),
     ),
     "rope": ((None, Launch(1024, 4)),),
+    "qk_norm_rope_forward": ((None, Launch(512, 4)),),
+    "qk_norm_rope_backward": ((None, Launch(512, 4)),),
     "glu_forward": ((None, Launch(2048, 8)),),
     "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
@@ -52,13 +54,16 @@ AMD: Table = {
         (None, Launch(0, 16)),
     ),
     "rope": ((None, Launch(1024, 4)),),
+    "qk_norm_rope_forward": ((None, Launch(512, 4)),),
+    "qk_norm_rope_backward": ((None, Launch(512, 4)),),
     "glu_forward": ((None, Launch(2048, 4)),),
     "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }
 
-# Programs of the RMSNorm backward per multiprocessor: each sums the weight gradient of many rows.
+# Programs per multiprocessor of the backwards in which each sums the weight gradient of many rows.
 RMS_NORM_PROGRAMS = 4
+QK_NORM_ROPE_PROGRAMS = 8
 
 MAX_NORM_WIDTH = 65536
 

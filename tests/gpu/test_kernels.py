@@ -15,11 +15,18 @@ from ligermodels.kernels import (
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
+    qk_norm_rope,
     rms_norm,
     rope,
 )
 from ligermodels.kernels.glu import ACTIVATIONS
-from tests.kernels import formulas, test_fused_linear, test_linear_cross_entropy, test_rope
+from tests.kernels import (
+    formulas,
+    test_fused_linear,
+    test_linear_cross_entropy,
+    test_qk_norm_rope,
+    test_rope,
+)
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
 
@@ -58,6 +65,16 @@ def test_norm_widths(place, width, casting, offset) -> None:
 def test_rope_heads(place, heads, kv_heads, head_dim) -> None:
     made = test_rope.inputs(2, 130, heads, kv_heads, head_dim)
     check(rope, formulas.rope, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(4, 1, 256), (16, 8, 128), (32, 16, 128), (9, 3, 64), (5, 1, 20)]
+)
+def test_qk_norm_rope_heads(place, heads, kv_heads, head_dim, casting, offset) -> None:
+    made = test_qk_norm_rope.inputs(2, 700, heads, kv_heads, head_dim)
+    made |= {"casting": casting, "offset": offset}
+    check(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

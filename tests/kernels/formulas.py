@@ -45,6 +45,15 @@ def rope(
     return rotated(q), rotated(k), v
 
 
+def qk_norm_rope(
+    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], -2)
+    q, k = rms_norm(q, q_weight, **options), rms_norm(k, k_weight, **options)
+    return rope(torch.cat((q, k, v), -2).flatten(-2), cos, sin, num_heads, num_kv_heads)
+
+
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]

@@ -11,15 +11,23 @@ from ligermodels.kernels import (
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
+    qk_norm_rope,
     rms_norm,
 )
 from ligermodels.kernels.autocast import autocast_dtype, cast_operands
-from tests.kernels import formulas, test_fused_linear, test_linear_cross_entropy, test_rms_norm
+from tests.kernels import (
+    formulas,
+    test_fused_linear,
+    test_linear_cross_entropy,
+    test_qk_norm_rope,
+    test_rms_norm,
+)
 from tests.kernels.checks import as_tuple, random
 
 CASES = {
     "rms_norm": (rms_norm, formulas.rms_norm, test_rms_norm.inputs((4, 24), False)),
     "add_rms_norm": (add_rms_norm, formulas.add_rms_norm, test_rms_norm.inputs((4, 24), True)),
+    "qk_norm_rope": (qk_norm_rope, formulas.qk_norm_rope, test_qk_norm_rope.inputs(2, 3, 4, 2, 8)),
     "glu": (glu, formulas.glu, {"gate_up": random(4, 24)}),
     "norm_linear": (
         norm_linear,

@@ -73,6 +73,26 @@ def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place:
     rope_packed(q, k, v, cos, cos, packed if in_place else None)
 
 
+def qk_norm_rope(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    casting: str = "llama",
+    want_weights: bool = True,
+):
+    from ligermodels.kernels.rope import split_qkv
+    from ligermodels.kernels.triton import qk_norm_rope_backward, qk_norm_rope_forward
+
+    packed = meta(2, ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos = meta(1, ROWS, head_dim // 2, dtype=torch.float32)
+    weight = meta(head_dim, dtype=dtype)
+    q, k, v = split_qkv(packed, heads, kv_heads)
+    angles = (weight, weight, cos, cos)
+    qk_norm_rope_forward(q, k, *angles, 1e-6, 0.0, casting)
+    qk_norm_rope_backward(q, k, v, q, k, *angles, 1e-6, 0.0, casting, want_weights)
+
+
 def glu(width: int, dtype: torch.dtype):
     from ligermodels.kernels.triton import glu_backward, glu_forward
 
@@ -113,6 +133,8 @@ def every_flag(dtype: torch.dtype) -> None:
             cross_entropy(32000, dtype, passes, features)
     for in_place in (False, True):
         rope(32, 8, 128, dtype, in_place)
+    for casting, want_weights in product(("llama", "gemma"), (False, True)):
+        qk_norm_rope(32, 8, 128, dtype, casting, want_weights)
     glu(14336, dtype)
 
 
@@ -125,6 +147,8 @@ def every_length(dtype: torch.dtype) -> None:
         cross_entropy(vocab, dtype, "both", (True, True, True))
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
         rope(heads, kv_heads, head_dim, dtype, False)
+    for heads, kv_heads, head_dim in ((4, 1, 256), (16, 8, 128), (32, 16, 128), (9, 3, 64)):
+        qk_norm_rope(heads, kv_heads, head_dim, dtype)
     for width in (1536, 8192, 28672):
         glu(width, dtype)
 
@@ -138,6 +162,8 @@ def mixed() -> None:
         norm_backward(length, torch.bfloat16, torch.bfloat16, (True, True, True), "llama")
         cross_entropy(length, torch.bfloat16, "both", (True, True, True))
     rope(1, 1, 2, torch.bfloat16, False)
+    for head_dim in (2, 20):
+        qk_norm_rope(3, 1, head_dim, torch.bfloat16)
     glu(1, torch.bfloat16)
     glu(100, torch.float32)
 

@@ -11,6 +11,7 @@ from ligermodels.kernels.rope import split_qkv
 from tests.kernels import formulas
 from tests.kernels.checks import random
 from tests.kernels.test_cross_entropy import OPTIONS, options_for, targets_for
+from tests.kernels.test_qk_norm_rope import inputs as qk_norm_rope_inputs
 
 
 def equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -50,6 +51,28 @@ def test_rope_and_its_inverse() -> None:
     grad = random(2, 3, 32, seed=3)
     (want,) = torch.autograd.grad(out, qkv, grad)
     equal(reference.rope_packed(*split_qkv(grad, 2, 1), angles.cos(), -angles.sin(), None), want)
+
+
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_qk_norm_rope(casting, offset) -> None:
+    made = qk_norm_rope_inputs(2, 3, 4, 2, 8)
+    options = {"eps": 1e-5, "offset": offset, "casting": casting}
+    for name in ("qkv", "q_weight", "k_weight"):
+        made[name].requires_grad_()
+    expected = formulas.qk_norm_rope(**made, **options)
+    q, k, _ = split_qkv(made["qkv"], 4, 2)
+    weights = (made["q_weight"], made["k_weight"], made["cos"], made["sin"])
+    out = reference.qk_norm_rope_forward(q, k, *weights, *options.values())
+    equal(out, torch.cat(expected[:2], -2))
+    grads = [random(*x.shape, seed=i) for i, x in enumerate(expected)]
+    wanted = torch.autograd.grad(
+        expected, [made[n] for n in ("qkv", "q_weight", "k_weight")], grads
+    )
+    got = reference.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), True)
+    for ours, want in zip(got, wanted):
+        equal(ours, want)
+    got = reference.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), False)
+    assert got[1] is None and got[2] is None
 
 
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

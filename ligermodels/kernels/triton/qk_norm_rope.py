@@ -1,0 +1,428 @@
+"""RMS norm and rotation of the heads of q and k, forward and backward in one launch each.
+
+A program works on tiles of heads by pairs; a and b are the two halves of a head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.settings import QK_NORM_ROPE_PROGRAMS, launch, num_multiprocessors
+
+
+@triton.jit
+def _halves(ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Both halves of a weight, in float32."""
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = column < HALF
+    a = tl.load(ptr + column, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _normed(x_ptr, head_stride, head, mask, column, eps, HALF: tl.constexpr, LLAMA: tl.constexpr):
+    """The halves of normalised heads, the same as the weight meets them, and 1 / rms."""
+    at = head.to(tl.int64) * head_stride + column
+    a = tl.load(x_ptr + at, mask=mask, other=0.0)
+    b = tl.load(x_ptr + at + HALF, mask=mask, other=0.0)
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    rstd = 1 / tl.sqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * HALF) + eps)
+    a, b = a * rstd, b * rstd
+    rounded_a, rounded_b = a, b
+    if LLAMA:
+        rounded_a, rounded_b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    return a, b, rounded_a, rounded_b, rstd
+
+
+@triton.jit
+def _forward_heads(
+    x_ptr,
+    head_stride,
+    out_ptr,
+    weight_ptr,
+    cos,
+    sin,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    LLAMA: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
+    for start in range(0, HEADS, BLOCK_HEADS):
+        head = start + tl.arange(0, BLOCK_HEADS)[:, None]
+        mask = (head < HEADS) & (column < HALF)
+        _, _, a, b, _ = _normed(x_ptr, head_stride, head, mask, column, eps, HALF, LLAMA)
+        a, b = a * (weight_a + offset), b * (weight_b + offset)
+        to = out_ptr + head * (2 * HALF) + column
+        dtype = out_ptr.dtype.element_ty
+        tl.store(to, (a * cos - b * sin).to(dtype), mask=mask)
+        tl.store(to + HALF, (b * cos + a * sin).to(dtype), mask=mask)
+
+
+@triton.jit
+def qk_norm_rope_forward_kernel(
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    seq,
+    q_batch_stride,
+    q_seq_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_seq_stride,
+    k_head_stride,
+    cos_batch_stride,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    LLAMA: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """All heads of one token a program."""
+    # torch.compile passes Python floats as float64.
+    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // seq
+    position = token % seq
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    angle = batch * cos_batch_stride + position * HALF + column
+    cos = tl.load(cos_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
+    q_ptr += batch * q_batch_stride + position * q_seq_stride
+    k_ptr += batch * k_batch_stride + position * k_seq_stride
+    out_ptr += token * ((HEADS + KV_HEADS) * 2 * HALF)
+    _forward_heads(
+        q_ptr,
+        q_head_stride,
+        out_ptr,
+        q_weight_ptr,
+        cos,
+        sin,
+        eps,
+        offset,
+        HEADS,
+        HALF,
+        LLAMA,
+        BLOCK_HEADS,
+        BLOCK_HALF,
+    )
+    _forward_heads(
+        k_ptr,
+        k_head_stride,
+        out_ptr + HEADS * 2 * HALF,
+        k_weight_ptr,
+        cos,
+        sin,
+        eps,
+        offset,
+        KV_HEADS,
+        HALF,
+        LLAMA,
+        BLOCK_HEADS,
+        BLOCK_HALF,
+    )
+
+
+@triton.jit
+def _backward_heads(
+    x_ptr,
+    x_head_stride,
+    grad_ptr,
+    grad_head_stride,
+    grad_x_ptr,
+    weight_a,
+    weight_b,
+    grad_weight_a,
+    grad_weight_b,
+    cos,
+    sin,
+    eps,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    LLAMA: tl.constexpr,
+    WANT_WEIGHTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    for start in range(0, HEADS, BLOCK_HEADS):
+        head = start + tl.arange(0, BLOCK_HEADS)[:, None]
+        mask = (head < HEADS) & (column < HALF)
+        a, b, rounded_a, rounded_b, rstd = _normed(
+            x_ptr, x_head_stride, head, mask, column, eps, HALF, LLAMA
+        )
+        at = grad_ptr + head.to(tl.int64) * grad_head_stride + column
+        turned_a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        turned_b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+        grad_a = turned_a * cos + turned_b * sin
+        grad_b = turned_b * cos - turned_a * sin
+        if WANT_WEIGHTS:
+            grad_weight_a += grad_a * rounded_a
+            grad_weight_b += grad_b * rounded_b
+        grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
+        mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * HALF)
+        to = grad_x_ptr + head * (2 * HALF) + column
+        dtype = grad_x_ptr.dtype.element_ty
+        tl.store(to, ((grad_a - a * mean) * rstd).to(dtype), mask=mask)
+        tl.store(to + HALF, ((grad_b - b * mean) * rstd).to(dtype), mask=mask)
+    return grad_weight_a, grad_weight_b
+
+
+@triton.jit
+def qk_norm_rope_backward_kernel(
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    grad_qkv_ptr,
+    partial_ptr,
+    tokens,
+    seq,
+    grad_q_batch_stride,
+    grad_q_seq_stride,
+    grad_q_head_stride,
+    grad_k_batch_stride,
+    grad_k_seq_stride,
+    grad_k_head_stride,
+    grad_v_batch_stride,
+    grad_v_seq_stride,
+    grad_v_head_stride,
+    q_batch_stride,
+    q_seq_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_seq_stride,
+    k_head_stride,
+    cos_batch_stride,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    LLAMA: tl.constexpr,
+    WANT_WEIGHTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """All heads of many tokens a program, which sums their part of the weights' gradients."""
+    # torch.compile passes Python floats as float64.
+    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    q_weight_a, q_weight_b = _halves(q_weight_ptr, HALF, BLOCK_HALF)
+    k_weight_a, k_weight_b = _halves(k_weight_ptr, HALF, BLOCK_HALF)
+    grad_q_weight_a = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+    grad_q_weight_b = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+    grad_k_weight_a = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+    grad_k_weight_b = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+    for index in range(program, tokens, tl.num_programs(0)):
+        token = tl.cast(index, tl.int64)
+        batch = token // seq
+        position = token % seq
+        angle = batch * cos_batch_stride + position * HALF + column
+        cos = tl.load(cos_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
+        to = grad_qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+        grad_q_weight_a, grad_q_weight_b = _backward_heads(
+            q_ptr + batch * q_batch_stride + position * q_seq_stride,
+            q_head_stride,
+            grad_q_ptr + batch * grad_q_batch_stride + position * grad_q_seq_stride,
+            grad_q_head_stride,
+            to,
+            q_weight_a + offset,
+            q_weight_b + offset,
+            grad_q_weight_a,
+            grad_q_weight_b,
+            cos,
+            sin,
+            eps,
+            HEADS,
+            HALF,
+            LLAMA,
+            WANT_WEIGHTS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+        to += HEADS * 2 * HALF
+        grad_k_weight_a, grad_k_weight_b = _backward_heads(
+            k_ptr + batch * k_batch_stride + position * k_seq_stride,
+            k_head_stride,
+            grad_k_ptr + batch * grad_k_batch_stride + position * grad_k_seq_stride,
+            grad_k_head_stride,
+            to,
+            k_weight_a + offset,
+            k_weight_b + offset,
+            grad_k_weight_a,
+            grad_k_weight_b,
+            cos,
+            sin,
+            eps,
+            KV_HEADS,
+            HALF,
+            LLAMA,
+            WANT_WEIGHTS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+        to += KV_HEADS * 2 * HALF
+        grad_v = grad_v_ptr + batch * grad_v_batch_stride + position * grad_v_seq_stride
+        wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        for start in range(0, KV_HEADS, BLOCK_HEADS):
+            head = start + tl.arange(0, BLOCK_HEADS)[:, None]
+            mask = (head < KV_HEADS) & (wide < 2 * HALF)
+            at = grad_v + head.to(tl.int64) * grad_v_head_stride + wide
+            tl.store(to + head * (2 * HALF) + wide, tl.load(at, mask=mask, other=0.0), mask=mask)
+    if WANT_WEIGHTS:
+        at = partial_ptr + program * (4 * HALF) + tl.arange(0, BLOCK_HALF)
+        mask = tl.arange(0, BLOCK_HALF) < HALF
+        tl.store(at, tl.sum(grad_q_weight_a, 0), mask=mask)
+        tl.store(at + HALF, tl.sum(grad_q_weight_b, 0), mask=mask)
+        tl.store(at + 2 * HALF, tl.sum(grad_k_weight_a, 0), mask=mask)
+        tl.store(at + 3 * HALF, tl.sum(grad_k_weight_b, 0), mask=mask)
+
+
+def _tile(op: str, heads: int, half: int) -> tuple[int, int, int, int]:
+    """Heads and pairs of a tile, powers of two, and the warps and stages to launch with."""
+    block, num_warps, num_stages = launch(op, half)
+    block_half = 1 << (half - 1).bit_length()
+    block_heads = min(1 << (heads - 1).bit_length(), max(1, block // block_half))
+    return block_heads, block_half, num_warps, num_stages
+
+
+def _with_whole_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def qk_norm_rope_forward(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> Tensor:
+    """`reference.qk_norm_rope_forward` on the GPU."""
+    batch, seq, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    out = q.new_empty((batch, seq, heads + kv_heads, head_dim))
+    if out.numel() == 0:
+        return out
+    q, k = _with_whole_heads(q, k)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block_heads, block_half, num_warps, num_stages = _tile(
+        "qk_norm_rope_forward", heads, head_dim // 2
+    )
+    qk_norm_rope_forward_kernel[(batch * seq,)](
+        q,
+        k,
+        q_weight.contiguous(),
+        k_weight.contiguous(),
+        cos,
+        sin,
+        out,
+        seq,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        eps,
+        offset,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        LLAMA=casting == "llama",
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    want_weights: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`reference.qk_norm_rope_backward` on the GPU."""
+    batch, seq, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
+    tokens = batch * seq
+    programs = min(tokens, QK_NORM_ROPE_PROGRAMS * num_multiprocessors(q.device.index))
+    partial = None
+    if want_weights:
+        partial = torch.empty((programs, 2, head_dim), dtype=torch.float32, device=q.device)
+    if tokens:
+        grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        block_heads, block_half, num_warps, num_stages = _tile(
+            "qk_norm_rope_backward", heads, head_dim // 2
+        )
+        qk_norm_rope_backward_kernel[(programs,)](
+            grad_q,
+            grad_k,
+            grad_v,
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            cos,
+            sin,
+            grad_qkv,
+            grad_qkv if partial is None else partial,
+            tokens,
+            seq,
+            *grad_q.stride()[:3],
+            *grad_k.stride()[:3],
+            *grad_v.stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            0 if cos.shape[0] == 1 else cos.stride(0),
+            eps,
+            offset,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=head_dim // 2,
+            LLAMA=casting == "llama",
+            WANT_WEIGHTS=want_weights,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=block_half,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    if partial is None:
+        return grad_qkv, None, None
+    grad_q_weight, grad_k_weight = partial.sum(0)
+    return grad_qkv, grad_q_weight.to(q_weight.dtype), grad_k_weight.to(k_weight.dtype)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import qk_norm_rope, rms_norm, rope
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+# batch, seq, heads, kv heads, head_dim
+SHAPES = [
+    (2, 5, 4, 2, 8),
+    (1, 1, 1, 1, 2),
+    (3, 2, 3, 3, 6),
+    (1, 7, 9, 3, 64),
+    (2, 3, 4, 1, 20),
+    (0, 4, 2, 1, 4),
+    (2, 0, 2, 1, 4),
+]
+VARIANTS = [("llama", 0.0), ("gemma", 1.0)]
+CONSTANT = ("cos", "sin")
+
+
+def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows: int = 1) -> dict:
+    angles = random(rows, seq, head_dim // 2, seed=5, scale=3.0)
+    return {
+        "qkv": random(batch, seq, (heads + 2 * kv_heads) * head_dim, seed=4, scale=3.0),
+        "q_weight": random(head_dim, seed=2),
+        "k_weight": random(head_dim, seed=3),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+    }
+
+
+@pytest.mark.parametrize("casting, offset", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_qk_norm_rope(place, shape, casting, offset) -> None:
+    made = inputs(*shape) | {"casting": casting, "offset": offset, "eps": 1e-5}
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
+
+
+def test_angles_of_each_row(place) -> None:
+    made = inputs(3, 4, 2, 1, 8, rows=3)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    made = inputs(2, 5, 4, 2, 8)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [("qkv",), ("q_weight",), ("k_weight",), ("q_weight", "k_weight"), ("qkv", "q_weight")],
+    ids=str,
+)
+def test_gradient_for_what_requires_it(place, frozen) -> None:
+    made = inputs(2, 5, 4, 2, 8)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, frozen=frozen, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("used", range(3))
+def test_one_output_used(place, used) -> None:
+    compare(
+        lambda **kwargs: qk_norm_rope(**kwargs)[used],
+        lambda **kwargs: formulas.qk_norm_rope(**kwargs)[used],
+        inputs(2, 3, 2, 1, 8),
+        place,
+        frozen=(("k_weight",), ("q_weight",), ("q_weight", "k_weight"))[used],
+        constant=CONSTANT,
+    )
+
+
+def test_more_tokens_than_programs(place) -> None:
+    made = inputs(3, 20, 2, 1, 4)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
+
+
+def test_gradients_in_the_layout_of_attention(place) -> None:
+    """Upstream gradients laid out as SDPA gives them, heads before tokens, or expanded."""
+    made = inputs(2, 3, 2, 1, 4)
+
+    def run(op, **kwargs) -> torch.Tensor:
+        q, k, v = op(**kwargs)
+        weights = torch.arange(q.numel(), device=q.device).view(q.transpose(1, 2).shape)
+        total = (q.transpose(1, 2).contiguous() * weights.to(q.dtype)).sum()
+        (total + k.sum() + 2 * v.sum()).backward()
+        return kwargs["qkv"].grad.double().cpu()
+
+    low = {
+        k: v.to(torch.float32 if k in CONSTANT else place.dtype).to(place.device)
+        if isinstance(v, torch.Tensor)
+        else v
+        for k, v in made.items()
+    }
+    exact = {k: v.double().cpu() if isinstance(v, torch.Tensor) else v for k, v in low.items()}
+    low["qkv"].requires_grad_()
+    exact["qkv"].requires_grad_()
+    expected = run(formulas.qk_norm_rope, **exact)
+    error = (run(qk_norm_rope, **low) - expected).norm() / expected.norm()
+    assert error < (1e-2 if place.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_is_the_norm_then_the_rotation(place) -> None:
+    """The two ops one after the other round once more; in float32 they agree closely."""
+    made = inputs(2, 3, 4, 2, 8)
+    low = {
+        k: v.float().to(place.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()
+    }
+    parts = low["qkv"].unflatten(-1, (8, 8))
+    q = rms_norm(parts[:, :, :4], low["q_weight"])
+    k = rms_norm(parts[:, :, 4:6], low["k_weight"])
+    packed = torch.cat((q, k, parts[:, :, 6:]), -2).flatten(-2)
+    expected = rope(packed, low["cos"], low["sin"], 4, 2)
+    for ours, want in zip(qk_norm_rope(**low), expected):
+        torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
+def test_v_is_a_view_and_qkv_is_all_that_is_kept(place) -> None:
+    made = inputs(2, 3, 4, 2, 8)
+    qkv = made.pop("qkv").to(place.dtype).to(place.device).requires_grad_()
+    low = {
+        k: v.to(place.dtype).to(place.device) if isinstance(v, torch.Tensor) else v
+        for k, v in made.items()
+    }
+    kept = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        q, _, v = qk_norm_rope(qkv, **low)
+    assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    assert q.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
+    small = sum(low[name].nbytes for name in ("q_weight", "k_weight", "cos", "sin"))
+    assert sum(kept.values()) <= qkv.nbytes + small
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    made = inputs(1, 3, 2, 1, 4)
+    angles = {k: made.pop(k).float().to(place.device) for k in CONSTANT}
+    check_repeatable(lambda **kwargs: qk_norm_rope(**kwargs, **angles), made, place)
+
+
+def test_refusals() -> None:
+    cos, weight = torch.ones(1, 3, 4), torch.ones(8)
+    qkv = torch.ones(2, 3, 32)
+    with pytest.raises(ValueError, match="packed columns"):
+        qk_norm_rope(torch.ones(2, 3, 33), weight, weight, cos, cos, 2, 1)
+    with pytest.raises(ValueError, match=r"weight \(4,\) does not fit .* expected \(8,\)"):
+        qk_norm_rope(qkv, weight, torch.ones(4), cos, cos, 2, 1)
+    with pytest.raises(ValueError, match="casting='hf'"):
+        qk_norm_rope(qkv, weight, weight, cos, cos, 2, 1, casting="hf")
