@@ -1,6 +1,7 @@
 # make demo   fine-tune a small pretrained model on this machine, export it, open it in transformers
 # make test   lint, types and every test
 # make lint   ruff and mypy alone
+# make parity run the comparison with transformers and write docs/parity.md
 #
 # Each makes .venv first, from constraints.txt. MODEL=<hub id or folder> gives the demo another model;
 # PYTHON=<interpreter> makes the environment with another Python; WORKERS=<n> sets how many
@@ -16,7 +17,7 @@ SMOLLM2 := build/smollm2
 # The last transformers 4, which reads configs spelt the older way: exports must open there, too.
 OLD := build/transformers-4.57.6
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format parity clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -31,6 +32,9 @@ lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+parity: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.parity_table -n $(WORKERS)
 
 format: $(VENV)/.test
 	$(BIN)/python -m ruff check --fix .

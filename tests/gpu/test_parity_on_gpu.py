@@ -21,26 +21,18 @@ def exact_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
-    parity.case.cache_clear()
     torch.cuda.empty_cache()
 
 
-@cases_of("logits", zoo.REAL)
-def test_logits_loss_and_gradients(family: str, name: str, record_property: RecordProperty) -> None:
-    case = parity.case(family, name, zoo.REAL, "cuda")
-    hold(case, parity.check_numbers(case), record_property)
-
-
-@cases_of("generation", zoo.REAL)
-def test_generation(family: str, name: str, record_property: RecordProperty) -> None:
-    case = parity.case(family, name, zoo.REAL, "cuda")
-    hold(case, parity.check_generation(case), record_property)
-
-
-@cases_of("compile", zoo.REAL, COMPILED)
-def test_compiled(family: str, name: str, record_property: RecordProperty) -> None:
-    case = parity.case(family, name, zoo.REAL, "cuda")
-    hold(case, parity.check_compiled(case, "inductor"), record_property)
+@cases_of("logits", zoo.REAL, kinds=("maths", "numbers", "input"))
+def test_parity(family: str, name: str, record_property: RecordProperty) -> None:
+    case = parity.Case(family, name, zoo.REAL, "cuda")
+    errors = parity.check_numbers(case)
+    if parity.applies("generation", case.feature):
+        errors |= parity.check_generation(case)
+    if name in COMPILED:
+        errors |= parity.check_compiled(case, "inductor")
+    hold(case, errors, record_property)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

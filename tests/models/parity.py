@@ -52,14 +52,14 @@ def applies(column: str, feature: zoo.Feature) -> bool:
 
 
 def cases_of(
-    column: str, scale: zoo.Scale = zoo.TINY, names: Collection[str] | None = None
+    column: str, scale: zoo.Scale = zoo.TINY, kinds: Collection[str] = zoo.KINDS
 ) -> pytest.MarkDecorator:
     """Parametrizes a test by the (family, name) that the column is measured on."""
     chosen = [
         pytest.param(family, name, id=f"{family}-{name.replace(' ', '_')}")
         for family in zoo.FAMILIES
         for name, feature in zoo.features(family, scale).items()
-        if applies(column, feature) and (names is None or name in names)
+        if applies(column, feature) and feature.kind in kinds
     ]
     return pytest.mark.parametrize(("family", "name"), chosen)
 

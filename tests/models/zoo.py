@@ -25,6 +25,7 @@ logging.set_verbosity_error()
 
 Json = dict[str, Any]
 EOS, PAD = 1, 2
+KINDS = ("maths", "numbers", "file", "input")
 FAMILIES = ("llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma3", "qwen2", "qwen3")
 # What published checkpoints of the family have; gemma3 is the wrapper with a vision tower.
 VOCABULARIES = {
@@ -146,7 +147,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
         },
         "longrope": {
             "rope_type": "longrope",
-            "factor": 4.0,
+            "factor": 4 * scale.seq / scale.trained,
             **beyond,
             "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
             "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
