@@ -6,6 +6,7 @@ tokenizer and a seed, so that a run that was killed finds the same rows in the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,18 @@ class Document:
     @property
     def num_targets(self) -> int:
         return int(self.targets.sum())
+
+
+def file_hashes(paths: Sequence[str | Path]) -> dict[str, str]:
+    """The SHA-256 of each file by its absolute path."""
+    found = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+        found[str(Path(path).resolve())] = digest.hexdigest()
+    return found
 
 
 def check_files(paths: Sequence[str | Path]) -> list[Path]:

@@ -355,15 +355,20 @@ class _Run:
     def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
         """Make the folder this run's: nothing of an older run is touched before all has loaded."""
         from ligermodels import __version__
+        from ligermodels.data import file_hashes
 
         where = self.folder.path
         facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
         if saved is None:
+            files = file_hashes(self.config.train)
             self.folder.clear()
-            settings = {"settings": self._settings(), **facts, "ligermodels": __version__}
-            self.folder.write_settings(settings)
+            settings = {"settings": self._settings(), **facts, "files": files}
+            self.folder.write_settings({**settings, "ligermodels": __version__})
         elif saved.get("rows") != facts["rows"]:
-            raise LigerError(f"{where}: the training data is not what the run was started with")
+            raise LigerError(
+                f"{where}: the training data is not what the run was started with: "
+                + _difference(saved.get("files"), file_hashes(self.config.train))
+            )
         elif saved.get("steps") != facts["steps"]:
             raise LigerError(
                 f"{where}: the run has {saved.get('steps')} steps, not {facts['steps']}"
@@ -393,6 +398,16 @@ class _Run:
             model=model,
             notes=self.notes,
         )
+
+
+def _difference(then: Any, now: dict[str, str]) -> str:
+    """What became of the training files, by their hashes; the names may have changed, too."""
+    then = then if isinstance(then, dict) else {}
+    if changed := [file for file, digest in now.items() if digest not in then.values()]:
+        return f"{', '.join(changed)} changed or came new"
+    if gone := [file for file, digest in then.items() if digest not in now.values()]:
+        return f"{', '.join(gone)} is left out"
+    return "the files are the same, but their order, eval, eval_fraction or the tokenizer is not"
 
 
 def _stderr() -> Any:

@@ -88,7 +88,8 @@ class RunFolder:
     def check(self, resume: bool, overwrite: bool, inputs: Iterable[tuple[str, Path]]) -> None:
         """Refuse, before anything is loaded, a folder that must not be written to.
 
-        `inputs` are what the run reads and what it calls them: overwriting must not remove them.
+        `inputs` are what the run reads and what it calls them: the run must not be written among
+        the model's files, and overwriting must not remove any of them.
         """
         if self.path.exists() and not self.path.is_dir():
             raise LigerError(f"{self.path}: is a file, the output must be a folder")
@@ -104,6 +105,11 @@ class RunFolder:
                 "can be resumed"
             )
         for what, source in inputs:
+            if what == "model" and source.is_dir() and source.resolve() == self.path.resolve():
+                raise LigerError(
+                    f"{self.path}: is the checkpoint to start from; choose another folder for the "
+                    "run, so that the two do not mix"
+                )
             for name in found if overwrite else ():
                 owned = (self.path / name).resolve()
                 if source.resolve() == owned or owned in source.resolve().parents:

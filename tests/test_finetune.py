@@ -153,19 +153,44 @@ def test_a_run_is_resumed_from_another_folder(checkpoint, text, tmp_path, monkey
 
 
 def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, text, tmp_path):
-    def resume(train=text, **changes):
+    def resume(**changes):
         changes = {"steps": 40, "save_every": 16, "resume": True} | changes
-        return run(checkpoint, train, finished.output, **changes)
+        return run(checkpoint, text, finished.output, **changes)
 
     with pytest.raises(LigerError, match=r"learning_rate: the run was started with 0\.003"):
         resume(learning_rate=1e-3)
     with pytest.raises(LigerError, match="steps: the run was started with 40"):
         resume(steps=50)
-    with pytest.raises(LigerError, match="the training data is not what"):
-        resume(train=make_text(tmp_path / "other.txt", seed=1))
+    other = make_text(tmp_path / "other.txt", seed=1)
+    with pytest.raises(LigerError, match=rf"training data is not what.*: {other} changed or came"):
+        resume(train=[text, other])
+    with pytest.raises(LigerError, match=r"training data is not what.*: the files are the same"):
+        resume(eval=[other])
     saved = resumed_settings(finished.output)
     assert saved["learning_rate"] == 3e-3 and "resume" not in saved
     assert resumed_settings(tmp_path) == {}
+
+
+def test_a_training_file_that_is_left_out_on_resume_is_named(checkpoint, text, tmp_path):
+    other = make_text(tmp_path / "other.txt", seed=1)
+    run(checkpoint, text, tmp_path / "run", train=[text, other], steps=1)
+    with pytest.raises(LigerError, match=rf"training data is not what.*: {other} is left out"):
+        run(checkpoint, text, tmp_path / "run", steps=1, resume=True)
+
+
+def test_a_run_into_the_checkpoint_is_refused_before_anything_is_written(text, tmp_path):
+    folder = make_checkpoint(tmp_path / "tiny")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    for changes in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(LigerError, match="is the checkpoint to start from; choose another"):
+            run(folder, text, tmp_path / "x" / ".." / "tiny", **changes)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_rows_beyond_the_models_length_are_noted_once(text, tmp_path):
+    short = make_checkpoint(tmp_path / "short", max_position_embeddings=32)
+    notes = run(short, text, tmp_path / "run", steps=1, separator=None).notes
+    assert sum("longer than the 32 the model was made for" in note for note in notes) == 1
 
 
 def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):
