@@ -123,8 +123,10 @@ def page(collector: Collector, gpu: bool = False) -> str:
         "| family | geometric mean | largest |",
         "|---|---|---|",
     ]
-    for family, (mean, most) in collector.ratios.items():
-        lines.append(f"| {family} | {mean:.3f} | {most:.3f} |")
+    for family in zoo.FAMILIES:
+        if family in collector.ratios:
+            mean, most = collector.ratios[family]
+            lines.append(f"| {family} | {mean:.3f} | {most:.3f} |")
     scale = zoo.REAL if gpu else zoo.TINY
     for family in zoo.FAMILIES:
         lines += ["", f"## {family}", "", *heading("feature")]
