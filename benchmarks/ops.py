@@ -152,6 +152,55 @@ def rope(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int):
     )
 
 
+def qk_norm_rope(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int):
+    _, _, ropes = rope(batch, seq, heads, kv_heads, head_dim)
+    angles = torch.rand(1, seq, head_dim // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+
+    def by_parts(norm: Callable[..., Tensor], rotate: Callable[..., Any]) -> Callable[..., Any]:
+        def run(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+            parts = norm(q, q_weight), norm(k, k_weight), v
+            return rotate(torch.cat([part.flatten(-2) for part in parts], -1))
+
+        return run
+
+    eager = by_parts(eager_norm, ropes["eager"])
+    return (
+        [randn(batch, seq, (heads + 2 * kv_heads) * head_dim), randn(head_dim), randn(head_dim)],
+        # Forward reads q, k and writes them; backward reads q, k, dq, dk, dv and writes all three.
+        batch * seq * (5 * (heads + kv_heads) + 2 * kv_heads) * head_dim * 2,
+        {
+            "eager": eager,
+            "compile": torch.compile(eager),
+            "ligermodels, rms_norm and rope apart": by_parts(
+                kernels.rms_norm, lambda qkv: kernels.rope(qkv, cos, sin, heads, kv_heads)
+            ),
+            "ligermodels": lambda qkv, q_weight, k_weight: kernels.qk_norm_rope(
+                qkv, q_weight, k_weight, cos, sin, heads, kv_heads
+            ),
+        },
+    )
+
+
+def layer_norm(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weight, bias, 1e-5)
+
+    return (
+        [randn(rows, width), randn(width), randn(width)],
+        5 * rows * width * 2,
+        {
+            "eager": eager,
+            "compile": torch.compile(eager),
+            "liger": lambda x, w, b: liger_layer_norm(x, w, b, 1e-5),
+            "ligermodels": kernels.layer_norm,
+        },
+    )
+
+
 def cross_entropy(rows: int, vocab: int) -> tuple[list[Tensor], int, Implementations]:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -204,6 +253,9 @@ CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
     (swiglu, (8192, 14336)),
     (geglu, (8192, 9216)),
     (rope, (2, 8192, 32, 8, 128)),
+    (qk_norm_rope, (2, 8192, 32, 8, 128)),
+    (qk_norm_rope, (1, 8192, 8, 4, 256)),
+    (layer_norm, (16384, 4096)),
     (cross_entropy, (8192, 128256)),
     (linear_cross_entropy, (8192, 4096, 128256)),
     (linear_cross_entropy, (32768, 4096, 128256)),
@@ -239,10 +291,13 @@ def measure(function: Callable[..., Any], inputs: list[Tensor]) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for ops.json and ops.md")
-    out = parser.parse_args().out
+    parser.add_argument("--only", nargs="*", help="names of ops; default all")
+    arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     rows = []
     for case, sizes in CASES:
+        if arguments.only and case.__name__ not in arguments.only:
+            continue
         if case is linear_cross_entropy and sizes[0] == 32768:
             skip = ("eager", "compile")  # the logits alone would take 8 to 17 GB several times
         else:
@@ -279,7 +334,7 @@ def main() -> None:
     ]
     text = table(rows, columns)
     result = {"environment": environment(), "copy GB/s": bandwidth / 1e9, "rows": rows}
-    write("ops.json", result, out)
+    write("ops.json", result, arguments.out)
     print(result["environment"], f"copy {bandwidth / 1e9:.0f} GB/s")
     print(text)
 

@@ -190,8 +190,34 @@ class Attention(nn.Module):
         self, qkv: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = (self.num_heads, self.num_kv_heads)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if _one_kind(q_norm, k_norm) and qkv.numel():
+            assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
+            return kernels.qk_norm_rope(
+                qkv,
+                q_norm.weight,
+                k_norm.weight,
+                context.cos,
+                context.sin,
+                *heads,
+                eps=q_norm.eps,
+                offset=q_norm.offset,
+                casting=q_norm.casting,
+            )
         q, k, v = kernels.split_qkv(qkv, *heads)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        q = q if q_norm is None else q_norm(q)
+        k = k if k_norm is None else k_norm(k)
         packed = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
         return kernels.rope(packed, context.cos, context.sin, *heads)
+
+
+def _one_kind(q_norm: nn.Module | None, k_norm: nn.Module | None) -> bool:
+    """Whether both are plain RMSNorms that differ in their weights alone."""
+    return (
+        isinstance(q_norm, RMSNorm)
+        and isinstance(k_norm, RMSNorm)
+        and is_plain(q_norm, RMSNorm)
+        and is_plain(k_norm, RMSNorm)
+        and (q_norm.eps, q_norm.offset, q_norm.casting)
+        == (k_norm.eps, k_norm.offset, k_norm.casting)
+    )
