@@ -5,7 +5,7 @@ from typing import Any
 
 from ligermodels.converters import config as hf_config
 from ligermodels.converters import hub
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.gemma import LigerGemma
 from ligermodels.models.gemma2 import LigerGemma2
@@ -51,7 +51,7 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"{os.path.join(folder, 'config.json')}: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(sorted(FAMILIES))}"
+            f"{os.path.join(folder, 'config.json')}: model_type {shown(model_type)} is not "
+            f"supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]

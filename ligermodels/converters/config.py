@@ -9,11 +9,12 @@ import copy
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.files import CONFIG, read_json
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, printable, shown
 
 # Known keys that change the maths and are not implemented, with the values that change nothing.
 # None (null) and absence always count among these.
@@ -58,8 +59,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: the file is not a JSON object, or has a key twice.
     """
     path = Path(folder) / CONFIG
-    if not path.is_file():
-        what = "is missing" if path.parent.is_dir() else "is missing: there is no such folder"
+    if not os.path.exists(path):
+        what = "is missing" if os.path.isdir(folder) else "is missing: there is no such folder"
         raise CheckpointError(f"{path}: {what}")
     return read_json(path, ConfigError)
 
@@ -75,7 +76,7 @@ def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]
     model_type = raw.get("model_type")
     if model_type != cls.model_type:
         raise ConfigError(
-            f"{source}: 'model_type' is {model_type!r}; this class reads {cls.model_type!r}"
+            f"{source}: 'model_type' is {shown(model_type)}; this class reads {cls.model_type!r}"
         )
     _refuse(raw, source)
     fields: dict[str, Any] = {}
@@ -132,14 +133,15 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
-                f"{source}: {key!r}: quantised checkpoints ({method!r}) are not supported; "
+                f"{source}: {key!r}: quantised checkpoints ({shown(method)}) are not supported; "
                 "load the one it was made from, in float32, bfloat16 or float16"
             )
     for key, harmless in REFUSED.items():
         value = raw.get(key)
         if value is not None and value not in harmless:
             raise ConfigError(
-                f"{source}: {key!r} is {value!r}, which changes the maths and is not implemented"
+                f"{source}: {key!r} is {shown(value)}, which changes the maths and is not "
+                "implemented"
             )
 
 
@@ -151,13 +153,14 @@ def _check_type(item: dataclasses.Field[Any], value: Any, source: str) -> None:
         expected, good = "a finite number", _is_number(value)
     elif isinstance(item.default, str):
         expected, good = "a string", isinstance(value, str)
-    elif item.name == "eos_token_id":
-        values = value if isinstance(value, list) else [value]
-        expected, good = "an integer or a list of them", value is None or all(map(_is_int, values))
+    elif item.name.endswith("_token_id"):
+        values = value if isinstance(value, list) and item.name == "eos_token_id" else [value]
+        expected = "an integer" if item.name != "eos_token_id" else "an integer or a list of them"
+        good = value is None or all(_is_int(token) and abs(token) < 2**31 for token in values)
     else:
         expected, good = "an integer", value is None or _is_int(value)
     if not good:
-        raise ConfigError(f"{source}: {item.name!r} is {value!r}, expected {expected}")
+        raise ConfigError(f"{source}: {item.name!r} is {shown(value)}, expected {expected}")
 
 
 def _is_int(value: Any) -> bool:
@@ -165,7 +168,10 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, float) and math.isfinite(value)) or _is_int(value)
+    try:
+        return (isinstance(value, float) or _is_int(value)) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _dtype(raw: dict[str, Any], source: str) -> str | None:
@@ -175,7 +181,7 @@ def _dtype(raw: dict[str, Any], source: str) -> str | None:
             name = value.removeprefix("torch.") if isinstance(value, str) else value
             if name not in _DTYPES:
                 raise ConfigError(
-                    f"{source}: {key!r} is {value!r}, expected one of {', '.join(_DTYPES)}"
+                    f"{source}: {key!r} is {shown(value)}, expected one of {', '.join(_DTYPES)}"
                 )
             return name
     return None
@@ -184,10 +190,11 @@ def _dtype(raw: dict[str, Any], source: str) -> str | None:
 def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, Any] | None]:
     """Theta, and the scaling with "rope_type" in it and without theta; None for plain rope."""
     # A non-empty rope_scaling replaces the whole of rope_parameters, its theta included.
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), (dict, type(None))):
+            raise ConfigError(f"{source}: {key!r} is {shown(raw[key])}, expected an object or null")
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(key) or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{source}: {key!r} is {given!r}, expected an object or null")
     scaling = {name: copy.deepcopy(value) for name, value in given.items() if value is not None}
 
     theta, theta_key = scaling.pop("rope_theta", None), f"{key}.rope_theta"
@@ -195,22 +202,25 @@ def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, Any] | Non
         theta, theta_key = raw.get("rope_theta"), "rope_theta"
     theta = _DEFAULT_THETA if theta is None else theta
     if not _is_number(theta) or theta <= 0:
-        raise ConfigError(f"{source}: {theta_key!r} is {theta!r}, expected a positive number")
+        raise ConfigError(f"{source}: {theta_key!r} is {shown(theta)}, expected a positive number")
 
     old_spelling = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_spelling)
     if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
         raise ConfigError(
-            f"{source}: '{key}.rope_type' is {rope_type!r}, expected one of "
+            f"{source}: '{key}.rope_type' is {shown(rope_type)}, expected one of "
             f"{', '.join(ROPE_NUMBERS)}"
         )
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
-            f"{source}: '{key}.partial_rotary_factor' is {scaling['partial_rotary_factor']!r}, "
-            "which changes the maths and is not implemented"
+            f"{source}: '{key}.partial_rotary_factor' is "
+            f"{shown(scaling['partial_rotary_factor'])}, which changes the maths and is not "
+            "implemented"
         )
     if nested := [name for name, value in scaling.items() if isinstance(value, dict)]:
-        raise ConfigError(f"{source}: '{key}.{nested[0]}': rope per layer type is not implemented")
+        raise ConfigError(
+            f"{source}: '{key}.{printable(nested[0])}': rope per layer type is not implemented"
+        )
     if rope_type == "default":
         return theta, None
     if rope_type in _HAS_ORIGINAL_LENGTH:
@@ -221,43 +231,72 @@ def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, Any] | Non
     return theta, {"rope_type": rope_type, **scaling}
 
 
-def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> None:
-    """Raise ConfigError for a `rope_scaling` of a config made in Python that no model can have."""
+def check_rope_scaling(scaling: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Raise ConfigError for a `rope_scaling` of a config that no model can have.
+
+    Args: sizes holds the config's head_dim, rope_theta and max_position_embeddings.
+    """
     rope_type = scaling.get("rope_type")
-    if rope_type not in ROPE_NUMBERS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
         raise ConfigError(
-            f"config: rope_scaling has rope_type {rope_type!r}; known: {', '.join(ROPE_NUMBERS)}"
+            f"config: rope_scaling has rope_type {shown(rope_type)}; known: "
+            f"{', '.join(ROPE_NUMBERS)}"
         )
-    _check_rope(rope_type, scaling, {"head_dim": head_dim}, "config: 'rope_scaling.")
+    _check_rope(rope_type, scaling, sizes, "config: 'rope_scaling.")
+
+
+# Numbers of a rope scaling that may be absent; the last four may be 0, which stands for absent.
+_OPTIONAL_NUMBERS = (
+    *("factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+# Beyond these a frequency over- or underflows.
+_LEAST, _MOST = 1e-6, 1e12
 
 
 def _check_rope(rope_type: str, scaling: dict[str, Any], raw: dict[str, Any], where: str) -> None:
-    numbers = set(ROPE_NUMBERS[rope_type])
-    if rope_type != "longrope":
-        numbers |= {"factor"} & scaling.keys()
-    if "original_max_position_embeddings" in scaling:
-        numbers.add("original_max_position_embeddings")
-    for name in sorted(numbers):
+    def fault(name: str, what: str) -> ConfigError:
+        return ConfigError(f"{where}{name}' {what}")
+
+    for name in (*ROPE_NUMBERS[rope_type], *_OPTIONAL_NUMBERS):
         value = scaling.get(name)
         if value is None:
-            raise ConfigError(f"{where}{name}' is missing; rope type {rope_type!r} needs it")
-        if not _is_number(value) or value <= 0:
-            raise ConfigError(f"{where}{name}' is {value!r}, expected a positive number")
+            if name in ROPE_NUMBERS[rope_type]:
+                raise fault(name, f"is missing; rope type {rope_type!r} needs it")
+        elif not _is_number(value) or not _LEAST <= value <= _MOST:
+            if not (value == 0 and _is_number(value) and name in _OPTIONAL_NUMBERS[3:]):
+                raise fault(name, f"is {shown(value)}, expected a positive number")
+    if not isinstance(scaling.get("truncate", True), bool):
+        raise fault("truncate", f"is {shown(scaling['truncate'])}, expected true or false")
     if rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise ConfigError(f"{where}high_freq_factor' must be greater than low_freq_factor")
+        raise fault("high_freq_factor", "must be greater than low_freq_factor")
+    if rope_type == "yarn" and raw.get("rope_theta") == 1:
+        raise fault("rope_type", "is 'yarn', which needs a rope_theta other than 1")
+    if rope_type == "dynamic" and raw.get("head_dim") == 2:
+        raise fault("rope_type", "is 'dynamic', which needs a head_dim greater than 2")
     if rope_type == "longrope":
-        for name in ("short_factor", "long_factor"):
-            factors = scaling.get(name)
-            if not isinstance(factors, list) or not factors or not all(map(_is_number, factors)):
-                raise ConfigError(
-                    f"{where}{name}' is no list of numbers; rope type 'longrope' needs it"
-                )
-            head_dim = raw.get("head_dim")
-            if isinstance(head_dim, int) and len(factors) != head_dim // 2:
-                raise ConfigError(
-                    f"{where}{name}' has {len(factors)} numbers, expected head_dim / 2 = "
-                    f"{head_dim // 2}"
-                )
+        _check_longrope(scaling, raw, fault)
+
+
+def _check_longrope(
+    scaling: dict[str, Any], raw: dict[str, Any], fault: Callable[[str, str], ConfigError]
+) -> None:
+    original = scaling.get("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    if isinstance(original, (int, float)) and original <= 1:
+        raise fault("original_max_position_embeddings", f"is {original}, expected more than 1")
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name)
+        if (
+            not isinstance(factors, list)
+            or not factors
+            or not all(_is_number(factor) and _LEAST <= factor <= _MOST for factor in factors)
+        ):
+            raise fault(name, "is no list of positive numbers; rope type 'longrope' needs it")
+        head_dim = raw.get("head_dim")
+        if isinstance(head_dim, int) and len(factors) != head_dim // 2:
+            raise fault(
+                name, f"has {len(factors)} numbers, expected head_dim / 2 = {head_dim // 2}"
+            )
 
 
 def _write_rope(raw: dict[str, Any], config: Any, changed: bool) -> None:

@@ -1,6 +1,7 @@
 """What the configs of all families share."""
 
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ligermodels.converters import config as hf_config
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 
 # Far above any published model; a config beyond them is damaged or hostile, and is refused
 # before anything is sized by it.
@@ -93,7 +94,7 @@ class ModelConfig:
             value = getattr(self, name)
             if not _is_size(value) or value > largest:
                 raise ConfigError(
-                    f"config: {name} is {value!r}; expected an integer from 1 to {largest}"
+                    f"config: {name} is {shown(value)}; expected an integer from 1 to {largest}"
                 )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -104,7 +105,7 @@ class ModelConfig:
             raise ConfigError(f"config: head_dim {self.head_dim} is odd; rope rotates pairs")
         if (name := getattr(self, self.activation_field)) not in _ACTIVATIONS:
             raise ConfigError(
-                f"config: {self.activation_field} {name!r} is not implemented; known: "
+                f"config: {self.activation_field} {shown(name)} is not implemented; known: "
                 f"{', '.join(_ACTIVATIONS)}"
             )
         if self.attention_dropout:
@@ -113,10 +114,17 @@ class ModelConfig:
             )
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigError(f"config: {name} is {value!r}; expected a positive number")
+            if not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+                raise ConfigError(f"config: {name} is {shown(value)}; expected a positive number")
+        if not 0 <= self.initializer_range <= sys.float_info.max:
+            raise ConfigError(
+                f"config: initializer_range is {shown(self.initializer_range)}; expected a number "
+                "of at least 0"
+            )
         if self.rope_scaling is not None:
-            hf_config.check_rope_scaling(self.rope_scaling, self.head_dim)
+            names = ("head_dim", "rope_theta", "max_position_embeddings")
+            sizes = {name: getattr(self, name) for name in names}
+            hf_config.check_rope_scaling(self.rope_scaling, sizes)
         if self.pad_token_id is not None and not (
             -self.vocab_size <= self.pad_token_id < self.vocab_size
         ):
