@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from ligermodels import LigerLlama, cli
+from ligermodels.arguments import byte_size
 from tests.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parent.parent
@@ -364,12 +365,43 @@ def test_convert_verifies_and_changes_dtype_and_shards(call, checkpoint, tmp_pat
     assert call(*convert, "--overwrite")[0] == 0
 
 
-def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_path, monkeypatch):
-    from ligermodels.converters import reader
+@pytest.mark.parametrize("size", ["500MB", "2GB", "30kB", "30000"])
+def test_convert_keeps_shards_to_the_size_that_is_asked_for(call, checkpoint, tmp_path, size):
+    target = tmp_path / "shards"
+    code, out, err = call("convert", checkpoint, target, "--max-shard-size", size, "--verify")
+    assert (code, err) == (0, "") and "bitwise equal" in out
+    shards = list(target.glob("*.safetensors"))
+    assert (len(shards) == 1) == size.endswith(("MB", "GB"))
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            tensors = [file.get_tensor(name) for name in file.keys()]
+        total = sum(tensor.nbytes for tensor in tensors)
+        assert len(tensors) == 1 or total <= byte_size(size)
 
-    monkeypatch.setattr(reader, "same_bits", lambda a, b: False)
+
+def test_convert_refuses_values_that_the_dtype_cannot_hold(call, checkpoint, tmp_path):
+    model = LigerLlama.from_hf(checkpoint)
+    with torch.no_grad():
+        model.norm.weight[3] = 1e6
+    model.save_hf(tmp_path / "large")
+    result = call("convert", tmp_path / "large", tmp_path / "half", "--dtype", "float16")
+    assert_one_line(result, "model.norm.weight", "too large for torch.float16")
+    assert not (tmp_path / "half").exists()
+
+
+def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_path, monkeypatch):
+    from ligermodels.models.base import DecoderModel
+
+    save = DecoderModel.save_hf
+
+    def wrong(self, folder, **options):
+        with torch.no_grad():
+            self.norm.weight[0] += 1
+        save(self, folder, **options)
+
+    monkeypatch.setattr(DecoderModel, "save_hf", wrong)
     code, out, _ = call("convert", checkpoint, tmp_path / "copy", "--verify")
-    assert code == 1 and "tensors differ" in out
+    assert code == 1 and "1 differences" in out and "model.norm.weight: differs" in out
 
 
 def test_resuming_where_no_run_is(call, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ligermodels.arguments import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
@@ -16,8 +15,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Load the checkpoint SOURCE and write it to the folder TARGET, in another dtype or other "
         "shards if asked. With --verify every tensor is compared bit for bit: TARGET's with "
-        "SOURCE's, or without TARGET, those of a copy that went into the native layout and back. "
-        "A difference gives exit code 1."
+        "SOURCE's (cast, if --dtype is given), or without TARGET, those of a copy that went into "
+        "the native layout and back. A difference gives exit code 1."
     )
     add = command.add_argument
     add("source", metavar="SOURCE", help="hub id or folder of a checkpoint")
@@ -40,6 +39,7 @@ def run(given: argparse.Namespace) -> None:
 
     from ligermodels.auto import AutoLiger, family_of
     from ligermodels.converters.hub import resolve
+    from ligermodels.converters.verify import compare, verify
 
     if given.target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")
@@ -52,38 +52,22 @@ def run(given: argparse.Namespace) -> None:
     source = resolve(given.source, revision=given.revision)
     config_class = family_of(source).config_class
     if given.target is None:
-        from ligermodels.converters.verify import verify
-
-        report = verify(source, config_class, max_shard_size=given.max_shard_size)
-        print(report)
-        if not report.ok:
-            raise SystemExit(1)
-        return
-    target = Path(given.target)
-    if given.verify and target.exists() and target.samefile(source):
-        raise LigerError("convert: --verify cannot compare a checkpoint with what replaces it")
-    model = AutoLiger.from_hf(source, **loading_options(given))
-    model.save_hf(target, max_shard_size=given.max_shard_size)
-    print(f"written to {target}")
-    if given.verify:
-        _compare(source, target, config_class)
-
-
-def _compare(source: Any, target: Any, config_class: Any) -> None:
-    """Every tensor of an export against its source, cast where the dtype was changed."""
-    from ligermodels.converters.config import fields_from_hf, read_config
-    from ligermodels.converters.reader import Checkpoint, same_bits
-    from ligermodels.converters.table import table_for
-
-    config = config_class(**fields_from_hf(read_config(source), config_class, str(source)))
-    names = list(table_for(config).source_shapes())
-    before, after = Checkpoint(source), Checkpoint(target)
-    wrong = []
-    for name in names:
-        found = after.tensor(name)
-        if not same_bits(before.tensor(name).to(found.dtype), found):
-            wrong.append(name)
-    if wrong:
-        print(f"{len(wrong)} of {len(names)} tensors differ, the first is {wrong[0]}")
+        report = verify(
+            source,
+            config_class,
+            max_shard_size=given.max_shard_size,
+            allow_nonfinite=given.allow_nonfinite,
+        )
+    else:
+        target = Path(given.target)
+        if given.verify and target.exists() and target.samefile(source):
+            raise LigerError("convert: --verify cannot compare a checkpoint with what replaces it")
+        loading = loading_options(given)
+        AutoLiger.from_hf(source, **loading).save_hf(target, max_shard_size=given.max_shard_size)
+        print(f"written to {target}")
+        if not given.verify:
+            return
+        report = compare(source, target, config_class, dtype=loading["dtype"])
+    print(report)
+    if not report.ok:
         raise SystemExit(1)
-    print(f"bitwise equal: {len(names)} tensors")

@@ -1,4 +1,4 @@
-"""Proving that a checkpoint survives the way in and out, bit for bit."""
+"""Proving that a checkpoint survives the way in and out, bit for bit; comparing two of them."""
 
 import os
 import shutil
@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.config import fields_from_hf, read_config, to_hf
+from ligermodels.converters.config import read_config, to_hf
 from ligermodels.converters.files import CONFIG, copied_files
-from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.reader import Checkpoint, same_bits
 from ligermodels.converters.table import table_for
+from ligermodels.converters.weights import DTYPES
 from ligermodels.converters.writer import save
 from ligermodels.errors import listing
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a round trip compared, and what differs; `ok` when nothing does.
+    """What was compared with its copy, and what differs; `ok` when nothing does.
 
     Attributes:
         tensors: HF tensors compared bit for bit; a stored tied head counts as its original.
@@ -47,9 +48,8 @@ class Report:
             f"{len(self.files)} tokenizer and generation files"
         )
         if self.ok:
-            return f"bitwise equal after the round trip: {what}"
-        lines = listing(self.differences)
-        return f"{len(self.differences)} differences after the round trip of {what}\n{lines}"
+            return f"bitwise equal: {what}"
+        return f"{len(self.differences)} differences in {what}\n{listing(self.differences)}"
 
 
 def verify(
@@ -58,6 +58,7 @@ def verify(
     *,
     scratch: str | os.PathLike[str] | None = None,
     max_shard_size: int = 5 * 10**9,
+    allow_nonfinite: bool = False,
 ) -> Report:
     """Convert a checkpoint to the native layout and back, and compare everything bitwise.
 
@@ -67,15 +68,15 @@ def verify(
         folder: a local HF checkpoint.
         config_class: the config class of its family.
         scratch: where the copy is made for the time; default the system's temporary folder.
+        allow_nonfinite: let NaN and infinite weights through.
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be loaded in the first place.
         SaveError: the copy cannot be written.
     """
     folder = Path(folder)
-    raw = read_config(folder)
-    config = config_class(**fields_from_hf(raw, config_class, str(folder / CONFIG)))
+    config = config_class.from_hf(folder)
     table = table_for(config)
-    original = Checkpoint(folder)
+    original = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
     dtypes = original.plan(table)
     original.check_aliases(table)
     entries = {entry.name: entry for entry in table}
@@ -97,24 +98,61 @@ def verify(
             max_shard_size=max_shard_size,
             dtypes=dtypes,
         )
-        exported = Checkpoint(copy)
-        exported.plan(table)
-        files = tuple(copied_files(folder))
-        differences = [
-            *(
-                f"{name}: differs"
-                for name in table.source_shapes()
-                if not original.same_bits(name, exported, name)
-            ),
-            *_config_differences(raw, read_config(copy)),
-            *(f"{name}: differs" for name in files if not _same_file(folder / name, copy / name)),
-        ]
+        return compare(folder, copy, config_class)
     finally:
         shutil.rmtree(parent, ignore_errors=True)
-    compared = [original.tensors[name] for name in table.source_shapes()]
-    return Report(
-        len(compared), sum(i.nbytes for i in compared), len(raw), files, tuple(differences)
-    )
+
+
+def compare(
+    folder: str | os.PathLike[str],
+    copy: str | os.PathLike[str],
+    config_class: Any,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Report:
+    """Compare a checkpoint with its export: tensors bitwise, config keys, tokenizer files.
+
+    Args:
+        folder, copy: local HF checkpoints of one family; what only the copy has is no difference.
+        config_class: the config class of the family.
+        dtype: what the copy was cast to; default each tensor's own.
+    Raises:
+        ConfigError, CheckpointError: one of them cannot be read.
+    """
+    folder, copy = Path(folder), Path(copy)
+    raw = read_config(folder)
+    original, exported = Checkpoint(folder), Checkpoint(copy)
+    names = _names(original, config_class)
+    pairs = list(zip(names, _names(exported, config_class), strict=True))
+    files = tuple(copied_files(folder))
+    recast = ("dtype", "torch_dtype") if dtype is not None else ()
+    compared = {key: value for key, value in raw.items() if key not in recast}
+    differences = [
+        *(
+            f"{name}: differs"
+            for name, other in pairs
+            if not _same_tensor(original, name, exported, other, dtype)
+        ),
+        *_config_differences(compared, read_config(copy)),
+        *(f"{name}: differs" for name in files if not _same_file(folder / name, copy / name)),
+    ]
+    nbytes = sum(original.tensors[name].nbytes for name in names)
+    return Report(len(names), nbytes, len(compared), files, tuple(differences))
+
+
+def _names(checkpoint: Checkpoint, config_class: Any) -> list[str]:
+    """The HF tensors that the checkpoint's model is made of, in the table's order."""
+    table = table_for(config_class.from_hf(checkpoint.folder))
+    checkpoint.plan(table)
+    return list(table.source_shapes())
+
+
+def _same_tensor(
+    original: Checkpoint, name: str, exported: Checkpoint, other: str, dtype: torch.dtype | None
+) -> bool:
+    if dtype is None or DTYPES[original.tensors[name].dtype] == dtype:
+        return original.same_bits(name, exported, other)
+    return same_bits(original.tensor(name).to(dtype), exported.tensor(other))
 
 
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ligermodels.converters import verify as module
-from ligermodels.converters.verify import verify
+from ligermodels.converters.verify import compare, verify
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.models.llama import LlamaConfig
+from ligermodels.models.llama import LigerLlama, LlamaConfig
 
 from .conftest import TOKENIZER, random_tensors
 
@@ -24,7 +24,7 @@ def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
     assert report.tensors == len(stored)
     assert report.nbytes == sum(tensor.nbytes for tensor in stored.values())
     assert set(report.files) == set(TOKENIZER)
-    assert str(report).startswith(f"bitwise equal after the round trip: {len(stored)} tensors")
+    assert str(report).startswith(f"bitwise equal: {len(stored)} tensors")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not list(scratch.iterdir())
 
@@ -56,7 +56,7 @@ def test_what_differs_is_reported(make, monkeypatch):
     assert "config.json: 'is_llama_config' was True, is None" in report.differences
     assert "config.json: 'rope_theta' was 500000.0, is 500000" in report.differences
     assert "model.norm.weight: differs" in report.differences
-    assert str(report).startswith(f"{len(report.differences)} differences after the round trip")
+    assert str(report).startswith(f"{len(report.differences)} differences in ")
     assert len(str(report).splitlines()) == 12
 
 
@@ -83,3 +83,35 @@ def test_what_cannot_be_loaded_is_an_error(make):
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="'model_type' is None"):
         verify(folder, LlamaConfig)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
+    folder, _ = make()
+    copy = tmp_path / "copy"
+    model = LigerLlama.from_hf(folder, dtype=dtype)
+    model.save_hf(copy, max_shard_size=900)
+    report = compare(folder, copy, LlamaConfig, dtype=dtype)
+    assert report.ok, str(report)
+    with torch.no_grad():
+        model.norm.weight[0] += 1
+    model.save_hf(copy)
+    (copy / "tokenizer.json").write_text("{}")
+    report = compare(folder, copy, LlamaConfig, dtype=dtype)
+    assert report.differences == ("model.norm.weight: differs", "tokenizer.json: differs")
+
+
+def test_a_copy_in_another_dtype_than_said_differs(make, tmp_path):
+    folder, _ = make()
+    LigerLlama.from_hf(folder, dtype=torch.float32).save_hf(tmp_path / "copy")
+    for dtype in (None, torch.float16):
+        report = compare(folder, tmp_path / "copy", LlamaConfig, dtype=dtype)
+        assert len([line for line in report.differences if "weight" in line]) == report.tensors
+
+
+def test_nonfinite_weights_pass_where_they_are_allowed(make):
+    name = "model.norm.weight"
+    folder, _ = make(add={name: torch.full((16,), float("nan"), dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=r"norm.*NaN"):
+        verify(folder, LlamaConfig)
+    assert verify(folder, LlamaConfig, allow_nonfinite=True).ok
