@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligermodels import AutoLiger
 from ligermodels.converters.table import table_for
-from tests.models import zoo
+from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 
 RecordProperty = Callable[[str, Any], None]
@@ -89,14 +89,14 @@ class Case:
         self.feature = zoo.features(family, scale)[name]
         self._kept = tempfile.TemporaryDirectory()
         self.folder = Path(self._kept.name) / "checkpoint"
-        zoo.save(self.folder, family, self.feature, scale)
+        hf_models.save(self.folder, family, self.feature, scale)
         self.ours = AutoLiger.from_hf(self.folder, dtype=torch.float32, device=device)
         inputs = zoo.make_inputs(self.feature.inputs, self.ours.config.vocab_size, scale)
         self.inputs = zoo.Inputs(*(_to(part, device) for part in inputs))
 
     def theirs(self, folder: Path | None = None) -> Any:
         """transformers' model, new each time: its dynamic rope remembers longer calls."""
-        return zoo.load(folder or self.folder, self.family, device=self.device)
+        return hf_models.load(folder or self.folder, self.family, device=self.device)
 
 
 def _to(part: Any, device: str) -> Any:
@@ -266,9 +266,9 @@ def check_bfloat16(
     ratios = []
     with tempfile.TemporaryDirectory() as kept, torch.no_grad():
         folder = Path(kept) / "checkpoint"
-        zoo.save(folder, family, feature, scale)
-        exact = zoo.load(folder, family, device=device)
-        theirs = zoo.load(folder, family, torch.bfloat16, device)
+        hf_models.save(folder, family, feature, scale)
+        exact = hf_models.load(folder, family, device=device)
+        theirs = hf_models.load(folder, family, torch.bfloat16, device)
         ours = AutoLiger.from_hf(folder, device=device)
         for seed in range(draws):
             ids = zoo.make_inputs("plain", ours.config.vocab_size, scale, seed).ids.to(device)

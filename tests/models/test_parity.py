@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import parity, parity_table, zoo
+from tests.models import hf_models, parity, parity_table, zoo
 from tests.models.pairs import relative
 from tests.models.parity import RecordProperty, cases_of, hold
 
@@ -49,13 +49,13 @@ def test_the_maths_of_every_feature_differs(family: str) -> None:
     """
     found = zoo.features(family)
     ids = zoo.make_inputs("plain", zoo.TINY.vocab or 0).ids
-    basic = zoo.build(family, found["basic"])
+    basic = hf_models.build(family, found["basic"])
     shapes = {key: weight.shape for key, weight in basic.state_dict().items()}
     idle = []
     with torch.no_grad():
         expected = basic(ids).logits
         for name, feature in found.items():
-            model = zoo.build(family, feature)
+            model = hf_models.build(family, feature)
             same = {key: weight.shape for key, weight in model.state_dict().items()} == shapes
             computes = feature.kind in ("maths", "numbers")
             if computes and same and name not in ("basic", "no padding token"):

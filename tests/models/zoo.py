@@ -1,32 +1,22 @@
-"""Tiny random models of every family, made and saved by transformers itself.
+"""The families and the features that each is compared with transformers on.
 
-A family has named features: a config, what its config.json is rewritten to by hand, how it is
-sharded, and the inputs it is run on. Weights are drawn so that activations are of order one, no two
-norms or biases are alike, soft caps bend and windows hide.
+A feature is a config, what its config.json is rewritten to by hand, how it is sharded, and the
+inputs it is run on.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.utils import logging
-
-logging.disable_progress_bar()
-logging.set_verbosity_error()
 
 Json = dict[str, Any]
 EOS, PAD = 1, 2
 KINDS = ("maths", "numbers", "file", "input")
-FAMILIES = ("llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma3", "qwen2", "qwen3")
 # What published checkpoints of the family have; gemma3 is the wrapper with a vision tower.
 VOCABULARIES = {
     "llama": 128256,
@@ -38,6 +28,18 @@ VOCABULARIES = {
     "qwen2": 151936,
     "qwen3": 151936,
 }
+# transformers' config and model.
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+FAMILIES = tuple(CLASSES)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         ),
         "old spelling": Feature("file", rope(5e5, {}), rewrite=old_spelling),
         "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
-        "defaults left out": Feature("file", rewrite=_leave_out_defaults(family)),
+        "defaults left out": Feature("file", _DEFAULTS[family], rewrite=_leave_out(family)),
         "no padding token": Feature(config={"pad_token_id": None}),
         "one kv head": Feature("numbers", {"num_key_value_heads": 1}),
         "ungrouped heads": Feature("numbers", {"num_key_value_heads": scale.heads}),
@@ -290,7 +292,15 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         found["attention_bias"] = Feature(config={"attention_bias": True})
     if family == "gemma3":  # the tower is gemma3_text: here what the wrapper may change
         kept = (
-            *("basic", "bfloat16 file", "shards", "untied", "untied, shards", "old spelling"),
+            *(
+                "basic",
+                "bfloat16 file",
+                "shards",
+                "defaults left out",
+                "untied",
+                "untied, shards",
+                "old spelling",
+            ),
             *("packed", "left padding", "no padding token", "odd sizes", "yarn rope"),
             *("linear rope", "layer_types", "five windows, one full"),
             *("sliding_window_pattern 3", "local theta"),
@@ -330,112 +340,53 @@ def old_spelling(raw: Json) -> None:
     raw |= {"transformers_version": "4.40.0", "rope_interleaved": False}
 
 
-def _leave_out_defaults(family: str) -> Callable[[Json], None]:
+def config_class(family: str) -> Any:
+    """transformers' config of the family."""
+    return getattr(transformers, CLASSES[family][0])
+
+
+# What a config says, where it can be this small, when it says nothing.
+_DEFAULTS: dict[str, Json] = {
+    "llama": {"num_key_value_heads": None},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "gemma": {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "qwen2": {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32},
+    "qwen3": {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
+}
+_DEFAULTS["gemma3"] = _DEFAULTS["gemma3_text"]
+
+
+def _leave_out(family: str) -> Callable[[Json], None]:
     """Drop every key that says what transformers assumes anyway, as files on the hub do."""
 
     def rewrite(raw: Json) -> None:
-        default = _config_class(family)().to_dict()
+        default = config_class(family)().to_dict()
+        if family == "gemma3":
+            default = default["text_config"]
         for key in list(raw):
-            if key != "model_type" and key in default and raw[key] == default[key]:
+            derived = key.endswith(("layer_types", "sliding_window_pattern"))
+            follows = key == "num_key_value_heads" and family == "llama"
+            same = key in default and raw[key] == default[key]
+            if derived or follows or (same and key != "model_type"):
                 del raw[key]
 
     return rewrite
-
-
-# --- models --------------------------------------------------------------------------------------
-
-_CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}
-
-
-def _config_class(family: str) -> Any:
-    return getattr(transformers, _CLASSES[family][0])
-
-
-def _model_class(family: str) -> Any:
-    return getattr(transformers, _CLASSES[family][1])
-
-
-def attention_of(family: str) -> str:
-    """transformers' implementation to compare with; only "eager" caps scores."""
-    return "eager" if family == "gemma2" else "sdpa"
-
-
-def build(family: str, feature: Feature, scale: Scale = TINY, seed: int = 0) -> Any:
-    """A random model of transformers'."""
-    values = {**sizes(family, scale), **copy.deepcopy(feature.config)}
-    if family == "gemma3":
-        vocab = values["vocab_size"]
-        values = {
-            "text_config": values,
-            "vision_config": {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
-            "mm_tokens_per_image": 1,
-            "image_token_index": vocab - 1,
-            "boi_token_index": vocab - 2,
-            "eoi_token_index": vocab - 3,
-            "tie_word_embeddings": values.get("tie_word_embeddings", True),
-        }
-    config = _config_class(family)(**values)
-    model = _model_class(family)._from_config(config, attn_implementation=attention_of(family))
-    randomize(model, family, seed)
-    return model.eval()
-
-
-def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
-    """Draw every weight: a matrix by its width, norms and biases each of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    ones = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores a norm's weight less one
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            mean, std = 0.0, 0.3
-            if "norm" in name:
-                mean, std = ones, 0.2
-            elif "embed_tokens" not in name and weight.dim() > 1:
-                std = 1.5 * weight.shape[-1] ** -0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * std + mean)
-
-
-def save(folder: Path, family: str, feature: Feature, scale: Scale = TINY, seed: int = 0) -> None:
-    """The feature's checkpoint as transformers writes it, config.json edited where asked."""
-    model = build(family, feature, scale, seed).to(feature.dtype)
-    model.save_pretrained(folder, max_shard_size=feature.max_shard_size)
-    if feature.rewrite is not None:
-        path = folder / "config.json"
-        raw = json.loads(path.read_text())
-        feature.rewrite(raw["text_config"] if family == "gemma3" else raw)
-        path.write_text(json.dumps(raw, indent=2))
-    # Files that an export carries along bit for bit.
-    (folder / "tokenizer_config.json").write_text('{"add_bos_token":  true}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}\n")
-
-
-def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A checkpoint in transformers: of its wrapper where there is one, else of the decoder."""
-    auto = transformers.AutoModelForCausalLM
-    if json.loads((folder / "config.json").read_text())["model_type"] == "gemma3":
-        auto = transformers.AutoModelForImageTextToText
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention_of(family))
-    return model.eval().to(device)
-
-
-# --- inputs --------------------------------------------------------------------------------------
 
 
 def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> Inputs:

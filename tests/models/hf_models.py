@@ -1,0 +1,99 @@
+"""Random models of the zoo's features, made, saved and loaded by transformers itself.
+
+Weights are drawn so that activations are of order one, no two norms or biases are alike, soft caps
+bend and windows hide.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging
+
+from tests.models import zoo
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def _model_class(family: str) -> Any:
+    return getattr(transformers, zoo.CLASSES[family][1])
+
+
+def attention_of(family: str) -> str:
+    """transformers' implementation to compare with; only "eager" caps scores."""
+    return "eager" if family == "gemma2" else "sdpa"
+
+
+def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
+    """A random model of transformers'."""
+    values = {**zoo.sizes(family, scale), **copy.deepcopy(feature.config)}
+    if family == "gemma3":
+        vocab = values["vocab_size"]
+        values = {
+            "text_config": values,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 1,
+            "image_token_index": vocab - 1,
+            "boi_token_index": vocab - 2,
+            "eoi_token_index": vocab - 3,
+            "tie_word_embeddings": values.get("tie_word_embeddings", True),
+        }
+    config = zoo.config_class(family)(**values)
+    model = _model_class(family)._from_config(config, attn_implementation=attention_of(family))
+    randomize(model, family, seed)
+    return model.eval()
+
+
+def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
+    """Draw every weight: a matrix by its width, norms and biases each of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    ones = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores a norm's weight less one
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            mean, std = 0.0, 0.3
+            if "norm" in name:
+                mean, std = ones, 0.2
+            elif "embed_tokens" not in name and weight.dim() > 1:
+                std = 1.5 * weight.shape[-1] ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std + mean)
+
+
+def save(
+    folder: Path, family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0
+) -> None:
+    """The feature's checkpoint as transformers writes it, config.json edited where asked."""
+    model = build(family, feature, scale, seed).to(feature.dtype)
+    model.save_pretrained(folder, max_shard_size=feature.max_shard_size)
+    if feature.rewrite is not None:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text())
+        feature.rewrite(raw["text_config"] if family == "gemma3" else raw)
+        path.write_text(json.dumps(raw, indent=2))
+    # Files that an export carries along bit for bit.
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token":  true}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}\n")
+
+
+def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A checkpoint in transformers: of its wrapper where there is one, else of the decoder."""
+    auto = transformers.AutoModelForCausalLM
+    if json.loads((folder / "config.json").read_text())["model_type"] == "gemma3":
+        auto = transformers.AutoModelForImageTextToText
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention_of(family))
+    return model.eval().to(device)
