@@ -14,15 +14,8 @@ from ligermodels.auto import FAMILIES
 from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
 from ligermodels.models.llama import LigerLlama
 from ligermodels.tokenizers import Tokenizer
+from tests.tiny_models import VOCAB, random_model
 
-VOCAB = 97
-WINDOWS = {
-    "mistral": {"sliding_window": 5},
-    "gemma2": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-}
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
 
 
@@ -47,25 +40,6 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     theirs.save_pretrained(folder)
     return theirs, LigerLlama.from_hf(folder)
-
-
-def random_model(family):
-    """A model with three layers, some of them with a window of 5 where the family has windows."""
-    torch.manual_seed(0)
-    cls = FAMILIES[family]
-    config = cls.config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        **WINDOWS.get(family, {}),
-    )
-    return cls(config).eval()
 
 
 def left_padded(prompts, pad=0):

@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from ligermodels.generation import generate
+from ligermodels.auto import FAMILIES
+from ligermodels.generation import KVCache, generate
 from ligermodels.models.llama import LigerLlama, LlamaConfig
+from tests.tiny_models import random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -38,21 +40,28 @@ def test_unequal_prompts_agree_with_each_alone(dtype):
     assert hidden.isfinite().all()
 
 
-def test_greedy_on_the_gpu_is_the_cpus():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    model = LigerLlama(config)
-    prompts = [[5, 9, 3], [11, 2, 40, 41], [33]]
-    on_cpu = generate(model, prompts, max_new_tokens=16, eos_token_id=[])
-    on_gpu = generate(model.to("cuda"), prompts, max_new_tokens=16, eos_token_id=[])
-    assert on_gpu.is_cuda
-    assert torch.equal(on_gpu.cpu(), on_cpu)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_on_the_gpu_is_the_cpus(family):
+    """Prompts shorter and longer than the window, in a batch and alone."""
+    model = random_model(family, hidden_size=64, head_dim=16)
+    prompts = [[5, 9, 3], [11, 2, 40, 41, 8, 77, 31, 90], [33]]
+    options = {"max_new_tokens": 16, "eos_token_id": []}
+    on_cpu = [generate(model, given, **options) for given in (prompts, prompts[1])]
+    model.to("cuda")
+    for given, expected in zip((prompts, prompts[1]), on_cpu):
+        found = generate(model, given, **options)
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
+def test_a_long_prompt_in_pieces_is_the_whole(family):
+    """Pieces onto a past go through FlexAttention with the columns that a window's cache holds."""
+    changes = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 2048}
+    model = random_model(family, sliding_window=100, **changes).to("cuda")
+    ids = torch.randint(3, 97, (2, 1500), device="cuda")
+    with torch.no_grad():
+        whole = model(ids)
+        cache = KVCache(model.config, 2, 1500)
+        pieces = [model(part, cache=cache) for part in ids.split([700, 600, 1, 199], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,35 @@
+"""A random model of every family, small, with windows shorter than what tests feed it."""
+
+from __future__ import annotations
+
+import torch
+
+from ligermodels.auto import FAMILIES
+from ligermodels.models.base import DecoderModel
+
+VOCAB = 97
+WINDOWS = {
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
+
+
+def random_model(family: str, **changes) -> DecoderModel:
+    """Three layers; weights spread so that greedy choices vary."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+    }
+    cls = FAMILIES[family]
+    return cls(cls.config_class(**(settings | WINDOWS.get(family, {}) | changes))).eval()
