@@ -83,6 +83,63 @@ def rms_norm_backward(
     return grad_x.to(s.dtype), grad_weight, y
 
 
+# --- LayerNorm -----------------------------------------------------------------------------------
+
+
+def layer_norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add, then normalise: s = x + residual; y = weight * (s - mean(s)) / std(s) + bias.
+
+    std(s) = sqrt(var(s) + eps), the variance divided by hidden. Ba et al. 2016, arXiv:1607.06450.
+
+    Args: x, residual (..., hidden); weight, bias (hidden), one and zero where None.
+    Returns: y (..., hidden) in x's dtype, s (x itself without a residual), the mean and 1/std of
+        each row.
+    """
+    s = x if residual is None else x + residual
+    dtype = compute_dtype(s)
+    s_float = s.to(dtype)
+    mean = s_float.mean(-1, keepdim=True)
+    centred = s_float - mean
+    rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype), s, mean.flatten(), rstd.flatten()
+
+
+def layer_norm_backward(
+    grad_y: Tensor,
+    grad_s: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of `layer_norm_forward` with respect to s (grad_s of the residual stream included).
+
+    Returns: grad of s in s's dtype, grads of weight and bias, in the dtype of arithmetic, or None.
+    """
+    dtype = compute_dtype(s)
+    hidden = s.shape[-1]
+    mean, rstd = (t.view(*s.shape[:-1], 1) for t in (mean, rstd))
+    normed = (s.to(dtype) - mean) * rstd
+    grad = grad_y.to(dtype)
+    grad_normed = grad if weight is None else grad * weight.to(dtype)
+    slope = (grad_normed * normed).mean(-1, keepdim=True)
+    grad_x = (grad_normed - grad_normed.mean(-1, keepdim=True) - normed * slope) * rstd
+    if grad_s is not None:
+        grad_x = grad_x + grad_s.to(dtype)
+    grad_weight = (grad * normed).reshape(-1, hidden).sum(0) if want_weight else None
+    grad_bias = grad.reshape(-1, hidden).sum(0) if want_bias else None
+    return grad_x.to(s.dtype), grad_weight, grad_bias
+
+
 # --- RoPE ----------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,18 @@ NVIDIA: Table = {
         (8192, Launch(0, 16)),
         (None, Launch(0, 32)),
     ),
+    "layer_norm_forward": (
+        (1024, Launch(0, 2)),
+        (2048, Launch(0, 4)),
+        (8192, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "layer_norm_backward": (
+        (1024, Launch(0, 2)),
+        (2048, Launch(0, 4)),
+        (4096, Launch(0, 8)),
+        (None, Launch(0, 32)),
+    ),
     "rope": ((None, Launch(1024, 4)),),
     "qk_norm_rope_forward": ((None, Launch(512, 4)),),
     "qk_norm_rope_backward": ((None, Launch(512, 4)),),
@@ -53,6 +65,17 @@ AMD: Table = {
         (4096, Launch(0, 8)),
         (None, Launch(0, 16)),
     ),
+    "layer_norm_forward": (
+        (1024, Launch(0, 2)),
+        (4096, Launch(0, 4)),
+        (8192, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
+    "layer_norm_backward": (
+        (1024, Launch(0, 2)),
+        (4096, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
     "rope": ((None, Launch(1024, 4)),),
     "qk_norm_rope_forward": ((None, Launch(512, 4)),),
     "qk_norm_rope_backward": ((None, Launch(512, 4)),),
@@ -63,9 +86,19 @@ AMD: Table = {
 
 # Programs per multiprocessor of the backwards in which each sums the weight gradient of many rows.
 RMS_NORM_PROGRAMS = 4
+LAYER_NORM_PROGRAMS = 4
 QK_NORM_ROPE_PROGRAMS = 8
 
 MAX_NORM_WIDTH = 65536
+
+
+def check_norm_width(op: str, columns: int) -> None:
+    """Raise ValueError for rows longer than the norms' kernels hold at once."""
+    if columns > MAX_NORM_WIDTH:
+        raise ValueError(
+            f"{op}: rows of {columns} elements; the kernel holds a row at once and takes "
+            f"at most {MAX_NORM_WIDTH}"
+        )
 
 
 def launch_for(table: Table, op: str, length: int) -> Launch:

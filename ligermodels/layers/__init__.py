@@ -6,7 +6,7 @@ from ligermodels.layers.embedding import ScaledEmbedding
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.masks import AttentionMask
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "DecoderBlock",
     "GatedMLP",
     "HeadOutput",
+    "LayerNorm",
     "LossHead",
     "RMSNorm",
     "RotaryEmbedding",

@@ -1,4 +1,4 @@
-"""RMSNorm as a module, with the residual add fused in where a residual is given."""
+"""The norms as modules, with the residual add fused in where a residual is given."""
 
 from typing import overload
 
@@ -64,3 +64,42 @@ class RMSNorm(nn.RMSNorm):
     def extra_repr(self) -> str:
         """Show offset and casting beside what nn.RMSNorm shows."""
         return f"{super().extra_repr()}, offset={self.offset}, casting={self.casting!r}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """Norm of mean zero and variance one over the last dimension. Source: arXiv:1607.06450.
+
+    Args:
+        hidden_size: the last dimension.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias, too.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):  # type: ignore[override]
+        """Normalise x, or x + residual.
+
+        Args: x, residual (..., hidden_size).
+        Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
+        """
+        if residual is None:
+            return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

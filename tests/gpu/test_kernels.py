@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from ligermodels.kernels import (
+    add_layer_norm,
     add_rms_norm,
     cross_entropy,
     glu,
     glu_linear,
+    layer_norm,
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
@@ -23,6 +25,7 @@ from ligermodels.kernels.glu import ACTIVATIONS
 from tests.kernels import (
     formulas,
     test_fused_linear,
+    test_layer_norm,
     test_linear_cross_entropy,
     test_qk_norm_rope,
     test_rope,
@@ -59,6 +62,14 @@ def test_norm_widths(place, width, casting, offset) -> None:
     check(add_rms_norm, formulas.add_rms_norm, made, place)
     del made["residual"]
     check(rms_norm, formulas.rms_norm, made, place)
+
+
+@pytest.mark.parametrize("width", [576, 2048, 3584, 5120, 8192, 16384])
+def test_layer_norm_widths(place, width) -> None:
+    made = test_layer_norm.inputs((300, width), True)
+    check(add_layer_norm, formulas.add_layer_norm, made, place)
+    del made["residual"]
+    check(layer_norm, formulas.layer_norm, made, place)
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(9, 3, 64), (32, 8, 128), (8, 4, 256)])
@@ -148,6 +159,9 @@ def test_past_two_to_the_31_elements() -> None:
     with torch.no_grad():
         last = rms_norm(x, weight)[-1]
     torch.testing.assert_close(last, formulas.rms_norm(x[-1], weight), rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        last = layer_norm(x, weight)[-1]
+    torch.testing.assert_close(last, formulas.layer_norm(x[-1], weight), rtol=1e-2, atol=1e-2)
     with torch.no_grad():
         last = glu(x)[-1]
     torch.testing.assert_close(last, formulas.glu(x[-1]), rtol=2e-2, atol=1e-2)

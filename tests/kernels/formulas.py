@@ -29,6 +29,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options) -> tupl
     return rms_norm(s, weight, **options), s
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    # Not F.layer_norm: its x * rstd - mean * rstd cancels, in float64 too.
+    wide = widened(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, *parameters, **options) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return layer_norm(s, *parameters, **options), s
+
+
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:

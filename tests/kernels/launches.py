@@ -81,7 +81,7 @@ def recorder(monkeypatch: Any, table: Table) -> list[Recorded]:
     from triton.runtime import JITFunction
 
     recorded: list[Recorded] = []
-    for name in ("rms_norm", "qk_norm_rope", "rope", "glu", "cross_entropy"):
+    for name in ("rms_norm", "layer_norm", "qk_norm_rope", "rope", "glu", "cross_entropy"):
         module = import_module(f"ligermodels.kernels.triton.{name}")
         for key, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and not key.startswith("_"):

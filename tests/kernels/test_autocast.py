@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from ligermodels.kernels import (
+    add_layer_norm,
     add_rms_norm,
     cross_entropy,
     glu,
     glu_linear,
+    layer_norm,
     linear_cross_entropy,
     norm_linear,
     norm_qkv_rope,
@@ -18,6 +20,7 @@ from ligermodels.kernels.autocast import autocast_dtype, cast_operands
 from tests.kernels import (
     formulas,
     test_fused_linear,
+    test_layer_norm,
     test_linear_cross_entropy,
     test_qk_norm_rope,
     test_rms_norm,
@@ -27,6 +30,12 @@ from tests.kernels.checks import as_tuple, random
 CASES = {
     "rms_norm": (rms_norm, formulas.rms_norm, test_rms_norm.inputs((4, 24), False)),
     "add_rms_norm": (add_rms_norm, formulas.add_rms_norm, test_rms_norm.inputs((4, 24), True)),
+    "layer_norm": (layer_norm, formulas.layer_norm, test_layer_norm.inputs((4, 24))),
+    "add_layer_norm": (
+        add_layer_norm,
+        formulas.add_layer_norm,
+        test_layer_norm.inputs((4, 24), True),
+    ),
     "qk_norm_rope": (qk_norm_rope, formulas.qk_norm_rope, test_qk_norm_rope.inputs(2, 3, 4, 2, 8)),
     "glu": (glu, formulas.glu, {"gate_up": random(4, 24)}),
     "norm_linear": (

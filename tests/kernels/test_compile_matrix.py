@@ -27,8 +27,9 @@ AMD_ARCHES = ("gfx942", "gfx90a")
 # The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
 NVIDIA_SHARED = 99 * 1024
 AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
-# The RMSNorm backward holds five arrays of a row's length. Beyond 8192 columns that is more than
+# The norms' backwards hold five arrays of a row's length. Beyond 8192 columns that is more than
 # 1024 threads have registers for; a little of it may go to the L1 cache there, and nowhere else.
+NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
 NVIDIA_LONG_ROW_SPILL = 512
 
 WIDTHS = (576, 2048, 3072, 4096, 5120, 8192, 16384)
@@ -61,6 +62,24 @@ def norm_backward(
     grad_y, rstd = meta(ROWS, width, dtype=grad_dtype), meta(ROWS, dtype=torch.float32)
     grad_s = s if has_grad_s else None
     rms_norm_backward(grad_y, grad_s, s, weight, rstd, 0.0, casting, want_weight, want_y)
+
+
+def layer_norm(
+    width: int,
+    dtype: torch.dtype,
+    flags: tuple[bool, bool, bool] = (True, True, True),
+    out: torch.dtype | None = None,
+):
+    from ligermodels.kernels.triton import layer_norm_backward, layer_norm_forward
+
+    has_residual, has_weight, has_bias = flags
+    s, row = meta(ROWS, width, dtype=dtype), meta(ROWS, dtype=torch.float32)
+    x = s if out is None else meta(ROWS, width, dtype=out)
+    weight = meta(width, dtype=dtype) if has_weight else None
+    bias = meta(width, dtype=dtype) if has_bias else None
+    residual = s if has_residual else None
+    layer_norm_forward(x, residual, weight, bias, 1e-5)
+    layer_norm_backward(x, residual, s, weight, row, row, has_weight, has_bias)
 
 
 def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place: bool):
@@ -128,6 +147,8 @@ def every_flag(dtype: torch.dtype) -> None:
         norm_forward(16384, dtype, dtype, residual, casting)
     for *flags, casting in product(*[(False, True)] * 3, ("llama", "gemma")):
         norm_backward(16384, dtype, dtype, tuple(flags), casting)
+    for flags in product((False, True), repeat=3):
+        layer_norm(16384, dtype, flags)
     for passes in ("loss", "gradient", "both"):
         for features in product((False, True), repeat=3):
             cross_entropy(32000, dtype, passes, features)
@@ -143,6 +164,7 @@ def every_length(dtype: torch.dtype) -> None:
     for width in WIDTHS:
         norm_forward(width, dtype, dtype, True, "llama")
         norm_backward(width, dtype, dtype, (True, True, True), "llama")
+        layer_norm(width, dtype)
     for vocab in VOCABS:
         cross_entropy(vocab, dtype, "both", (True, True, True))
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
@@ -157,9 +179,11 @@ def mixed() -> None:
     """What autocast and float32 weights make: float32 in, bfloat16 out, and odd lengths."""
     norm_forward(4096, torch.float32, torch.bfloat16, True, "llama")
     norm_backward(4096, torch.float32, torch.bfloat16, (True, True, True), "llama")
+    layer_norm(4096, torch.float32, out=torch.bfloat16)
     for length in (1, 33, 1000):
         norm_forward(length, torch.bfloat16, torch.bfloat16, True, "llama")
         norm_backward(length, torch.bfloat16, torch.bfloat16, (True, True, True), "llama")
+        layer_norm(length, torch.bfloat16)
         cross_entropy(length, torch.bfloat16, "both", (True, True, True))
     rope(1, 1, 2, torch.bfloat16, False)
     for head_dim in (2, 20):
@@ -202,9 +226,7 @@ def test_nvidia(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     wrong = []
     for launch in launches(monkeypatch, NVIDIA, full=arch == 90):
         usage = compile_for(launch, "cuda", arch, 32)
-        long_row = launch.kernel.__name__ == "rms_norm_backward_kernel" and (
-            launch.constants["BLOCK"] > 8192
-        )
+        long_row = launch.kernel.__name__ in NORM_BACKWARDS and launch.constants["BLOCK"] > 8192
         may_spill = NVIDIA_LONG_ROW_SPILL if long_row else 0
         if (
             usage.threads > NVIDIA_THREADS

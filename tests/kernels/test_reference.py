@@ -41,6 +41,25 @@ def test_rms_norm(casting, offset, residual) -> None:
     equal(again, y)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm(affine) -> None:
+    x, r = random(3, 8, seed=1), random(3, 8, seed=2)
+    weight, bias = (random(8, seed=i).requires_grad_() if affine else None for i in (3, 4))
+    s = (x + r).requires_grad_()
+    y, total, mean, rstd = reference.layer_norm_forward(x, r, weight, bias, 1e-5)
+    expected = formulas.layer_norm(s, weight, bias)
+    equal(y, expected)
+    equal(total, s)
+    grad_y, grad_s = random(3, 8, seed=5), random(3, 8, seed=6)
+    leaves = [leaf for leaf in (s, weight, bias) if leaf is not None]
+    wanted = torch.autograd.grad((expected, s * 1.0), leaves, (grad_y, grad_s))
+    got = reference.layer_norm_backward(grad_y, grad_s, s, weight, mean, rstd, affine, affine)
+    for ours, want in zip(got, wanted):
+        equal(ours, want)
+    if not affine:
+        assert got[1] is None and got[2] is None
+
+
 def test_rope_and_its_inverse() -> None:
     angles = random(2, 3, 4, seed=1)
     qkv = random(2, 3, 4 * 8, seed=2).requires_grad_()

@@ -32,7 +32,9 @@ def test_first_fit_wins_and_block_0_is_the_row(length, expected) -> None:
 
 @pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
 def test_norms_hold_a_whole_row(table) -> None:
-    for op in ("rms_norm_forward", "rms_norm_backward"):
+    for op in (
+        f"{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("forward", "backward")
+    ):
         for width in (1, 576, 4096, 4097, 16384, 65536):
             block = launch_for(table, op, width).block
             assert block >= width and block & (block - 1) == 0

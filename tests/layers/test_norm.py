@@ -1,4 +1,4 @@
-"""RMSNorm as a module: HF's two castings, the residual, and the manners of nn.RMSNorm."""
+"""The norms as modules: HF's castings, the residual, and the manners of their torch twins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import GemmaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ligermodels.layers import RMSNorm
+from ligermodels.layers import LayerNorm, RMSNorm
 
 
 def filled(norm: RMSNorm) -> RMSNorm:
@@ -74,3 +74,36 @@ def test_meta_device_and_dtype() -> None:
     norm = RMSNorm(8, device="meta", dtype=torch.bfloat16)
     assert norm.weight.is_meta
     assert norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("affine, bias", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm_is_that_of_torch(dtype: torch.dtype, affine: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    ours = LayerNorm(24, 1e-4, elementwise_affine=affine, bias=bias, dtype=dtype)
+    theirs = torch.nn.LayerNorm(24, 1e-4, affine, bias, dtype=dtype)
+    assert isinstance(ours, torch.nn.LayerNorm)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    x, upstream = (3 * torch.randn(2, 5, 24) + 1).to(dtype), torch.randn(2, 5, 24).to(dtype)
+    results = []
+    for norm in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.backward(upstream)
+        results.append([y, leaf.grad, *(p.grad for p in norm.parameters())])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, expected in zip(*results):
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_layer_norm_with_a_residual() -> None:
+    torch.manual_seed(0)
+    norm = LayerNorm(24)
+    x, residual = torch.randn(2, 3, 5, 24)
+    y, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(y, norm(x + residual))
+    assert LayerNorm(8, device="meta", dtype=torch.bfloat16).weight.is_meta

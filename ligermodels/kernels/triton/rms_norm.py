@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.settings import (
-    MAX_NORM_WIDTH,
     RMS_NORM_PROGRAMS,
+    check_norm_width,
     launch,
     num_multiprocessors,
 )
@@ -122,7 +122,7 @@ def rms_norm_forward(
         )
     if rows == 0:
         return y, s, rstd
-    _check_width(columns)
+    check_norm_width("rms_norm", columns)
     block, num_warps, num_stages = launch("rms_norm_forward", columns)
     rms_norm_forward_kernel[(rows,)](
         x,
@@ -192,11 +192,3 @@ def rms_norm_backward(
     )
     grad_weight = None if partial is None else partial.sum(0).to(weight.dtype)
     return grad_x, grad_weight, y
-
-
-def _check_width(columns: int) -> None:
-    if columns > MAX_NORM_WIDTH:
-        raise ValueError(
-            f"rms_norm: rows of {columns} elements; the kernel holds a row at once and takes "
-            f"at most {MAX_NORM_WIDTH}"
-        )

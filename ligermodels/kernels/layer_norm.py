@@ -1,0 +1,85 @@
+"""LayerNorm, alone or behind the residual add, each way in one launch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.backend import refuse_double_backward, select
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps):
+        y, s, mean, rstd = select(x).layer_norm_forward(x, residual, weight, bias, eps)
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.x_dtype = x.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_s=None):
+        refuse_double_backward("layer_norm")
+        s, weight, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if grad_y is None:
+            grad, grad_weight, grad_bias = grad_s, None, None
+        else:
+            grad, grad_weight, grad_bias = select(s).layer_norm_backward(
+                grad_y, grad_s, s, weight, mean, rstd, needs[2], needs[3]
+            )
+        grad_x = grad.to(ctx.x_dtype) if needs[0] and grad is not None else None
+        grad_residual = grad.to(ctx.residual_dtype) if needs[1] and grad is not None else None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_residual, grad_weight, grad_bias, None
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension.
+
+    Args: x (..., hidden); weight, bias (hidden), one and zero where None. Statistics are float32,
+        the variance that of the row itself (divided by hidden), the result is rounded once.
+    Returns: (..., hidden) in x's dtype.
+    Raises: ValueError for a weight or bias of another shape, or x that is not floating point.
+    Source: arXiv:1607.06450.
+    """
+    _check(x, weight, bias)
+    return _LayerNorm.apply(x, None, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Return (layer_norm(x + residual), x + residual) from one launch, and one launch backward.
+
+    Args: x, residual (..., hidden), one shape; the rest as in `layer_norm`.
+    Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
+    Raises: what `layer_norm` raises; ValueError where x and residual differ in shape.
+    """
+    _check(x, weight, bias)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"add_layer_norm: x {tuple(x.shape)} and residual {tuple(residual.shape)} "
+            "differ in shape"
+        )
+    return _LayerNorm.apply(x, residual, weight, bias, eps)
+
+
+def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"layer_norm: x is {x.dtype}; expected a floating point tensor")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"layer_norm: {name} {tuple(parameter.shape)} does not fit x {tuple(x.shape)}; "
+                f"expected ({x.shape[-1]},)"
+            )

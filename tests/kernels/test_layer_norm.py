@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels import add_layer_norm, layer_norm
+from tests.kernels import formulas
+from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
+
+SHAPES = [(3, 33), (2, 3, 64), (1, 1), (5, 1), (1, 100), (0, 16), (17,), (2, 576)]
+PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def inputs(shape, residual: bool = False, weight: bool = True, bias: bool = True) -> dict:
+    made = {
+        "x": random(*shape, seed=1, scale=3.0),
+        "weight": random(shape[-1], seed=2) if weight else None,
+        "bias": random(shape[-1], seed=4) if bias else None,
+        "eps": 1e-4,
+    }
+    if residual:
+        made["residual"] = random(*shape, seed=3)
+    return made
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("weight, bias", PARAMETERS)
+def test_layer_norm(place, shape, weight, bias) -> None:
+    compare(layer_norm, formulas.layer_norm, inputs(shape, False, weight, bias), place)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("weight, bias", PARAMETERS[:2])
+def test_add_layer_norm(place, shape, weight, bias) -> None:
+    compare(add_layer_norm, formulas.add_layer_norm, inputs(shape, True, weight, bias), place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(place, layout) -> None:
+    compare(layer_norm, formulas.layer_norm, inputs((4, 6, 20)), place, layout=layout)
+    made = inputs((4, 6, 20), True)
+    compare(add_layer_norm, formulas.add_layer_norm, made, place, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("x", "weight")]
+    + [("weight", "bias")],
+    ids=str,
+)
+def test_gradient_for_what_requires_it(place, frozen) -> None:
+    made = inputs((5, 24), True)
+    compare(add_layer_norm, formulas.add_layer_norm, made, place, frozen=frozen)
+    if "residual" not in frozen:
+        compare(layer_norm, formulas.layer_norm, inputs((5, 24)), place, frozen=frozen)
+
+
+def test_one_output_unused(place) -> None:
+    """The gradient through the norm alone and through the sum alone."""
+    for used in (0, 1):
+        compare(
+            lambda used=used, **kwargs: add_layer_norm(**kwargs)[used],
+            lambda used=used, **kwargs: formulas.add_layer_norm(**kwargs)[used],
+            inputs((3, 16), True),
+            place,
+            frozen=() if used == 0 else ("weight", "bias"),
+        )
+
+
+def test_more_rows_than_programs(place) -> None:
+    compare(layer_norm, formulas.layer_norm, inputs((40, 8)), place)
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    check_repeatable(layer_norm, inputs((3, 8)), place)
+    check_repeatable(add_layer_norm, inputs((3, 8), True), place)
+
+
+def test_a_mean_far_from_zero(place) -> None:
+    """The variance of small differences around a large mean, which squares would lose."""
+    row = torch.tensor([1.0, 2.0, 3.0, 4.0]) + (128 if place.dtype == torch.bfloat16 else 4096)
+    y = layer_norm(row.to(place.dtype).to(place.device)[None], eps=0.0)
+    expected = formulas.layer_norm(row.to(place.dtype).double()[None], eps=0.0)
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=1e-2, atol=1e-5)
+
+
+def test_residual_in_a_wider_dtype(place) -> None:
+    """A bfloat16 branch added to a float32 stream: the sum is float32, so is its gradient."""
+    made = inputs((3, 16), True)
+    x = made["x"].to(torch.bfloat16).to(place.device).requires_grad_()
+    residual = made["residual"].float().to(place.device).requires_grad_()
+    weight = made["weight"].to(torch.bfloat16).to(place.device).requires_grad_()
+    bias = made["bias"].float().to(place.device).requires_grad_()
+    y, s = add_layer_norm(x, residual, weight, bias)
+    assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
+    (y.float().square().sum() + s.sum()).backward()
+    leaves = (x, residual, weight, bias)
+    assert [leaf.grad.dtype for leaf in leaves] == [leaf.dtype for leaf in leaves]
+    exact = [t.detach().double().cpu().requires_grad_() for t in leaves]
+    want_y, want_s = formulas.add_layer_norm(*exact)
+    (want_y.square().sum() + want_s.sum()).backward()
+    torch.testing.assert_close(s.double().cpu(), want_s, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y.double().cpu(), want_y, rtol=1e-2, atol=1e-2)
+    for leaf, want in zip(leaves, exact):
+        torch.testing.assert_close(leaf.grad.double().cpu(), want.grad, rtol=2e-2, atol=5e-2)
+
+
+def test_refusals() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"weight \(3,\) does not fit .* expected \(4,\)"):
+        layer_norm(x, torch.ones(3))
+    with pytest.raises(ValueError, match=r"bias \(1, 4\) does not fit"):
+        layer_norm(x, None, torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"torch.int64; expected a floating point"):
+        layer_norm(x.long())
+    with pytest.raises(ValueError, match="differ in shape"):
+        add_layer_norm(x, torch.ones(1, 4))
