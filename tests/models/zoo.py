@@ -40,6 +40,7 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 FAMILIES = tuple(CLASSES)
+_GEMMA3 = ("gemma3_text", "gemma3")
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,11 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
     }
     if family == "qwen2":
         del config["head_dim"]
-    if family in ("gemma2", "gemma3_text", "gemma3"):
+    if family in ("gemma2", *_GEMMA3):
         config |= {"sliding_window": scale.window, "query_pre_attn_scalar": scale.head_dim}
     if family == "gemma2":
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    if family in ("gemma3_text", "gemma3"):
+    if family in _GEMMA3:
         config["sliding_window_pattern"] = 2
     return config
 
@@ -139,7 +140,8 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
             **beyond,
             "mscale": 0.7,
             "mscale_all_dim": 1.1,
-            "truncate": False,
+            # not read where rope is nested by layer type
+            **({} if family in _GEMMA3 else {"truncate": False}),
         },
         "yarn rope, attention_factor": {
             "rope_type": "yarn",
@@ -172,7 +174,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
 
 def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     """Everything the family is compared on, by name."""
-    gemma3 = family in ("gemma3_text", "gemma3")
+    gemma3 = family in _GEMMA3
     tied = family.startswith("gemma")
     rope = _gemma3_rope if gemma3 else _rope
     window, half = scale.window, scale.window // 2
@@ -309,9 +311,6 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     return found
 
 
-_GEMMA3 = ("gemma3_text", "gemma3")
-
-
 def _rope(theta: float, parameters: Json) -> Json:
     return {"rope_parameters": {"rope_type": "default", **parameters, "rope_theta": theta}}
 
@@ -333,8 +332,10 @@ def old_spelling(raw: Json) -> None:
         raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
-    scaling = {"type": rope.pop("rope_type"), **rope}
-    raw["rope_scaling"] = None if scaling == {"type": "default"} else scaling
+    # Gemma 3 came after the rename of "type", and would not be scaled by it.
+    key = "rope_type" if "rope_local_base_freq" in raw else "type"
+    scaling = {key: rope.pop("rope_type"), **rope}
+    raw["rope_scaling"] = None if scaling == {key: "default"} else scaling
     if "dtype" in raw:  # a wrapper's text_config has none
         raw["torch_dtype"] = raw.pop("dtype")
     raw |= {"transformers_version": "4.40.0", "rope_interleaved": False}
