@@ -104,13 +104,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _carry_over(old: Path, new: Path, owned: Callable[[str], bool]) -> None:
+def _carry_over(old: Path, new: Path, owned: Callable[[str], bool] | None = None) -> None:
     for path in old.iterdir():
         copy = new / path.name
-        if owned(path.name) or copy.exists():
+        if os.path.lexists(copy) or (owned is not None and owned(path.name)):
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, copy, symlinks=True, copy_function=_link)
+            copy.mkdir()
+            _carry_over(path, copy)
+            shutil.copystat(path, copy)
         else:
             _link(path, copy)
 

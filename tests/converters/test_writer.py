@@ -159,6 +159,34 @@ def test_shards_of_other_names_that_the_old_index_lists_are_stale_too(make):
     assert [p.name for p in folder.glob("*.safetensors")] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": "notes.txt", "b": "../hf", "c": 5, "d": "sub/x.safetensors"}}',
+        '{"weight_map": ["notes.txt"]}',
+        '{"weight_map": ',
+        "[" * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+    ],
+    ids=["hostile", "list", "cut", "deep", "digits"],
+)
+def test_a_damaged_index_is_replaced_and_names_none_of_the_users_files(make, index):
+    folder, config = make()
+    (folder / "notes.txt").write_text("mine")
+    weights = load(folder, llama_table(config))
+    (folder / "model.safetensors.index.json").write_text(index)
+    save(folder, to_hf(config), llama_table(config), weights.__getitem__)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not (folder / "model.safetensors.index.json").exists()
+
+
+def test_half_a_surrogate_pair_comes_out_as_it_came_in(make, tmp_path):
+    folder, config = make(name_of_it="\ud800", accent="é")
+    resave(folder, config, tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["name_of_it"] == "\ud800" and exported["accent"] == "é"
+
+
 def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
     folder, config = make()
     (folder / "tokenizer.json").unlink()

@@ -1,0 +1,144 @@
+"""A save killed, or out of disk, at each single system call that changes the disk."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from ligermodels.converters import atomic
+from ligermodels.converters.atomic import recover
+from ligermodels.converters.config import to_hf
+from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.table import llama_table
+from ligermodels.converters.writer import save
+from ligermodels.errors import SaveError
+from tests import system_calls
+
+from .conftest import write_checkpoint
+
+pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace of x86-64 Linux")
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request, monkeypatch):
+    if request.param == "two renames":
+        monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    return request.param
+
+
+def content(folder):
+    """Every file below, with its bytes; None where there is no such folder."""
+    if not folder.exists():
+        return None
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+class Place:
+    """A folder with a checkpoint in three shards and files of the user's, and what replaces it."""
+
+    def __init__(self, make, parent, existing=True):
+        self.source, self.config = make("source", shards=1)
+        self.table = llama_table(self.config)
+        self.checkpoint = Checkpoint(self.source)
+        self.parent = parent
+        self.target = parent / "out"
+        self.existing = existing
+        self.reset()
+        self.old = content(self.target)
+        self.save()
+        self.new = content(self.target)
+        assert self.new != self.old
+        if existing:
+            assert "notes.txt" in self.new and "model-00003-of-00003.safetensors" not in self.new
+
+    def reset(self):
+        shutil.rmtree(self.parent, ignore_errors=True)
+        self.parent.mkdir()
+        if self.existing:
+            tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(6)}
+            write_checkpoint(self.target, tensors, {"old": True}, shards=3)
+            (self.target / "notes.txt").write_text("mine")
+            (self.target / "link").symlink_to("notes.txt")
+            (self.target / "runs" / "deep").mkdir(parents=True)
+            (self.target / "runs" / "deep" / "log").write_text("mine, too")
+
+    def save(self):
+        def get_tensor(name):
+            entry = next(e for e in self.table if e.name == name)
+            out = torch.empty(entry.shape, dtype=torch.bfloat16)
+            self.checkpoint.read(entry, out)
+            return out
+
+        save(
+            self.target,
+            to_hf(self.config),
+            self.table,
+            get_tensor,
+            source_folder=self.source,
+            max_shard_size=6000,
+            dtypes={entry.name: torch.bfloat16 for entry in self.table},
+        )
+
+
+def each_call(place, **options):
+    """Runs the save up to each of its changes of the disk in turn; the last run is whole."""
+    for call in range(1000):
+        place.reset()
+        try:
+            status, name = system_calls.run(place.save, call, **options)
+        except PermissionError as fault:
+            pytest.skip(str(fault))
+        yield call, status, name
+        if name is None:
+            return
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_killed_before_any_call_it_is_old_or_new(make, tmp_path, way, existing):
+    place = Place(make, tmp_path / "place", existing)
+    names, outcomes = set(), []
+    for call, status, name in each_call(place):
+        assert status == (0 if name is None else None)
+        recover(place.target)
+        now = content(place.target)
+        assert now in (place.old, place.new), f"killed before call {call}, {name}"
+        names.add(name)
+        outcomes.append(now == place.new)
+        place.save()
+        assert content(place.target) == place.new, f"saved again after a kill before {name}"
+        assert os.listdir(place.parent) == ["out"], "leftovers of the killed save"
+    # Old up to one moment, new from there on.
+    assert outcomes == sorted(outcomes) and {True, False} <= set(outcomes)
+    assert {"open", "write", "fsync", "mkdir"} <= names and len(outcomes) > 25
+    assert any("rename" in name for name in names if name)
+
+
+@pytest.mark.parametrize(
+    "way, full", [("exchange", "once"), ("two renames", "from then on")], indirect=["way"]
+)
+def test_a_disk_full_at_any_call_leaves_the_old(make, tmp_path, way, full):
+    place = Place(make, tmp_path / "place")
+
+    def save_and_say():
+        try:
+            place_save()
+        except SaveError as fault:
+            if not str(fault).startswith(f"{place.target}: could not be saved: No space left"):
+                raise
+            os._exit(3)
+
+    place_save, place.save = place.save, save_and_say
+    refused = 0
+    for call, status, name in each_call(place, full=full):
+        assert status in (0, 3), f"{name} failed at call {call}"
+        recover(place.target)  # as each load does: here even a rename back is refused
+        wanted = place.old if status == 3 else place.new
+        assert content(place.target) == wanted, f"{name} failed at call {call}"
+        assert os.listdir(place.parent) == ["out"], f"{name} failed at call {call}"
+        refused += status == 3
+    assert refused > 20
