@@ -3,7 +3,7 @@
 Shape legend: B batch, S prompt length, V vocabulary.
 """
 
-import json
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import CheckpointError
+from ligermodels.converters.files import read_json
+from ligermodels.errors import CheckpointError, shown
 from ligermodels.kv_cache import KVCache
 from ligermodels.layers.attention import Cache
 from ligermodels.tokenizers import TextStream, Tokenizer
@@ -366,7 +367,25 @@ def _check_vocabulary(ids: Tensor, size: int) -> None:
         raise ValueError(f"input_ids: token {int(outside[0])} is outside the vocabulary of {size}")
 
 
-# Settings of generation_config.json with which transformers chooses other tokens, even greedily.
+def _is_id(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**31
+
+
+def _are_ids(value: Any) -> bool:
+    return all(map(_is_id, value if isinstance(value, list) else [value]))
+
+
+def _is_penalty(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value is not True and 0 < value <= 1e6
+
+
+# What is read of generation_config.json, and what it may be.
+_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "eos_token_id": (_are_ids, "an integer or a list of them"),
+    "pad_token_id": (_is_id, "an integer"),
+    "repetition_penalty": (_is_penalty, "a positive number"),
+}
+# Settings of it with which transformers chooses other tokens, even greedily.
 _NOT_IMPLEMENTED = (
     *("num_beams", "penalty_alpha", "dola_layers", "guidance_scale", "sequence_bias"),
     *("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
@@ -379,12 +398,12 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 def _generation_config(model: Any) -> dict[str, Any]:
     folder = getattr(model, "source_folder", None)
     path = None if folder is None else Path(folder) / "generation_config.json"
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return {}
-    try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a JSON object: {error}") from error
+    found = read_json(path, CheckpointError)
+    for key, (holds, expected) in _READ.items():
+        if found.get(key) is not None and not holds(found[key]):
+            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
             f"{path}: {', '.join(left_out)}: not implemented, and without effect here",
@@ -399,7 +418,10 @@ def _stop_tokens(
     found = _first(asked, defaults.get("eos_token_id"), getattr(config, "eos_token_id", None))
     if found is None:
         return []
-    return [found] if isinstance(found, int) else [int(token) for token in found]
+    try:
+        return [found] if isinstance(found, int) else [operator.index(token) for token in found]
+    except TypeError:
+        raise ValueError(f"eos_token_id={found!r}: expected a token id or several") from None
 
 
 def _pad_token(asked: int | None, stops: list[int], defaults: dict[str, Any], config: Any) -> int:
@@ -415,7 +437,7 @@ def _pad_token(asked: int | None, stops: list[int], defaults: dict[str, Any], co
 
 def _penalty(asked: float | None, defaults: dict[str, Any]) -> float:
     found = _first(asked, defaults.get("repetition_penalty"), 1.0)
-    if not isinstance(found, (int, float)) or not 0 < found < float("inf"):
+    if not _is_penalty(found):
         raise ValueError(f"repetition_penalty={found!r}: must be a number above 0; 1 is none")
     return float(found)
 

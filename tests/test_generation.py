@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from ligermodels.auto import FAMILIES
+from ligermodels.errors import CheckpointError
 from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
 from ligermodels.models.llama import LigerLlama
 from ligermodels.tokenizers import Tokenizer
@@ -116,9 +118,18 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
     # the file's do_sample changes nothing
     assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
     assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
-    config_file.write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config.json: not a JSON object"):
-        generate(model, PROMPTS[0])
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds a list, expected an object"),
+        ('{"eos_token_id": "x"}', "'eos_token_id' is 'x', expected an integer or a list"),
+        ('{"eos_token_id": [1, [2]]}', "'eos_token_id' is"),
+        ('{"pad_token_id": 1.5}', "'pad_token_id' is 1.5, expected an integer"),
+        ('{"repetition_penalty": NaN}', "'repetition_penalty' is nan, expected a positive"),
+        ('{"repetition_penalty": 0}', "'repetition_penalty' is 0, expected a positive"),
+    ):
+        config_file.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"generation_config.json: {re.escape(message)}"):
+            generate(model, PROMPTS[0])
 
 
 def test_bfloat16_and_autocast(pair):
@@ -364,6 +375,7 @@ def test_going_beyond_the_trained_length_warns(pair):
         ([1], {"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
         ([1], {"pad_token_id": VOCAB}, "pad_token_id=97"),
         ([1], {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ([1], {"eos_token_id": ["x"]}, "eos_token_id="),
         ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
