@@ -55,11 +55,12 @@ def _forward_heads(
 ):
     column = tl.arange(0, BLOCK_HALF)[None, :]
     weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
+    weight_a, weight_b = weight_a + offset, weight_b + offset
     for start in range(0, HEADS, BLOCK_HEADS):
         head = start + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (head < HEADS) & (column < HALF)
         _, _, a, b, _ = _normed(x_ptr, head_stride, head, mask, column, eps, HALF, LLAMA)
-        a, b = a * (weight_a + offset), b * (weight_b + offset)
+        a, b = a * weight_a, b * weight_b
         to = out_ptr + head * (2 * HALF) + column
         dtype = out_ptr.dtype.element_ty
         tl.store(to, (a * cos - b * sin).to(dtype), mask=mask)
@@ -144,13 +145,13 @@ def _backward_heads(
     grad_ptr,
     grad_head_stride,
     grad_x_ptr,
-    weight_a,
-    weight_b,
+    weight_ptr,
     grad_weight_a,
     grad_weight_b,
     cos,
     sin,
     eps,
+    offset,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LLAMA: tl.constexpr,
@@ -159,6 +160,9 @@ def _backward_heads(
     BLOCK_HALF: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_HALF)[None, :]
+    # From the cache for every token: kept in registers, both weights would spill others.
+    weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
+    weight_a, weight_b = weight_a + offset, weight_b + offset
     for start in range(0, HEADS, BLOCK_HEADS):
         head = start + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (head < HEADS) & (column < HALF)
@@ -228,8 +232,6 @@ def qk_norm_rope_backward_kernel(
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    q_weight_a, q_weight_b = _halves(q_weight_ptr, HALF, BLOCK_HALF)
-    k_weight_a, k_weight_b = _halves(k_weight_ptr, HALF, BLOCK_HALF)
     grad_q_weight_a = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     grad_q_weight_b = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     grad_k_weight_a = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
@@ -248,13 +250,13 @@ def qk_norm_rope_backward_kernel(
             grad_q_ptr + batch * grad_q_batch_stride + position * grad_q_seq_stride,
             grad_q_head_stride,
             to,
-            q_weight_a + offset,
-            q_weight_b + offset,
+            q_weight_ptr,
             grad_q_weight_a,
             grad_q_weight_b,
             cos,
             sin,
             eps,
+            offset,
             HEADS,
             HALF,
             LLAMA,
@@ -269,13 +271,13 @@ def qk_norm_rope_backward_kernel(
             grad_k_ptr + batch * grad_k_batch_stride + position * grad_k_seq_stride,
             grad_k_head_stride,
             to,
-            k_weight_a + offset,
-            k_weight_b + offset,
+            k_weight_ptr,
             grad_k_weight_a,
             grad_k_weight_b,
             cos,
             sin,
             eps,
+            offset,
             KV_HEADS,
             HALF,
             LLAMA,
