@@ -167,6 +167,39 @@ def test_past_two_to_the_31_elements() -> None:
     torch.testing.assert_close(last, formulas.glu(x[-1]), rtol=2e-2, atol=1e-2)
 
 
+def test_heads_past_two_to_the_31_elements() -> None:
+    heads, kv_heads, head_dim = 4, 1, 256
+    seq = 2**31 // ((heads + 2 * kv_heads) * head_dim) + 5
+    made = test_qk_norm_rope.inputs(1, 1, heads, kv_heads, head_dim)
+    last = {
+        k: v.to("cuda", torch.float32 if k in CONSTANT else torch.bfloat16)
+        if isinstance(v, torch.Tensor)
+        else v
+        for k, v in made.items()
+    }
+    weights = {name: last[name].requires_grad_() for name in ("q_weight", "k_weight")}
+    whole = dict(last)
+    whole["qkv"] = torch.zeros(1, seq, last["qkv"].shape[-1], dtype=torch.bfloat16, device="cuda")
+    whole["qkv"][:, -1:] = last["qkv"]
+    whole["qkv"].requires_grad_()
+    last["qkv"].requires_grad_()
+    whole |= {name: last[name].expand(1, seq, -1).contiguous() for name in CONSTANT}
+    ours = qk_norm_rope(**whole)
+    expected = qk_norm_rope(**last)
+    for x, want in zip(ours, expected):
+        assert torch.equal(x[:, -1:], want)
+    upstream = [torch.ones_like(x) for x in expected]
+    wanted = torch.autograd.grad(expected, [last["qkv"], *weights.values()], upstream)
+    grads = torch.autograd.grad(
+        ours,
+        [whole["qkv"], *weights.values()],
+        [x.expand(1, seq, -1, -1) for x in upstream],
+    )
+    torch.testing.assert_close(grads[0][:, -1:], wanted[0])
+    for grad, want in zip(grads[1:], wanted[1:]):  # a head of zeros adds nothing to them
+        torch.testing.assert_close(grad, want, rtol=1e-2, atol=1e-2)
+
+
 @contextmanager
 def no_synchronisation():
     torch.cuda.synchronize()

@@ -1,27 +1,39 @@
-"""A whole model through the Triton kernels, in the interpreter, beside the plain references."""
+"""Whole models through the Triton kernels, in the interpreter, beside the plain references."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ligermodels import LigerLlama, LlamaConfig
+import ligermodels
+
+# The families, their configs' own fields, and what of the kernels each is here for.
+CASES = {
+    "Llama": {"tie_word_embeddings": False},
+    "Llama tied": {"tie_word_embeddings": True},
+    "Gemma": {"head_dim": 8},  # gelu, norms with an offset, a head_dim of its own
+    "Gemma2": {"head_dim": 8, "sliding_window": 3},
+    "Gemma3": {"head_dim": 20, "sliding_window": 3},  # norms of the heads, two ropes
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 20},
+}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_loss_and_gradients_equal_the_references(monkeypatch, tied) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_the_references(monkeypatch, case) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    family = case.split()[0]
+    config = getattr(ligermodels, f"{family}Config")(
         vocab_size=61,
         hidden_size=24,
         intermediate_size=40,
         num_hidden_layers=2,
         num_attention_heads=3,
         num_key_value_heads=1,
-        tie_word_embeddings=tied,
         dtype="float32",
+        **CASES[case],
     )
-    model = LigerLlama(config).float()
+    model = getattr(ligermodels, f"Liger{family}")(config).float()
     input_ids = torch.randint(0, 61, (2, 7))
     labels = input_ids.clone()
     labels[0, :3] = -100
