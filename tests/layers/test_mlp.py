@@ -13,15 +13,21 @@ from tests.models.pairs import relative
 
 def formula(mlp: GatedMLP, x: Tensor) -> Tensor:
     gate, up = mlp.gate_up_proj(x).chunk(2, -1)
-    return mlp.down_proj(F.silu(gate) * up)
+    act = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }[mlp.activation]
+    return mlp.down_proj(act(gate) * up)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_formula(bias: bool, normed: bool, residual: bool) -> None:
+def test_equals_the_formula(bias: bool, normed: bool, residual: bool, activation: str) -> None:
     torch.manual_seed(0)
-    mlp, norm = GatedMLP(20, 27, bias=bias), RMSNorm(20)
+    mlp, norm = GatedMLP(20, 27, bias=bias, activation=activation), RMSNorm(20)
     torch.nn.init.normal_(norm.weight, 1.0, 0.2)
     x = torch.randn(2, 5, 20, requires_grad=True)
     added = torch.randn(2, 5, 20, requires_grad=True) if residual else None
@@ -36,7 +42,7 @@ def test_equals_the_formula(bias: bool, normed: bool, residual: bool) -> None:
         grads = torch.autograd.grad(out, leaves, upstreams[0])
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    mlp64 = GatedMLP(20, 27, bias=bias).double()
+    mlp64 = GatedMLP(20, 27, bias=bias, activation=activation).double()
     parameters = dict(zip([name for name, _ in mlp.named_parameters()], exact[1:]))
     total64 = exact[0] + exact[len(parameters) + 1] if residual else exact[0]
     y = F.rms_norm(total64, (20,), exact[-1], norm.eps) if normed else total64
@@ -63,13 +69,14 @@ def test_equals_the_formula(bias: bool, normed: bool, residual: bool) -> None:
         assert relative(grad, want) <= 1e-6
 
 
-def test_a_swapped_projection_is_called() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_swapped_projection_is_called(activation: str) -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
     torch.manual_seed(0)
-    mlp, x = GatedMLP(8, 12), torch.randn(3, 8)
+    mlp, x = GatedMLP(8, 12, activation=activation), torch.randn(3, 8)
     plain = mlp(x)
     doubled = Doubled(12, 8, bias=False)
     doubled.load_state_dict(mlp.down_proj.state_dict())
