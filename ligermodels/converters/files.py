@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection
 from io import FileIO
 from pathlib import Path
@@ -81,11 +82,10 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise error(f"{where}: key {shown(key)} appears twice")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise error(f"{where}: key {shown(twice)} appears twice")
         return found
 
     try:
