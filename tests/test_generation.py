@@ -11,12 +11,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ligermodels.auto import FAMILIES
+from ligermodels.auto import FAMILIES, AutoLiger
 from ligermodels.errors import CheckpointError
 from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
 from ligermodels.models.llama import LigerLlama
 from ligermodels.tokenizers import Tokenizer
-from tests.tiny_models import VOCAB, random_model
+from tests.models import hf_models, zoo
+from tests.tiny_models import VOCAB, WINDOWS, random_model
 
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
 
@@ -144,6 +145,28 @@ def test_bfloat16_and_autocast(pair):
             logits = half.head.logits(half(ids[:, :at])[:, -1:])
         top = logits[0, 0].float().topk(2)
         assert ids[0, at] in top.indices
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_families_equal_transformers_past_their_windows(family, tmp_path):
+    """Unequal prompts, one of them longer than the window, and two stop tokens from the file."""
+    folder = tmp_path / family
+    feature = zoo.Feature(config=WINDOWS.get(family, {}))
+    hf_models.save(folder, family, feature)
+    prompts = [*PROMPTS, list(range(20, 31))]
+    ids, mask = left_padded(prompts, zoo.PAD)
+    free = greedy_of(hf_models.load(folder, family), ids, mask, 30, pad=zoo.PAD)
+    # as in Gemma 3's [1, 106], tokens that come up at different steps
+    stops = [int(free[0, 16]), int(free[1, 30])]
+    settings = {"eos_token_id": stops, "pad_token_id": zoo.PAD, "bos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    expected = hf_models.load(folder, family).generate(
+        ids, attention_mask=mask, max_new_tokens=30, do_sample=False
+    )
+    model = AutoLiger.from_hf(folder)
+    assert torch.equal(generate(model, prompts, max_new_tokens=30), expected)
+    free_of_ours = generate(model, prompts, max_new_tokens=30, eos_token_id=[])
+    assert torch.equal(free_of_ours, free)
 
 
 class Everything:
