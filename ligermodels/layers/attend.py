@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.autocast import without_autocast
 from ligermodels.layers import flex
 from ligermodels.layers.masks import AttentionMask
 
@@ -90,7 +91,8 @@ def attend(
     visible = None if mask.is_open(window, columns) else mask.dense(window, q.device, columns)
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
-    return _capped(q, k, v, visible, scale, softcap)
+    with without_autocast(q):
+        return _capped(q, k, v, visible, scale, softcap)
 
 
 def prepare(

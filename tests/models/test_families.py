@@ -1,0 +1,201 @@
+"""What every family owes its users beside transformers' numbers (those are in test_parity)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.auto import FAMILIES
+from ligermodels.models.base import DecoderModel
+from tests.models.pairs import gradients, randomize, relative, tokens
+
+WINDOW = 5
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 2,
+}
+# What each has beside Llama, set so that it bites.
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma": {},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 20,
+    },
+    "gemma3_text": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(family: str, **changes: Any) -> DecoderModel:
+    cls = FAMILIES[family]
+    model = cls(cls.config_class(**{**SIZES, **OWN[family], **changes}))
+    randomize(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and "gemma" in family:
+                parameter -= 1.0
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return tokens(2, 14, vocab=SIZES["vocab_size"], pad=SIZES["pad_token_id"])
+
+
+def test_every_family_is_here() -> None:
+    assert OWN.keys() == FAMILIES.keys()
+
+
+@families
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta_device_allocates_nothing(family: str, tied: bool) -> None:
+    cls = FAMILIES[family]
+    with torch.device("meta"):
+        model = cls(cls.config_class(**SIZES, **OWN[family], tie_word_embeddings=tied))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert ("head.proj.weight" in model.state_dict()) == (not tied)
+    native = {"embed_tokens", "layers", "norm", "head"}
+    assert {name.split(".")[0] for name in model.state_dict()} <= native
+
+
+@families
+def test_later_windows_forget(family: str) -> None:
+    """A token changes what follows it, and in a layer with a window only the window's length."""
+    model = make(family, num_hidden_layers=1, **_all_sliding(family))
+    ids, _ = batch()
+    changed = ids.clone()
+    changed[:, 4] = (changed[:, 4] + 7) % 61
+    difference = (model(ids) - model(changed)).abs().amax(-1).amax(0)
+    reach = WINDOW if model.config.layer_windows[0] is not None else ids.shape[1]
+    assert (difference[:4] == 0).all()
+    assert (difference[4 : 4 + reach] > 0).all()
+    assert (difference[4 + reach :] == 0).all()
+    assert (reach == WINDOW) == (family not in ("llama", "gemma"))
+
+
+def _all_sliding(family: str) -> dict[str, Any]:
+    types = {"layer_types": ["sliding_attention"]}
+    return types if family.startswith(("gemma2", "gemma3", "qwen")) else {}
+
+
+@families
+@pytest.mark.parametrize("given", ["position_ids", "cu_seqlens"])
+def test_packed_documents_equal_separate_runs(family: str, given: str) -> None:
+    model = make(family)
+    ids, labels = (x[:1] for x in batch())
+    lengths = [8, 1, 5]
+    ends = torch.tensor([0, 8, 9, 14])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    options = {"position_ids": positions} if given == "position_ids" else {"cu_seqlens": ends}
+    model(ids, labels=labels, **options).loss.backward()
+    packed = gradients(model)
+    model.zero_grad()
+    pieces = list(zip(ids.split(lengths, 1), labels.split(lengths, 1)))
+    outputs = [model(part, labels=told, reduction="sum") for part, told in pieces]
+    loss = sum(out.loss for out in outputs) / sum(out.num_valid for out in outputs)
+    loss.backward()
+    assert relative(model(ids, labels=labels, **options).loss, loss) <= 1e-6
+    for name, grad in gradients(model).items():
+        assert relative(packed[name], grad) <= 1e-5, name
+
+
+@families
+def test_packed_and_padded(family: str) -> None:
+    """Documents and padding at once: each document gives what it gives alone."""
+    model = make(family)
+    ids, _ = (x[:1] for x in batch())
+    positions = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]])
+    together = model(ids, position_ids=positions, attention_mask=mask)
+    for start, end in ((2, 9), (9, 12)):
+        assert relative(together[:, start:end], model(ids[:, start:end])) <= 1e-6
+
+
+@families
+def test_activation_checkpointing(family: str) -> None:
+    model = make(family)
+    ids, labels = batch()
+    loss = model.loss(ids, labels)
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    again = model.loss(ids, labels)
+    again.backward()
+    assert torch.equal(loss, again)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+@families
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_equals_eager(family: str, checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    model = make(family)
+    ids, labels = batch()
+    loss = model(ids, labels=labels).loss
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    again = compiled(ids, labels=labels).loss
+    again.backward()
+    torch.testing.assert_close(again, loss)
+    for name, grad in gradients(model).items():
+        assert relative(grad, expected[name]) <= 1e-6, name
+
+
+@families
+def test_autocast_stays_near_float32(family: str) -> None:
+    model = make(family)
+    ids, labels = batch()
+    exact = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=labels)
+        hidden = model(ids)
+    out.loss.backward()
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+    assert relative(hidden.float(), exact) < 0.05
+
+
+@families
+def test_copies_are_independent(family: str) -> None:
+    model = make(family)
+    ids, _ = batch()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(ids), model(ids))
+        if copied.head._tied:
+            assert copied.head.weight is copied.embed_tokens.weight
+        with torch.no_grad():
+            copied.norm.weight.add_(1.0)
+        assert not torch.equal(copied(ids), model(ids))
+
+
+@families
+def test_generation_continues_as_one_pass_would(family: str) -> None:
+    """Token by token through the cache, past the window, equals the argmax of whole passes."""
+    model = make(family)
+    ids, _ = (x[:1] for x in batch())
+    made = model.generate(ids, max_new_tokens=12, eos_token_id=[])
+    with torch.no_grad():
+        logits = model.head.logits(model(made))
+    assert torch.equal(logits.argmax(-1)[:, 13:-1], made[:, 14:])
