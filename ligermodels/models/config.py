@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ligermodels.converters import config as hf_config
+from ligermodels.converters import rope
 from ligermodels.errors import ConfigError, shown
 
 # Far above any published model; a config beyond them is damaged or hostile, and is refused
@@ -24,6 +25,14 @@ _LARGEST = {
     "max_position_embeddings": 2**40,
 }
 
+
+# Checked in the families that have them; without a soft cap, None.
+_POSITIVE = (
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
+_LONGEST_WINDOW = 2**40
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # HF's names of the MLP's activation, and ours.
 _ACTIVATIONS = {
@@ -49,6 +58,12 @@ class ModelConfig:
     model_type: ClassVar[str]
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    # model_type of a config.json that has this family's as its text_config, beside other towers.
+    wrapper_type: ClassVar[str | None] = None
+    # Fields that have a default and yet may be null, which then stands for what None does below.
+    null_is_derived: ClassVar[tuple[str, ...]] = ()
+    # Fields that an export spells out even where the checkpoint left them out.
+    written: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -112,8 +127,10 @@ class ModelConfig:
             raise ConfigError(
                 f"config: attention_dropout {self.attention_dropout} is not implemented; set 0"
             )
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
+        for name in _POSITIVE:
+            value = getattr(self, name, 1.0)
+            if value is None and name.endswith("softcapping"):
+                continue
             if not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
                 raise ConfigError(f"config: {name} is {shown(value)}; expected a positive number")
         if not 0 <= self.initializer_range <= sys.float_info.max:
@@ -121,10 +138,11 @@ class ModelConfig:
                 f"config: initializer_range is {shown(self.initializer_range)}; expected a number "
                 "of at least 0"
             )
+        _check_layers(self)
         if self.rope_scaling is not None:
             names = ("head_dim", "rope_theta", "max_position_embeddings")
             sizes = {name: getattr(self, name) for name in names}
-            hf_config.check_rope_scaling(self.rope_scaling, sizes)
+            rope.check_scaling(self.rope_scaling, sizes)
         if self.pad_token_id is not None and not (
             -self.vocab_size <= self.pad_token_id < self.vocab_size
         ):
@@ -181,5 +199,45 @@ def _is_size(value: object) -> bool:
 
 
 def windows_from_types(layer_types: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer from HF's layer_types; None where a layer attends to everything."""
-    return [window if kind == "sliding_attention" else None for kind in layer_types]
+    """The window of each layer from HF's layer_types; None where a layer attends to everything.
+
+    Raises:
+        ConfigError: a layer slides, and there is no window.
+    """
+    slides = [kind == "sliding_attention" for kind in layer_types]
+    if any(slides) and window is None:
+        raise ConfigError(
+            f"config: sliding_window is None, but layer {slides.index(True)} is of type "
+            "'sliding_attention'"
+        )
+    return [window if sliding else None for sliding in slides]
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """`ModelConfig.validate` on what differs from layer to layer."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        if not isinstance(types, list) or any(kind not in _LAYER_TYPES for kind in types):
+            raise ConfigError(
+                f"config: layer_types is {shown(types)}; expected a list of "
+                f"{' and '.join(map(repr, _LAYER_TYPES))}"
+            )
+        if len(types) != config.num_hidden_layers:
+            raise ConfigError(
+                f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
+                f"{config.num_hidden_layers}"
+            )
+    pattern = getattr(config, "sliding_window_pattern", 1)
+    if not _is_size(pattern):
+        raise ConfigError(
+            f"config: sliding_window_pattern is {shown(pattern)}; expected an integer of at least 1"
+        )
+    first = getattr(config, "max_window_layers", 0)
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ConfigError(f"config: max_window_layers is {shown(first)}; expected an integer")
+    for window in config.layer_windows:
+        if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
+            raise ConfigError(
+                f"config: sliding_window is {shown(window)}; expected an integer from 1 to "
+                f"{_LONGEST_WINDOW}, or None"
+            )

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ligermodels.errors import ConfigError, shown
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
@@ -39,6 +40,17 @@ class GemmaConfig(ModelConfig):
     eos_token_id: int | list[int] | None = 1
     hidden_act: str = "gelu_pytorch_tanh"
     attention_bias: bool = False
+
+    def validate(self) -> None:
+        """As in ModelConfig; hidden_activation, which is not read here, has to agree."""
+        super().validate()
+        other = self.extra.get("hidden_activation")
+        tanh = ("gelu_pytorch_tanh", "gelu_new") if self.activation == "gelu_tanh" else ()
+        if other not in (None, self.hidden_act, *tanh):
+            raise ConfigError(
+                f"config: hidden_activation is {shown(other)}, but hidden_act is "
+                f"{self.hidden_act!r}"
+            )
 
     @property
     def activation(self) -> str:

@@ -24,6 +24,7 @@ class Gemma3Config(ModelConfig):
 
     model_type: ClassVar[str] = "gemma3_text"
     activation_field: ClassVar[str] = "hidden_activation"
+    wrapper_type: ClassVar[str | None] = "gemma3"
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
     vocab_size: int = 262208

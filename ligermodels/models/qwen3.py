@@ -23,6 +23,7 @@ class Qwen3Config(ModelConfig):
 
     model_type: ClassVar[str] = "qwen3"
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     vocab_size: int = 151936
     intermediate_size: int = 22016

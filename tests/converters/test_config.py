@@ -204,7 +204,7 @@ def test_a_config_made_in_python_is_written_whole():
         ),
         ("rope_parameters", {"full_attention": {}}, "rope per layer type"),
         # What the config class judges, through the same door.
-        ("hidden_act", "gelu", "hidden_act 'gelu' is not implemented"),
+        ("hidden_act", "relu", "hidden_act 'relu' is not implemented"),
         ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),
         ("num_hidden_layers", -1, "num_hidden_layers is -1"),
@@ -229,11 +229,18 @@ def test_refused_keys_with_harmless_values_are_accepted():
     assert config.attention_dropout == 0
 
 
-def test_null_means_the_default():
-    config = parse({**CONFIG, "head_dim": None, "attention_bias": None, "rms_norm_eps": None})
-    assert (config.head_dim, config.attention_bias, config.rms_norm_eps) == (4, False, 1e-6)
+def test_null_where_transformers_takes_it():
+    config = parse({**CONFIG, "head_dim": None, "num_key_value_heads": None})
+    assert (config.head_dim, config.num_key_value_heads) == (4, 4)
+    assert parse({**CONFIG, "attention_dropout": None}).attention_dropout == 0
     assert parse({**CONFIG, "rope_theta": None}).rope_theta == 1e4
     assert parse({**CONFIG, "bos_token_id": None}).bos_token_id is None
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "rms_norm_eps", "tie_word_embeddings"])
+def test_null_where_transformers_refuses_it(key):
+    with pytest.raises(ConfigError, match=f"'{key}' is None, expected"):
+        parse({**CONFIG, key: None})
 
 
 @pytest.mark.parametrize(

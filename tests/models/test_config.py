@@ -23,7 +23,7 @@ def test_derived_fields() -> None:
         ({"num_key_value_heads": True}, "num_key_value_heads"),
         ({"hidden_size": 63}, "head_dim"),
         ({"head_dim": 15}, "head_dim"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "relu"}, "hidden_act"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
