@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels import LigerLlama, LlamaConfig
+from ligermodels import LigerLlama
+from ligermodels.auto import FAMILIES
+from ligermodels.models.base import DecoderModel
+from tests.families import OWN
 
 WORLD = 2
 BATCH, SEQ = 4, 12
@@ -38,12 +42,13 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make(tied: bool, **overrides: Any) -> LigerLlama:
+def make(tied: bool, family: str = "llama") -> DecoderModel:
     torch.manual_seed(7)
-    model = LigerLlama(
-        LlamaConfig(**{**SIZES, **overrides}, tie_word_embeddings=tied, initializer_range=0.3)
+    cls = FAMILIES[family]
+    config = cls.config_class(
+        **SIZES, **OWN[family], tie_word_embeddings=tied, initializer_range=0.3
     )
-    return model
+    return cls(config)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -77,7 +82,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
 
 
-def shard(model: LigerLlama, mesh: DeviceMesh, **options: Any) -> LigerLlama:
+def shard(model: DecoderModel, mesh: DeviceMesh, **options: Any) -> DecoderModel:
     """fully_shard as a user would: each block, an untied head by itself, then the root."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -106,7 +111,7 @@ def train_step(wrapped: nn.Module, rank: int, steps: int = 1, **inputs: Tensor) 
 
 
 def compare(
-    model: LigerLlama, wrapped: nn.Module, rank: int, steps: int = 1, **inputs: Tensor
+    model: DecoderModel, wrapped: nn.Module, rank: int, steps: int = 1, **inputs: Tensor
 ) -> dict[str, float]:
     """Distance of the wrapped model's step from one process that sees the whole batch."""
     ids, labels = data()
@@ -127,15 +132,23 @@ def compare(
     return result
 
 
-def ddp(rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1) -> dict[str, float]:
-    model = make(tied)
+def ddp(
+    rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1, family: str = "llama"
+) -> dict[str, float]:
+    model = make(tied, family)
     return compare(model, DistributedDataParallel(copy.deepcopy(model)), rank, steps)
 
 
 def fsdp(
-    rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1, checkpointing: bool = False, **options
+    rank: int,
+    mesh: DeviceMesh,
+    tied: bool,
+    steps: int = 1,
+    checkpointing: bool = False,
+    family: str = "llama",
+    **options: Any,
 ) -> dict[str, float]:
-    model = make(tied)
+    model = make(tied, family)
     wrapped = shard(copy.deepcopy(model), mesh, **options)
     if checkpointing:
         wrapped.activation_checkpointing_enable()
@@ -167,9 +180,11 @@ def fsdp_packed(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
     }
 
 
-def fsdp_bf16(rank: int, mesh: DeviceMesh, tied: bool, **options: Any) -> dict[str, float]:
+def fsdp_bf16(
+    rank: int, mesh: DeviceMesh, tied: bool, family: str = "llama", **options: Any
+) -> dict[str, float]:
     """bf16 compute: each rank's step is that of a bf16 model, the mean is taken in float32."""
-    model = make(tied)
+    model = make(tied, family)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrapped = shard(copy.deepcopy(model), mesh, mp_policy=policy, **options)
     ids, labels = data()
@@ -330,6 +345,12 @@ CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
     "fsdp, from the meta device": fsdp_meta,
     "tensor parallel projections": tensor_parallel,
 }
+for family in sorted(FAMILIES.keys() - {"llama"}):
+    CASES |= {
+        f"ddp, {family}": partial(ddp, family=family),
+        f"fsdp, checkpointing, {family}": partial(fsdp, checkpointing=True, family=family),
+        f"fsdp, bf16 compute, {family}": partial(fsdp_bf16, family=family),
+    }
 
 
 def main(rank: int, rendezvous: str, results: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ligermodels.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
+from tests.families import OWN, WINDOW
 from tests.models.pairs import gradients, randomize, relative, tokens
 
-WINDOW = 5
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 24,
@@ -25,21 +25,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 64,
     "pad_token_id": 2,
-}
-# What each has beside Llama, set so that it bites.
-OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": WINDOW},
-    "gemma": {},
-    "gemma2": {
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 20,
-    },
-    "gemma3_text": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
-    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
