@@ -17,9 +17,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Template | None:
     templates: dict[str, str] = {}
     main = folder / "chat_template.jinja"
     if main.is_file():
-        templates["default"] = main.read_text(encoding="utf-8")
+        templates["default"] = _read(main)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read(path)
     if not templates:
         written = config.get("chat_template")
         if isinstance(written, list):
@@ -27,6 +27,13 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Template | None:
         elif written is not None:
             templates["default"] = written
     return templates["default"] if list(templates) == ["default"] else templates or None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def pick(own: Template | None, asked: str | None, tools: bool, source: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ligermodels.chat import Template, pick, read_templates, render
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, shown
 
 NAMED_SPECIALS = (
     "bos_token",
@@ -66,16 +66,22 @@ class Tokenizer:
                 sentencepiece tokenizer.model, or a damaged file.
         """
         folder = resolve(path, revision, weights=False)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_settings(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             # the older layout has a file of its own for what later moved into the config
-            config = {**_read_json(folder / "special_tokens_map.json"), **config}
+            config = {**_read_settings(folder / "special_tokens_map.json"), **config}
         named = {k: _content(config[k]) for k in NAMED_SPECIALS if config.get(k) is not None}
         backend: Backend
         if (folder / "tokenizer.json").is_file():
             backend = JsonBackend(folder / "tokenizer.json", config, named)
         elif (folder / "tokenizer.model").is_file():
             added = _read_json(folder / "added_tokens.json")
+            for token, index in added.items():
+                if type(index) is not int:
+                    raise CheckpointError(
+                        f"{folder / 'added_tokens.json'}: {shown(token)} is {shown(index)}, "
+                        "expected an integer"
+                    )
             backend = SentencePieceBackend(folder / "tokenizer.model", config, named, added)
             named = backend.named
         else:
@@ -245,14 +251,14 @@ class SentencePieceBackend:
         raw = path.read_bytes()
         try:
             self.prefixing = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            # A protobuf field that comes twice is merged, the later value winning: this appends
+            # `normalizer_spec { add_dummy_prefix: false }` without needing the protobuf package.
+            self.plain = sentencepiece.SentencePieceProcessor(model_proto=raw + b"\x1a\x02\x18\x00")
         except Exception as error:
             raise CheckpointError(
                 f"{path}: not a sentencepiece model (Llama 3's is a tiktoken file; "
                 "such a checkpoint needs its tokenizer.json)"
             ) from error
-        # A protobuf field that comes twice is merged, the later value winning: this appends
-        # `normalizer_spec { add_dummy_prefix: false }` without needing the protobuf package.
-        self.plain = sentencepiece.SentencePieceProcessor(model_proto=raw + b"\x1a\x02\x18\x00")
         if config.get("add_prefix_space") is False:
             self.prefixing = self.plain
         self.strips_space = self.prefixing.encode("a") != self.plain.encode("a")
@@ -384,12 +390,49 @@ class TextStream:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json or special_tokens_map.json, with what is used of it as it has to be."""
+    found = _read_json(path)
+
+    def check(key: str, good: bool, expected: str) -> None:
+        if not good:
+            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
+
+    for name in NAMED_SPECIALS:
+        if found.get(name) is not None:
+            token = found[name]
+            token = token.get("content") if isinstance(token, dict) else token
+            check(name, isinstance(token, str), "a string or an object with 'content'")
+    decoder = found.get("added_tokens_decoder", {})
+    good = isinstance(decoder, dict) and all(
+        index.isdecimal()
+        and len(index) < 10
+        and isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        for index, entry in decoder.items()
+    )
+    check("added_tokens_decoder", good, "ids with an object that has 'content' each")
+    template = found.get("chat_template")
+    named = template if isinstance(template, list) else []
+    good = all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in named
+    )
+    good = good and isinstance(template, (str, list, type(None)))
+    check("chat_template", good, "a string or a list of named ones")
     return found
 
 

@@ -270,6 +270,49 @@ def test_what_cannot_be_used_is_named(tmp_path):
         Tokenizer.from_hf(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, content, key",
+    [
+        ("tokenizer_config.json", "[" * 100_000, "not JSON"),
+        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "not JSON"),
+        ("tokenizer_config.json", '{"bos_token": 5}', "'bos_token' is 5"),
+        ("tokenizer_config.json", '{"eos_token": {"x": 1}}', "'eos_token' is {'x': 1}"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "'added_tokens_decoder' is"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "'added_tokens_decoder'"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": 4}}', "'added_tokens_decoder'"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is 5"),
+        ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),
+        ("special_tokens_map.json", '{"pad_token": []}', r"'pad_token' is \[\]"),
+        ("chat_template.jinja", b"\xff", "cannot be read"),
+        ("tokenizer.json", "", "not a tokenizer file"),
+        ("tokenizer.json", "{}", "not a tokenizer file"),
+    ],
+)
+def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, name, content, key):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=key) as caught:
+        Tokenizer.from_hf(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"\xff" * 99),
+        ("added_tokens.json", b'{"a": 1.5}'),
+    ],
+)
+def test_damaged_sentencepiece_files_are_named(spm, tmp_path, name, content):
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_hf(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
 def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
     import torch
 
