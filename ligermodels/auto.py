@@ -27,6 +27,12 @@ FAMILIES: dict[str, type[DecoderModel]] = {
         LigerQwen3,
     )
 }
+# Published with a vision tower, of which the text model alone is loaded.
+FAMILIES |= {
+    cls.config_class.wrapper_type: cls
+    for cls in list(FAMILIES.values())
+    if cls.config_class.wrapper_type is not None
+}
 
 
 class AutoLiger:

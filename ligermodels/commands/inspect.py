@@ -36,6 +36,7 @@ def run(given: argparse.Namespace) -> None:
     for title, entries, show in (
         ("config", found["config"], json.dumps),
         ("config keys that nothing reads (kept in an export)", found["unknown_keys"], json.dumps),
+        ("left out (tensors of other towers)", found["left_out"], str),
         ("stored as", found["dtype_bytes"], _bytes),
         ("files", found["files"], _bytes),
         ("memory", found["memory"], _bytes),

@@ -22,6 +22,7 @@ class Description:
         family: its model_type.
         config: the config's fields, defaults filled in.
         unknown_keys: config.json keys that nothing reads; they are kept and exported again.
+        left_out: how many tensors of other towers are not loaded, by how their names begin.
         parameters: how many there are, a tied head counted once.
         dtype_bytes: bytes stored per dtype, as safetensors spells it.
         files: size of each weight, config, tokenizer and generation file.
@@ -32,6 +33,7 @@ class Description:
     family: str
     config: dict[str, Any]
     unknown_keys: dict[str, Any]
+    left_out: dict[str, int]
     parameters: int
     dtype_bytes: dict[str, int]
     files: dict[str, int]
@@ -74,6 +76,7 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
         family=config.model_type,
         config=fields,
         unknown_keys=unknown_keys(raw, config_class),
+        left_out=checkpoint.left_out,
         parameters=parameters,
         dtype_bytes=dtype_bytes,
         files={n: (folder / n).stat().st_size for n in names if (folder / n).is_file()},

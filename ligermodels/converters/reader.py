@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
-from ligermodels.converters.table import Entry, Span, Table
+from ligermodels.converters.table import Entry, Span, Table, Towers
 from ligermodels.converters.weights import DTYPES, TensorInfo, WeightFile
 from ligermodels.errors import CheckpointError, listing, shown
 
@@ -28,7 +28,8 @@ class Checkpoint:
     Args: allow_nonfinite lets NaN and infinite weights through `read`.
     Attributes:
         folder: where it is.
-        tensors: what the headers say, by HF name.
+        tensors: what the headers say, by HF name; after `plan`, of the text model alone.
+        left_out: how many tensors `plan` left out, by what the names of their tower begin with.
     Raises:
         CheckpointError: no readable weights, a shard missing, truncated or damaged, or an index
             that does not match its shards; names the file.
@@ -48,7 +49,9 @@ class Checkpoint:
         self.listing_file = self.folder / (files[0] if weight_map is None else INDEX)
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
+        self.left_out: dict[str, int] = {}
         self._file_of: dict[str, WeightFile] = {}
+        self._stored_as: dict[str, str] = {}  # names that are not the text model's own
         promised: dict[str, set[str]] = {}
         for name, shard in (weight_map or {}).items():
             promised.setdefault(shard, set()).add(name)
@@ -68,6 +71,8 @@ class Checkpoint:
             CheckpointError: one for everything that is quantised, mis-shaped, missing or
                 unexpected.
         """
+        if table.towers is not None:
+            self._leave_out(table.towers)
         expected = table.source_shapes()
         optional = {
             name: expected[original]
@@ -82,10 +87,10 @@ class Checkpoint:
                 absent.append((self.listing_file, name, "is missing"))
             elif found.dtype not in DTYPES:
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
-                faults.append((found.path, name, what))
+                faults.append((found.path, self._spelt(name), what))
             elif found.shape != shape:
                 what = f"has shape {list(found.shape)}, expected {list(shape)}"
-                faults.append((found.path, name, what))
+                faults.append((found.path, self._spelt(name), what))
         unexpected = []
         for name, info in self.tensors.items():
             if name in expected or name in optional or name.endswith(table.ignored):
@@ -98,6 +103,28 @@ class Checkpoint:
         if faults := [*faults, *absent, *unexpected]:
             raise CheckpointError(_describe(faults))
         return {entry.name: self._stored_dtype(entry) for entry in table}
+
+    def _leave_out(self, towers: Towers) -> None:
+        """Put the text model's tensors under the names they have without other towers."""
+        text: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            if tower := next((start for start in towers.left_out if name.startswith(start)), None):
+                self.left_out[tower] = self.left_out.get(tower, 0) + 1
+                continue
+            alone = towers.text_name(name)
+            if alone != name:
+                self._stored_as[alone] = name
+            if alone in text:
+                raise CheckpointError(
+                    f"{info.path}: {shown(name)} and {shown(self._spelt(alone))} are two spellings "
+                    f"of one tensor"
+                )
+            text[alone] = info
+        self.tensors = text
+
+    def _spelt(self, name: str) -> str:
+        """The name in the file of a tensor of the text model."""
+        return self._stored_as.get(name, name)
 
     def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
@@ -150,6 +177,7 @@ class Checkpoint:
         return torch.cat([piece.clone() for piece in self._rows(name)]).view(info.shape)
 
     def _rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+        name = self._spelt(name)
         file = self._file_of[name]
         if file not in self._open:
             if len(self._open) == _MOST_OPEN:
@@ -166,7 +194,9 @@ class Checkpoint:
             what = f"holds values too large for {dtype}"
         else:
             return
-        raise CheckpointError(f"{self.tensors[span.source].path}: {span.source!r} {what}")
+        raise CheckpointError(
+            f"{self.tensors[span.source].path}: {self._spelt(span.source)!r} {what}"
+        )
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:
         dtype = DTYPES[self.tensors[entry.spans[0].source].dtype]

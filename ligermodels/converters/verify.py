@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.config import read_config, to_hf
+from ligermodels.converters.config import read_config, text_config, to_hf
 from ligermodels.converters.files import CONFIG, copied_files
 from ligermodels.converters.reader import Checkpoint, same_bits
 from ligermodels.converters.table import table_for
@@ -120,7 +120,7 @@ def compare(
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = read_config(folder)
+    raw = text_config(read_config(folder), config_class, str(folder / CONFIG))
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, config_class)
     pairs = list(zip(names, _names(exported, config_class), strict=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +38,11 @@ def load(
     checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
     stored = checkpoint.plan(table)
     checkpoint.check_aliases(table)
+    if left_out := checkpoint.left_out:
+        counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
+        warnings.warn(
+            f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=3
+        )
     with torch.device("meta"):
         model = cls(config)
     weights: dict[str, Tensor] = {}
