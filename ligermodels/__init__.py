@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ligermodels.models.mistral import LigerMistral, MistralConfig
     from ligermodels.models.qwen2 import LigerQwen2, Qwen2Config
     from ligermodels.models.qwen3 import LigerQwen3, Qwen3Config
+    from ligermodels.partial import LoadReport, load_parameters
     from ligermodels.tokenizers import Tokenizer
 
 __version__ = "0.1.0"
@@ -37,11 +38,13 @@ _HOMES = {
     "LigerQwen2": "ligermodels.models.qwen2",
     "LigerQwen3": "ligermodels.models.qwen3",
     "LlamaConfig": "ligermodels.models.llama",
+    "LoadReport": "ligermodels.partial",
     "MistralConfig": "ligermodels.models.mistral",
     "Qwen2Config": "ligermodels.models.qwen2",
     "Qwen3Config": "ligermodels.models.qwen3",
     "SaveError": "ligermodels.errors",
     "Tokenizer": "ligermodels.tokenizers",
+    "load_parameters": "ligermodels.partial",
 }
 
 __all__ = [
@@ -60,11 +63,13 @@ __all__ = [
     "LigerQwen2",
     "LigerQwen3",
     "LlamaConfig",
+    "LoadReport",
     "MistralConfig",
     "Qwen2Config",
     "Qwen3Config",
     "SaveError",
     "Tokenizer",
+    "load_parameters",
 ]
 
 

@@ -1,0 +1,278 @@
+"""Starting an architecture of your own from a checkpoint: what fits is loaded, the rest told."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ligermodels.auto import family_of
+from ligermodels.converters import hub
+from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.table import Entry, table_for
+from ligermodels.errors import CheckpointError, listing
+from ligermodels.layers import DecoderBlock, SandwichBlock
+
+# What a module computes its weight with, and what one without such a setting does.
+_MEANING = {"offset": 0.0, "scale": 1.0}
+# One name, two places in a block.
+_PLACES = {
+    (DecoderBlock, "post_attention_layernorm"): "before the MLP",
+    (SandwichBlock, "post_attention_layernorm"): "behind attention",
+    (SandwichBlock, "pre_feedforward_layernorm"): "before the MLP",
+}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_parameters` did; `str` lists it, layers of one kind in one line.
+
+    Every parameter of the module is in one of `loaded`, `new` and `mismatched`; every one of the
+    checkpoint, under its name in ligermodels, is a value of `loaded` or in `unused`.
+
+    Attributes:
+        source: the checkpoint's folder.
+        loaded: name in the module -> name in the checkpoint.
+        new: names in the module that the checkpoint does not have; left as they were.
+        mismatched: name in the module -> why the checkpoint's values were not taken, with both
+            shapes; left as they were. Empty unless `allow_mismatched`.
+        unused: names in the checkpoint whose values went nowhere.
+    """
+
+    source: Path
+    loaded: dict[str, str]
+    new: list[str]
+    mismatched: dict[str, str]
+    unused: list[str]
+
+    def __str__(self) -> str:
+        loaded = [
+            name if name == theirs else f"{name} <- {theirs}"
+            for name, theirs in self.loaded.items()
+        ]
+        mismatched = [f"{name}: {why}" for name, why in self.mismatched.items()]
+        parts = {
+            "loaded": loaded,
+            "new, left as they were": self.new,
+            "mismatched, left as they were": mismatched,
+            "unused of the checkpoint": self.unused,
+        }
+        lines = [str(self.source)]
+        for title, names in parts.items():
+            lines.append(f"{title}: {len(names)}")
+            lines += [listing(_by_layer(names))] if names else []
+        return "\n".join(lines)
+
+
+def load_parameters(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    allow_mismatched: bool = False,
+    allow_nonfinite: bool = False,
+    revision: str | None = None,
+) -> LoadReport:
+    """Copy into any module those parameters of a checkpoint that it has, by name and shape.
+
+    Names are those of ligermodels' own models, with q, k, v and gate, up packed: what
+    `AutoLiger.from_hf(path).named_parameters()` gives. The module keeps its dtypes and devices. It
+    is changed after everything has been read and checked: an error leaves it as it was. Until
+    then the values wait in host memory, in the module's dtypes.
+
+    Values are moved, never computed with. Parameters that mean different things do not match,
+    whatever their names and shapes: the weights of norms that differ in `offset` (Gemma's is 1)
+    and of embeddings that differ in `scale`, and those of norms in different places. Llama's
+    post_attention_layernorm stands before the MLP; a `SandwichBlock` has pre_feedforward_layernorm
+    there, so rename it.
+
+    A head that the checkpoint ties to its embedding is not stored, so that a head of the module's
+    own is new; one parameter that the module has under two names is loaded under both.
+
+    Args:
+        module: whatever has parameters; not on the meta device, not sharded.
+        path: a local folder, or a hub id, of any supported family.
+        rename: from a name in the checkpoint to the name in the module; None leaves that one out.
+        allow_mismatched: leave what does not match as it is, and report it; default is to raise.
+        allow_nonfinite: let NaN and infinite weights in.
+        revision: branch, tag or commit of a hub id.
+    Returns: which parameters were loaded, are new, did not match, were not used.
+    Raises:
+        ConfigError: config.json is damaged, of no supported family, or asks for what is not
+            implemented.
+        CheckpointError: what `from_hf` raises; a parameter that does not match, naming file, key
+            and both shapes; no parameter in common; two for one place; a module that cannot be
+            written to.
+    """
+    folder = hub.resolve(path, revision=revision)
+    family = family_of(folder)
+    config = family.config_class.from_hf(folder)
+    table = table_for(config)
+    checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
+    checkpoint.plan(table)
+    checkpoint.check_aliases(table)
+
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    entries, unused = _match(parameters, table.entries, rename, folder)
+    with torch.device("meta"):
+        model = family(config)
+    mismatched = {}
+    for name, entry in entries.items():
+        if why := _difference(module, name, parameters[name], model, entry):
+            mismatched[name] = why
+    if mismatched and not allow_mismatched:
+        raise CheckpointError(_describe(mismatched, entries, checkpoint))
+    unused += [entries.pop(name).name for name in mismatched]
+    targets = {name: parameters[name] for name in entries}
+    _check_writable(targets, entries, folder)
+
+    staged: dict[str, Tensor] = {}
+    progress = tqdm(entries.items(), desc="Loading weights", unit="tensor", disable=None)
+    for name, entry in progress:
+        staged[name] = torch.empty(entry.shape, dtype=targets[name].dtype)
+        checkpoint.read(entry, staged[name])
+    with torch.no_grad():
+        for name, values in staged.items():
+            targets[name].copy_(values)
+
+    source_of = {id(parameters[name]): entry.name for name, entry in entries.items()}
+    loaded = {n: source_of[id(p)] for n, p in parameters.items() if id(p) in source_of}
+    new = [name for name in parameters if name not in loaded and name not in mismatched]
+    order = {entry.name: index for index, entry in enumerate(table)}
+    return LoadReport(folder, loaded, new, mismatched, sorted(unused, key=order.__getitem__))
+
+
+def _match(
+    parameters: Mapping[str, nn.Parameter],
+    entries: Iterable[Entry],
+    rename: Callable[[str], str | None] | None,
+    folder: Path,
+) -> tuple[dict[str, Entry], list[str]]:
+    """The checkpoint's entry for each name in the module, and the entries that have none."""
+    found: dict[str, Entry] = {}
+    unused = []
+    for entry in entries:
+        name = entry.name if rename is None else rename(entry.name)
+        if name is None or name not in parameters:
+            unused.append(entry.name)
+        elif name in found:
+            raise CheckpointError(
+                f"{folder}: rename puts both {found[name].name!r} and {entry.name!r} into {name!r}"
+            )
+        else:
+            found[name] = entry
+    if not found:
+        raise CheckpointError(
+            f"{folder}: the module has no parameter of the checkpoint's names; give rename a "
+            "function from a name in the checkpoint to the module's. In the checkpoint:\n"
+            f"{listing(_by_layer(unused))}\nIn the module:\n{listing(_by_layer(parameters))}"
+        )
+    return found, unused
+
+
+def _difference(
+    module: nn.Module, name: str, parameter: nn.Parameter, model: nn.Module, entry: Entry
+) -> str | None:
+    """Why the entry's values, made for `model`, cannot be the parameter's; None if they can."""
+    if tuple(parameter.shape) != entry.shape:
+        return (
+            f"has shape {list(entry.shape)} in the checkpoint, {list(parameter.shape)} in the "
+            "module"
+        )
+    ours, theirs = _owner(module, name), _owner(model, entry.name)
+    for setting, default in _MEANING.items():
+        there, here = getattr(theirs, setting, default), getattr(ours, setting, default)
+        if there != here:
+            return (
+                f"{list(entry.shape)} goes with {setting}={there:g} in the checkpoint's family, "
+                f"with {setting}={here:g} in the module"
+            )
+    places = [_place(module, name), _place(model, entry.name)]
+    if None not in places and places[0] != places[1]:
+        return (
+            f"{list(entry.shape)} stands {places[1]} in the checkpoint's family, {places[0]} in "
+            "the module: rename it"
+        )
+    return None
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _place(module: nn.Module, name: str) -> str | None:
+    """Where in its block the norm stands that the parameter `name` belongs to, if it says so."""
+    path, _, norm = name.rpartition(".")[0].rpartition(".")
+    block = module.get_submodule(path)
+    for (kind, child), place in _PLACES.items():
+        if isinstance(block, kind) and norm == child:
+            return place
+    return None
+
+
+def _check_writable(
+    targets: Mapping[str, nn.Parameter], entries: Mapping[str, Entry], folder: Path
+) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in targets.items():
+        what = f"{folder}: {entries[name].name!r} cannot be loaded: the module's {name!r}"
+        if parameter.is_meta:
+            raise CheckpointError(
+                f"{what} is on the meta device; give it memory first (to_empty) or build the "
+                "module elsewhere"
+            )
+        if hasattr(parameter, "full_tensor"):
+            raise CheckpointError(f"{what} is sharded; load before sharding")
+        if not parameter.is_floating_point():
+            raise CheckpointError(f"{what} is of {parameter.dtype}, not of floats")
+        if id(parameter) in names:
+            raise CheckpointError(
+                f"{what} is one with {names[id(parameter)]!r}, and the checkpoint has both; give "
+                "rename a function that returns None for one of them, or untie them"
+            )
+        names[id(parameter)] = name
+
+
+def _describe(
+    mismatched: Mapping[str, str], entries: Mapping[str, Entry], checkpoint: Checkpoint
+) -> str:
+    name, why = next(iter(mismatched.items()))
+    sources = [span.source for span in entries[name].spans]
+    lines = [f"{name} {reason}" for name, reason in mismatched.items()]
+    count = "" if len(lines) == 1 else f" (the first of {len(lines)} that do not match)"
+    made_of = f" (here {name!r})" if len(sources) == 1 else f" and others (here {name!r})"
+    return (
+        f"{checkpoint.tensors[sources[0]].path}: {sources[0]!r}{made_of} {why}{count}; "
+        "allow_mismatched=True leaves such parameters as they are"
+        + ("" if len(lines) == 1 else f"\n{listing(_by_layer(lines))}")
+    )
+
+
+def _by_layer(names: Iterable[str]) -> list[str]:
+    """The names with those that differ in a layer's number alone in one: a.{0-2,5}.b."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        found = re.search(r"(?<=\.)\d+(?=\.)", name)
+        layer = found[0] if found else ""
+        kind = re.sub(rf"(?<=\.){layer}(?=\.)", "{}", name) if found else name
+        numbers.setdefault(kind, []).extend([int(layer)] if found else [])
+    return [
+        kind.replace("{}", _ranges(layers)) if layers else kind for kind, layers in numbers.items()
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "{0-2,5}", one number as itself."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs) + "}"

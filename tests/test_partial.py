@@ -1,0 +1,318 @@
+"""Starting a module from a checkpoint: what is loaded, what is told, what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ligermodels.layers as ll
+from ligermodels import (
+    AutoLiger,
+    CheckpointError,
+    Gemma2Config,
+    Gemma3Config,
+    LigerError,
+    LigerGemma2,
+    LigerGemma3,
+    LigerLlama,
+    LigerQwen3,
+    LlamaConfig,
+    Qwen3Config,
+    load_parameters,
+)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+PACKED = "layers.0.self_attn.qkv_proj.weight"
+EMBEDDING = "embed_tokens.weight"
+
+
+def llama(seed: int = 1, **changes) -> LigerLlama:
+    torch.manual_seed(seed)
+    model = LigerLlama(LlamaConfig(**{**SIZES, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An untied Llama checkpoint."""
+    llama().save_hf(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_untouched(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def refused(module: nn.Module, source: Path, match: str, **options) -> str:
+    """The message of the one error there is; the module is as it was."""
+    before = values(module) if not any(p.is_meta for p in module.parameters()) else {}
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load_parameters(module, source, **options)
+    if before:
+        assert_untouched(module, before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", [5 * 10**9, 8000])
+def test_the_same_architecture_is_loaded_whole(tmp_path, tied, shard):
+    original = llama(tie_word_embeddings=tied)
+    original.save_hf(tmp_path, max_shard_size=shard)
+    again = llama(seed=2, tie_word_embeddings=tied)
+    report = load_parameters(again, tmp_path)
+    assert report.loaded == {name: name for name, _ in original.named_parameters()}
+    assert (report.new, report.mismatched, report.unused) == ([], {}, [])
+    assert report.source == tmp_path
+    assert_untouched(again, values(original))
+
+
+def test_a_smaller_module_leaves_the_rest_unused(source):
+    module = nn.Module()
+    module.embed_tokens = nn.Embedding(97, 48)
+    module.extra = nn.Linear(4, 4, bias=False)
+    report = load_parameters(module, source)
+    original = llama()
+    assert torch.equal(module.embed_tokens.weight, original.embed_tokens.weight)
+    assert report.loaded == {EMBEDDING: EMBEDDING}
+    assert report.new == ["extra.weight"]
+    assert report.unused == [n for n, _ in original.named_parameters() if n != EMBEDDING]
+
+
+def test_what_the_checkpoint_lacks_is_new_and_stays_as_it_was(source):
+    torch.manual_seed(2)
+    model = LigerQwen3(Qwen3Config(**SIZES))
+    before = values(model)
+    report = load_parameters(model, source)
+    assert report.new == [
+        f"layers.{i}.self_attn.{norm}.weight" for i in range(3) for norm in ("q_norm", "k_norm")
+    ]
+    original = llama().state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] if name in report.new else original[name]), name
+    assert report.unused == []
+
+
+def test_names_can_be_changed_left_out_and_are_told(source):
+    module = nn.ModuleDict({"norm": ll.RMSNorm(48), "one": nn.Linear(48, 80, bias=False)})
+    names = {"norm.weight": None, "layers.1.self_attn.qkv_proj.weight": "one.weight"}
+    report = load_parameters(module, source, rename=lambda name: names.get(name, name))
+    assert report.loaded == {"one.weight": "layers.1.self_attn.qkv_proj.weight"}
+    assert report.new == ["norm.weight"]
+    assert "norm.weight" in report.unused
+    assert torch.equal(module["one"].weight, llama().layers[1].self_attn.qkv_proj.weight)
+    assert "one.weight <- layers.1.self_attn.qkv_proj.weight" in str(report)
+
+
+def test_two_names_for_one_place_are_refused(source):
+    refused(
+        llama(seed=2),
+        source,
+        r"rename puts both 'layers\.0\.input_layernorm.*' and .* into 'norm\.weight'",
+        rename=lambda name: "norm.weight" if "norm" in name else name,
+    )
+
+
+def test_nothing_in_common_is_refused_and_shows_both_sides(source):
+    message = refused(nn.ModuleDict({"body": llama(seed=2)}), source, "no parameter of the checkp")
+    assert "\n  layers.{0-2}.mlp.down_proj.weight\n" in message
+    assert "\n  body.layers.{0-2}.mlp.down_proj.weight\n" in message
+
+
+def test_another_shape_is_refused_with_file_key_and_both_shapes(source):
+    wide = llama(seed=2, vocab_size=101)
+    message = refused(wide, source, "the first of 2 that do not match")
+    first, *rest = message.split("\n")
+    assert first.startswith(f"{source / 'model.safetensors'}: 'model.embed_tokens.weight'")
+    assert "[97, 48] in the checkpoint, [101, 48] in the module" in first
+    assert len(rest) == 2 and rest[1].startswith("  head.proj.weight")
+
+
+def test_a_packed_parameter_is_named_by_its_first_tensor(source):
+    more = llama(seed=2, num_key_value_heads=3)
+    message = refused(more, source, re.escape(repr(PACKED)))
+    assert "'model.layers.0.self_attn.q_proj.weight' and others" in message
+    assert "[80, 48] in the checkpoint, [144, 48] in the module" in message
+
+
+def test_mismatches_can_be_allowed_and_are_told(source):
+    wide = llama(seed=2, vocab_size=101)
+    before = values(wide)
+    report = load_parameters(wide, source, allow_mismatched=True)
+    assert list(report.mismatched) == [EMBEDDING, "head.proj.weight"]
+    assert all("[97, 48]" in why and "[101, 48]" in why for why in report.mismatched.values())
+    assert report.unused == [EMBEDDING, "head.proj.weight"]
+    assert torch.equal(wide.embed_tokens.weight, before[EMBEDDING])
+    assert torch.equal(wide.norm.weight, llama().norm.weight)
+
+
+def test_a_norm_with_another_offset_does_not_take_the_weight(source):
+    model = llama(seed=2)
+    model.norm = ll.RMSNorm(48, offset=1.0, casting="gemma")
+    message = refused(model, source, "'model.norm.weight'")
+    assert "[48] goes with offset=0 in the checkpoint's family, with offset=1 in" in message
+    report = load_parameters(model, source, allow_mismatched=True)
+    assert list(report.mismatched) == ["norm.weight"]
+    assert torch.equal(model.norm.weight, torch.zeros(48))
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"), [(LigerGemma2, Gemma2Config), (LigerGemma3, Gemma3Config)]
+)
+def test_gemma_into_gemma_and_not_into_llama(tmp_path, cls, config):
+    torch.manual_seed(1)
+    original = cls(config(**SIZES))
+    original.save_hf(tmp_path)
+    torch.manual_seed(2)
+    again = cls(config(**SIZES))
+    assert load_parameters(again, tmp_path).new == []
+    assert_untouched(again, values(original))
+    body = llama(seed=2, tie_word_embeddings=True)
+    message = refused(body, tmp_path, "goes with scale=6.9282 in the checkpoint's family")
+    assert "layers.{0-2}.input_layernorm.weight [48] goes with offset=1" in message
+    report = load_parameters(body, tmp_path, allow_mismatched=True)
+    assert all("norm" not in name and "embed" not in name for name in report.loaded)
+
+
+def sandwiched(model: LigerLlama) -> LigerLlama:
+    block = model.layers[1]
+    norms = (ll.RMSNorm(48) for _ in range(4))
+    model.layers[1] = ll.SandwichBlock(block.self_attn, block.mlp, *norms)
+    return model
+
+
+def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
+    model = sandwiched(llama(seed=2))
+    message = refused(model, source, "stands before the MLP in the checkpoint's family, behind")
+    assert "layers.1.post_attention_layernorm" in message
+
+    def rename(name: str) -> str:
+        old, new = "layers.1.post_attention", "layers.1.pre_feedforward"
+        return name.replace(old, new)
+
+    report = load_parameters(model, source, rename=rename)
+    assert report.new == [
+        "layers.1.post_attention_layernorm.weight",
+        "layers.1.post_feedforward_layernorm.weight",
+    ]
+    expected = llama().layers[1].post_attention_layernorm.weight
+    assert torch.equal(model.layers[1].pre_feedforward_layernorm.weight, expected)
+
+
+def test_a_head_tied_on_one_side_only(tmp_path, source):
+    tied = llama(seed=2, tie_word_embeddings=True)
+    report = load_parameters(tied, source)
+    assert report.unused == ["head.proj.weight"]
+    tied.save_hf(tmp_path / "tied")
+    own = llama(seed=3)
+    report = load_parameters(own, tmp_path / "tied")
+    assert report.new == ["head.proj.weight"]
+
+
+def test_one_parameter_under_two_names(tmp_path, source):
+    model = llama(seed=2)
+    model.head.proj.weight = model.embed_tokens.weight
+    refused(model, source, "'head.proj.weight' is one with 'embed_tokens.weight'")
+    llama(tie_word_embeddings=True).save_hf(tmp_path / "tied")
+    report = load_parameters(model, tmp_path / "tied")
+    assert report.loaded["head.proj.weight"] == report.loaded[EMBEDDING] == EMBEDDING
+    assert report.new == []
+    assert torch.equal(model.head.proj.weight, llama(tie_word_embeddings=True).head.weight)
+
+
+def test_dtypes_memory_and_frozenness_stay_the_modules(source):
+    model = llama(seed=2).to(torch.bfloat16)
+    model.norm.float()
+    model.embed_tokens.requires_grad_(False)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    load_parameters(model, source)
+    original = llama().state_dict()
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == addresses[name]
+        assert parameter.dtype == (torch.float32 if name == "norm.weight" else torch.bfloat16)
+        assert torch.equal(parameter, original[name].to(parameter.dtype)), name
+    assert not model.embed_tokens.weight.requires_grad and model.norm.weight.requires_grad
+
+
+def test_a_module_on_the_meta_device_is_refused(source):
+    with torch.device("meta"):
+        model = LigerLlama(LlamaConfig(**SIZES))
+    refused(model, source, r"'embed_tokens\.weight' is on the meta device")
+
+
+def test_what_only_the_data_can_tell_leaves_the_module_alone(source):
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][3, 4] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = llama(seed=2)
+    refused(model, source, r"'lm_head\.weight' holds NaN")
+    load_parameters(model, source, allow_nonfinite=True)
+    assert model.head.proj.weight.isnan().sum() == 1
+    # Parameters that are not asked for are not read.
+    assert load_parameters(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused
+
+
+def test_values_too_large_for_the_modules_dtype_are_refused(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.norm.weight[0] = 1e5
+    model.save_hf(tmp_path)
+    refused(llama(seed=2).half(), tmp_path, r"'model\.norm\.weight' holds values too large")
+
+
+def test_a_checkpoint_that_from_hf_refuses_is_refused(source):
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source, r"'lm_head\.weight' is missing")
+    (source / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(LigerError, match=r"config\.json.*mamba"):
+        load_parameters(llama(seed=2), source)
+    with pytest.raises(LigerError, match="no such folder"):
+        load_parameters(llama(seed=2), source / "absent")
+
+
+def test_the_report_puts_layers_of_one_kind_in_a_line(source):
+    model = sandwiched(llama(seed=2, vocab_size=101))
+    text = str(load_parameters(model, source, allow_mismatched=True))
+    assert text.splitlines()[:2] == [str(source), "loaded: 18"]
+    assert "\n  layers.{0,2}.post_attention_layernorm.weight\n" in text
+    assert "\n  layers.{0-2}.mlp.down_proj.weight\n" in text
+    assert "new, left as they were: 2\n  layers.1.pre_feedforward_layernorm.weight\n" in text
+    assert "\nmismatched, left as they were: 3\n  embed_tokens.weight: has shape" in text
+    assert "\nunused of the checkpoint: 3\n" in text
+    longest = load_parameters(
+        nn.ModuleDict({"norm": ll.RMSNorm(48), **{f"n{i}": nn.Linear(2, 2) for i in range(9)}}),
+        source,
+    )
+    assert "new, left as they were: 18\n  n0.weight\n" in str(longest)
+    assert "\n  ... and 8 more\n" in str(longest)
+
+
+def test_what_was_loaded_computes_what_the_checkpoint_computes(source):
+    model = llama(seed=2)
+    load_parameters(model, source)
+    ids = torch.randint(0, 97, (2, 9))
+    assert torch.equal(model(ids), AutoLiger.from_hf(source)(ids))
