@@ -17,6 +17,7 @@ from ligermodels.layers import (
 )
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.presets import GEMMA
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class GemmaConfig(ModelConfig):
     """Fields of a Gemma `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "gemma"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA
 
     vocab_size: int = 256000
     hidden_size: int = 3072

@@ -16,6 +16,7 @@ from ligermodels.layers import (
 )
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, windows_from_types
+from ligermodels.models.presets import GEMMA2
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class Gemma2Config(ModelConfig):
 
     model_type: ClassVar[str] = "gemma2"
     activation_field: ClassVar[str] = "hidden_activation"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA2
 
     vocab_size: int = 256000
     hidden_size: int = 2304

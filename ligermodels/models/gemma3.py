@@ -16,6 +16,7 @@ from ligermodels.layers import (
 )
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, windows_from_types
+from ligermodels.models.presets import GEMMA3
 
 
 @dataclass(kw_only=True)
@@ -25,7 +26,7 @@ class Gemma3Config(ModelConfig):
     model_type: ClassVar[str] = "gemma3_text"
     activation_field: ClassVar[str] = "hidden_activation"
     wrapper_type: ClassVar[str | None] = "gemma3"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA3
 
     vocab_size: int = 262208
     hidden_size: int = 2304

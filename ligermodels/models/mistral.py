@@ -16,6 +16,7 @@ from ligermodels.layers import (
 )
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.presets import MISTRAL
 
 
 @dataclass(kw_only=True)
@@ -23,7 +24,7 @@ class MistralConfig(ModelConfig):
     """Fields of a Mistral `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "mistral"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    presets: ClassVar[dict[str, dict[str, Any]]] = MISTRAL
     # Readers that find no window assume one, or none, each as they like.
     written: ClassVar[tuple[str, ...]] = ("sliding_window",)
 

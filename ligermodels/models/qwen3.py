@@ -15,6 +15,7 @@ from ligermodels.layers import (
 )
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, windows_from_types
+from ligermodels.models.presets import QWEN3
 
 
 @dataclass(kw_only=True)
@@ -22,7 +23,7 @@ class Qwen3Config(ModelConfig):
     """Fields of a Qwen3 `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "qwen3"
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    presets: ClassVar[dict[str, dict[str, Any]]] = QWEN3
     null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     vocab_size: int = 151936

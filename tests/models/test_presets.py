@@ -1,0 +1,79 @@
+"""Published sizes: what their checkpoints on the hub hold, parameter by parameter.
+
+Llama's are in test_llama.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ligermodels.auto import FAMILIES
+from ligermodels.converters.table import table_for
+
+PUBLISHED = {
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-22b": 22_247_282_688,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    # These three with the vision tower and the projector.
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
+CONFIGS = {
+    name: cls.config_class.preset(name)
+    for family, cls in FAMILIES.items()
+    if family != "llama"
+    for name in cls.config_class.presets
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_presets_have_the_published_parameter_counts(name: str) -> None:
+    config = CONFIGS[name]
+    count = sum(math.prod(entry.shape) for entry in table_for(config))
+    if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
+        count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
+    assert count == PUBLISHED[name]
+
+
+def test_every_preset_is_counted() -> None:
+    assert CONFIGS.keys() == PUBLISHED.keys()
+
+
+def test_windows_of_published_sizes() -> None:
+    assert set(CONFIGS["mistral-7b-v0.1"].layer_windows) == {4096}
+    assert set(CONFIGS["mistral-7b-v0.3"].layer_windows) == {None}
+    assert CONFIGS["gemma-2-2b"].layer_windows[:3] == [4096, None, 4096]
+    gemma3 = CONFIGS["gemma-3-1b"].layer_windows
+    assert gemma3[:7] == [*[512] * 5, None, 512] and gemma3.count(None) == 4
+    assert set(CONFIGS["qwen2.5-7b"].layer_windows) == {None}
