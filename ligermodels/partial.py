@@ -15,10 +15,8 @@ from ligermodels.converters import hub
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import Entry, table_for
 from ligermodels.errors import CheckpointError, listing
-from ligermodels.layers import DecoderBlock, SandwichBlock
+from ligermodels.layers import Attention, DecoderBlock, SandwichBlock
 
-# What a module computes its weight with, and what one without such a setting does.
-_MEANING = {"offset": 0.0, "scale": 1.0}
 # One name, two places in a block.
 _PLACES = {
     (DecoderBlock, "post_attention_layernorm"): "before the MLP",
@@ -85,10 +83,11 @@ def load_parameters(
     then the values wait in host memory, in the module's dtypes.
 
     Values are moved, never computed with. Parameters that mean different things do not match,
-    whatever their names and shapes: the weights of norms that differ in `offset` (Gemma's is 1)
-    and of embeddings that differ in `scale`, and those of norms in different places. Llama's
-    post_attention_layernorm stands before the MLP; a `SandwichBlock` has pre_feedforward_layernorm
-    there, so rename it.
+    whatever their names and shapes: the weights of norms that differ in `offset` (Gemma's is 1),
+    of embeddings that differ in `scale`, of an `Attention` with other heads, and of norms in
+    different places: Llama's post_attention_layernorm stands before the MLP, where a
+    `SandwichBlock` has its pre_feedforward_layernorm, so rename it. Whether activations, rope or
+    windows are those of the checkpoint is the module's affair.
 
     A head that the checkpoint ties to its embedding is not stored, so that a head of the module's
     own is new; one parameter that the module has under two names is loaded under both.
@@ -183,35 +182,33 @@ def _difference(
             f"has shape {list(entry.shape)} in the checkpoint, {list(parameter.shape)} in the "
             "module"
         )
-    ours, theirs = _owner(module, name), _owner(model, entry.name)
-    for setting, default in _MEANING.items():
-        there, here = getattr(theirs, setting, default), getattr(ours, setting, default)
-        if there != here:
+    here, there = _meaning(module, name), _meaning(model, entry.name)
+    for what in here:
+        if here[what] != there.get(what, here[what]):
             return (
-                f"{list(entry.shape)} goes with {setting}={there:g} in the checkpoint's family, "
-                f"with {setting}={here:g} in the module"
+                f"{list(entry.shape)} has {what} {there[what]} in the checkpoint's family, "
+                f"{here[what]} in the module"
             )
-    places = [_place(module, name), _place(model, entry.name)]
-    if None not in places and places[0] != places[1]:
-        return (
-            f"{list(entry.shape)} stands {places[1]} in the checkpoint's family, {places[0]} in "
-            "the module: rename it"
-        )
     return None
 
 
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
-
-
-def _place(module: nn.Module, name: str) -> str | None:
-    """Where in its block the norm stands that the parameter `name` belongs to, if it says so."""
-    path, _, norm = name.rpartition(".")[0].rpartition(".")
-    block = module.get_submodule(path)
-    for (kind, child), place in _PLACES.items():
-        if isinstance(block, kind) and norm == child:
-            return place
-    return None
+def _meaning(module: nn.Module, name: str) -> dict[str, str]:
+    """What the values of a parameter depend on beside its shape, as far as modules say so."""
+    path, _, child = name.rpartition(".")[0].rpartition(".")
+    parent = module.get_submodule(path)
+    owner = parent.get_submodule(child)
+    meaning = {}
+    for what, default in (("offset", 0.0), ("scale", 1.0)):
+        value = getattr(owner, what, default)
+        if isinstance(value, (int, float)):
+            meaning[what] = f"{value:g}"
+    if isinstance(parent, Attention):
+        heads = f"{parent.num_heads} and {parent.num_kv_heads} of size {parent.head_dim}"
+        meaning["heads (of queries, of keys)"] = heads
+    for (kind, norm), place in _PLACES.items():
+        if isinstance(parent, kind) and child == norm:
+            meaning["its place"] = place
+    return meaning
 
 
 def _check_writable(

@@ -170,7 +170,7 @@ def test_a_norm_with_another_offset_does_not_take_the_weight(source):
     model = llama(seed=2)
     model.norm = ll.RMSNorm(48, offset=1.0, casting="gemma")
     message = refused(model, source, "'model.norm.weight'")
-    assert "[48] goes with offset=0 in the checkpoint's family, with offset=1 in" in message
+    assert "[48] has offset 0 in the checkpoint's family, 1 in the module" in message
     report = load_parameters(model, source, allow_mismatched=True)
     assert list(report.mismatched) == ["norm.weight"]
     assert torch.equal(model.norm.weight, torch.zeros(48))
@@ -188,8 +188,8 @@ def test_gemma_into_gemma_and_not_into_llama(tmp_path, cls, config):
     assert load_parameters(again, tmp_path).new == []
     assert_untouched(again, values(original))
     body = llama(seed=2, tie_word_embeddings=True)
-    message = refused(body, tmp_path, "goes with scale=6.9282 in the checkpoint's family")
-    assert "layers.{0-2}.input_layernorm.weight [48] goes with offset=1" in message
+    message = refused(body, tmp_path, "has scale 6.9282 in the checkpoint's family, 1 in")
+    assert "layers.{0-2}.input_layernorm.weight [48] has offset 1 in" in message
     report = load_parameters(body, tmp_path, allow_mismatched=True)
     assert all("norm" not in name and "embed" not in name for name in report.loaded)
 
@@ -203,7 +203,9 @@ def sandwiched(model: LigerLlama) -> LigerLlama:
 
 def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
     model = sandwiched(llama(seed=2))
-    message = refused(model, source, "stands before the MLP in the checkpoint's family, behind")
+    message = refused(
+        model, source, "has its place before the MLP in the checkpoint's family, behind"
+    )
     assert "layers.1.post_attention_layernorm" in message
 
     def rename(name: str) -> str:
@@ -217,6 +219,13 @@ def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
     ]
     expected = llama().layers[1].post_attention_layernorm.weight
     assert torch.equal(model.layers[1].pre_feedforward_layernorm.weight, expected)
+
+
+def test_packed_rows_of_other_heads_do_not_match(source):
+    other = llama(seed=2, num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+    assert other.state_dict()[PACKED].shape == llama().state_dict()[PACKED].shape
+    message = refused(other, source, "the first of 6 that do not match")
+    assert "3 and 1 of size 16 in the checkpoint's family, 6 and 2 of size 8 in" in message
 
 
 def test_a_head_tied_on_one_side_only(tmp_path, source):
