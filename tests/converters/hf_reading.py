@@ -1,0 +1,71 @@
+"""What transformers reads in a config.json; also a program that says so for a list of them.
+
+As a program it runs under either version: JSON objects in, one line each, readings out alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from typing import Any
+
+import transformers
+
+Json = dict[str, Any]
+SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
+OWN = ("attention_bias", "mlp_bias", "query_pre_attn_scalar", "final_logit_softcapping")
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
+NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+
+
+def reading(raw: Json) -> Json:
+    """The meaning of `raw` to transformers, in terms that ours has, too."""
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
+    kind = config.model_type
+    found = {name: getattr(config, name) for name in SAME}
+    found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
+    head_dim = getattr(config, "head_dim", None)
+    found["head_dim"] = head_dim or config.hidden_size // config.num_attention_heads
+    name = config.hidden_activation if kind in ("gemma2", "gemma3_text") else config.hidden_act
+    found["activation"] = ACTIVATIONS.get(name, name)
+    if kind == "gemma2":
+        found["attn_logit_softcapping"] = config.attn_logit_softcapping
+    window = getattr(config, "sliding_window", None)
+    types = {"mistral": ["sliding_attention"], "llama": [], "gemma": []}.get(kind)
+    types = config.layer_types if types is None else types * config.num_hidden_layers
+    found["layer_windows"] = [
+        window if layer == "sliding_attention" else None for layer in types
+    ] or [None] * config.num_hidden_layers
+    return found | rope(config)
+
+
+def rope(config: Any) -> Json:
+    """Thetas and the scaling of the full layers, without what plain rope may have around it."""
+    local = None
+    if transformers.__version__.startswith("4."):
+        theta, scaling = config.rope_theta, config.rope_scaling or {}
+        local = getattr(config, "rope_local_base_freq", None)
+    else:
+        scaling = config.rope_parameters
+        if "full_attention" in scaling:
+            local = scaling["sliding_attention"]["rope_theta"]
+            assert scaling["sliding_attention"]["rope_type"] == "default"
+            scaling = scaling["full_attention"]
+        theta = scaling["rope_theta"]
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    numbers = {key: value for key, value in scaling.items() if key not in NO_ROPE}
+    if rope_type in ("llama3", "yarn", "longrope"):  # one version fills this in, the other later
+        numbers.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    found = {"theta": theta, "rope_type": rope_type, "local_theta": local}
+    return found | {"scaling": {} if rope_type == "default" else numbers}
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    for line in sys.stdin:
+        print(json.dumps(reading(json.loads(line))))

@@ -1,0 +1,332 @@
+"""Every family's config.json means to us what it means to transformers, and so does its export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from ligermodels.auto import FAMILIES
+from ligermodels.converters.config import fields_from_hf, to_hf
+from ligermodels.errors import ConfigError
+from ligermodels.models.config import ModelConfig
+
+from . import hf_reading
+from .hf_reading import reading
+
+OLD = Path(__file__).parents[2] / "build" / "transformers-4.57.6"
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
+TOKENS = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+
+EVERY: dict[str, dict[str, Any]] = {
+    "nothing given": {},
+    "theta": {"rope_theta": 5e5},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "tokens": TOKENS,
+    "no tokens": dict.fromkeys(TOKENS),
+    "yarn": {"rope_scaling": YARN, "rope_theta": 5e5},
+    "one kv head": {"num_key_value_heads": 1, "head_dim": 32},
+    "no rope_scaling": {"rope_scaling": None, "rope_theta": 2e4},
+}
+QWEN: dict[str, dict[str, Any]] = {
+    "kv heads null": {"num_key_value_heads": None, "num_attention_heads": 16},
+    "window unused": {"sliding_window": 7},
+    "window used": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+    "window used, all defaults": {"use_sliding_window": True},
+    "window used, null": {"use_sliding_window": True, "sliding_window": None},
+    "every layer slides": {"use_sliding_window": True, "max_window_layers": 0},
+    "layer_types": {"use_sliding_window": True, "num_hidden_layers": 3, "layer_types": LAYERS},
+    "layer_types null": {"use_sliding_window": True, "layer_types": None},
+}
+GEMMA2: dict[str, dict[str, Any]] = {
+    "erf gelu": {"hidden_activation": "gelu"},
+    "hidden_act is not read": {"hidden_act": "silu"},
+    "attention_bias": {"attention_bias": True},
+    "scalar": {"query_pre_attn_scalar": 144},
+    "window": {"sliding_window": 12},
+    "layer_types": {"num_hidden_layers": 3, "layer_types": LAYERS},
+    "layer_types null": {"num_hidden_layers": 5, "layer_types": None},
+    "logit cap": {"final_logit_softcapping": 12.5},
+    "no logit cap": {"final_logit_softcapping": None},
+}
+NESTED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "kv heads null": {"num_key_value_heads": None, "num_attention_heads": 8},
+        "head_dim null": {"head_dim": None},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "flat rope_parameters": {"rope_parameters": {**YARN, "rope_theta": 7e5}},
+    },
+    "mistral": {
+        "window null": {"sliding_window": None},
+        "window": {"sliding_window": 12},
+        "head_dim": {"head_dim": 96},
+        "head_dim null": {"head_dim": None, "hidden_size": 2048},
+        "flat rope_parameters": {"rope_parameters": {**YARN, "rope_theta": 7e5}},
+    },
+    "gemma": {
+        "legacy gelu": {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+        "silu": {"hidden_act": "silu"},
+        "attention_bias": {"attention_bias": True},
+    },
+    "gemma2": {
+        **GEMMA2,
+        "score cap": {"attn_logit_softcapping": 2.5},
+        "no score cap": {"attn_logit_softcapping": None},
+    },
+    "gemma3_text": {
+        **GEMMA2,
+        "pattern": {"sliding_window_pattern": 3, "num_hidden_layers": 7},
+        "old rope": {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
+        "old rope, theta inside": {"rope_scaling": {**LINEAR, "rope_theta": 7e5}},
+        "new rope": {"rope_parameters": NESTED},
+        "new rope, thetas beside": {
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {}},
+            "rope_theta": 4e5,
+            "rope_local_base_freq": 5e4,
+        },
+        "new rope, one null": {
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": None}
+        },
+        "both ropes": {"rope_parameters": NESTED, "rope_scaling": YARN},
+        "score cap null": {"attn_logit_softcapping": None},
+    },
+    "qwen2": {**QWEN, "head_dim": {"head_dim": 96}},
+    "qwen3": {**QWEN, "head_dim": {"head_dim": 96}, "attention_bias": {"attention_bias": True}},
+}
+CASES = [
+    pytest.param(family, name, id=f"{family}-{name.replace(' ', '_')}")
+    for family, own in OWN.items()
+    for name in EVERY | own
+]
+
+
+def raw_of(family: str, name: str) -> dict[str, Any]:
+    return {"model_type": family, **(EVERY | OWN[family])[name]}
+
+
+def parse(raw: dict[str, Any]) -> ModelConfig:
+    cls = FAMILIES[raw["model_type"]].config_class
+    return cls(**fields_from_hf(raw, cls, "dir/config.json"))
+
+
+def ours(config: ModelConfig) -> dict[str, Any]:
+    """What `hf_reading.reading` says, of our config."""
+    names = {*hf_reading.SAME, "head_dim", "activation", "layer_windows"}
+    names |= {n for n in (*hf_reading.OWN, "attn_logit_softcapping") if hasattr(config, n)}
+    found = {name: getattr(config, name) for name in names}
+    scaling = dict(config.rope_scaling or {"rope_type": "default"})
+    rope_type = scaling.pop("rope_type")
+    if rope_type in ("llama3", "yarn", "longrope"):
+        scaling.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    return found | {
+        "theta": config.rope_theta,
+        "local_theta": getattr(config, "rope_local_base_freq", None),
+        "rope_type": rope_type,
+        "scaling": scaling,
+    }
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_config_means_what_it_means_to_transformers(family: str, name: str) -> None:
+    raw = raw_of(family, name)
+    config = parse(raw)
+    assert ours(config) == reading(raw)
+    exported = to_hf(config)
+    assert json.dumps({key: exported[key] for key in raw}) == json.dumps(raw)
+    assert ours(parse(exported)) == reading(exported) == reading(raw)
+
+
+def test_exports_mean_the_same_to_transformers_4() -> None:
+    if not (OLD / "transformers").is_dir():
+        pytest.skip(f"{OLD.name} is not in build/: make {OLD.relative_to(OLD.parents[1])}")
+    raws = [raw_of(*case.values) for case in CASES]
+    done = subprocess.run(
+        [sys.executable, hf_reading.__file__],
+        input="\n".join(json.dumps(to_hf(parse(raw))) for raw in raws),
+        env={**os.environ, "PYTHONPATH": str(OLD), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for raw, line in zip(raws, done.stdout.splitlines(), strict=True):
+        expected = json.loads(json.dumps(ours(parse(raw))))
+        if raw.get("hidden_act") == "gelu":  # transformers 4 takes Gemma 1's word for it
+            expected["activation"] = "gelu"
+        assert json.loads(line) == expected, raw
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_config_made_in_python_is_read_by_transformers(family: str) -> None:
+    config = FAMILIES[family].config_class(num_hidden_layers=3, rope_theta=7e5, dtype="bfloat16")
+    exported = json.loads(json.dumps(to_hf(config)))
+    assert reading(exported) == ours(config)
+    (architecture,) = exported["architectures"]
+    causal = transformers.AutoModelForCausalLM._model_mapping
+    assert architecture == causal[type(transformers.AutoConfig.for_model(family))].__name__
+    again = parse(exported)
+    again.extra = {}
+    assert again == config
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_null_is_refused_where_transformers_refuses_it(family: str) -> None:
+    names = {*hf_reading.SAME, "head_dim", *OWN_FIELDS.get(family, ())}
+    differing = []
+    for name in sorted(names):
+        raw = {"model_type": family, name: None}
+        try:
+            expected: Any = reading(raw)
+        except Exception:
+            expected = "refused"
+        try:
+            found: Any = ours(parse(raw))
+        except ConfigError as error:
+            assert name in str(error)
+            found = "refused"
+        if found != expected:
+            differing.append((name, found, expected))
+    assert not differing
+
+
+OWN_FIELDS = {
+    "llama": ("hidden_act", "attention_bias", "mlp_bias"),
+    "mistral": ("hidden_act",),
+    "gemma": ("hidden_act", "attention_bias"),
+    "gemma2": ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    "gemma3_text": ("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping"),
+    "qwen2": ("hidden_act", "use_sliding_window", "max_window_layers", "sliding_window"),
+    "qwen3": ("hidden_act", "use_sliding_window", "max_window_layers", "layer_types"),
+}
+
+
+def test_mistral_always_says_which_window() -> None:
+    assert to_hf(parse({"model_type": "mistral"}))["sliding_window"] == 4096
+    for raw in ({"model_type": "mistral", "sliding_window": None}, {"model_type": "mistral"}):
+        config = parse(raw)
+        config.sliding_window = None
+        exported = to_hf(config)
+        assert exported["sliding_window"] is None and "layer_types" not in exported
+
+
+def test_gemma_3_writes_both_spellings_of_rope() -> None:
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
+    new = {
+        "full_attention": {**LINEAR, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert to_hf(parse({"model_type": "gemma3_text", **old}))["rope_parameters"] == new
+    exported = to_hf(parse({"model_type": "gemma3_text", "rope_parameters": new}))
+    assert {key: exported[key] for key in old} == old
+    config = parse({"model_type": "gemma3_text", **old})
+    config.rope_local_base_freq, config.rope_scaling = 3e4, None
+    assert reading(to_hf(config)) == ours(config)
+
+
+def test_the_old_name_of_the_rope_type_loses_in_gemma_3() -> None:
+    """transformers 5 merges rope_scaling into an object that has a rope_type."""
+    old = {"type": "linear", "factor": 8.0}
+    raw: dict[str, Any] = {"model_type": "gemma3_text", "rope_scaling": old}
+    assert ours(parse(raw)) == reading(raw) == reading(to_hf(parse(raw)))
+    assert parse(raw).rope_scaling is None
+    raw["rope_parameters"] = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}
+    assert ours(parse(raw)) == reading(raw)
+    assert parse(raw).rope_scaling == LINEAR
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("llama", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ("gemma", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; expected a pos"),
+        ("gemma2", {"attn_logit_softcapping": "5"}, "is '5', expected a finite number or null"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a positive"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar' is None, expected"),
+        *(
+            (family, {"use_bidirectional_attention": value}, "'use_bidirectional_attention' is")
+            for family in ("gemma", "gemma2", "gemma3_text")
+            for value in (True, "all")
+        ),
+        *(
+            (family, {"attention_dropout": 0.1}, "'attention_dropout' is 0.1, which changes")
+            for family in OWN
+        ),
+        *(
+            (family, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type' is 'mrope'")
+            for family in OWN
+        ),
+        *((family, {"per_layer_config": {"0": {}}}, "'per_layer_config' is") for family in OWN),
+        ("mistral", {"num_key_value_heads": None}, "'num_key_value_heads' is None, expected an"),
+        ("gemma", {"num_key_value_heads": None}, "'num_key_value_heads' is None, expected an"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
+        ("mistral", {"sliding_window": "4"}, "'sliding_window' is '4', expected an integer or nul"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is .* but sliding_wind"),
+        ("mistral", {"layer_types": [["x"]]}, "layer_types is"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 31}, "layer_types is"),
+        ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu', but hidden_act"),
+        ("gemma", {"hidden_act": "silu", "hidden_activation": "gelu_new"}, "hidden_act is 'silu'"),
+        ("gemma", {"hidden_activation": ["gelu"]}, "hidden_activation is"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not implemented"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, expected num"),
+        ("gemma2", {"layer_types": []}, "layer_types has 0 entries"),
+        ("gemma2", {"layer_types": "full_attention"}, "'layer_types' is .*, expected a list of st"),
+        ("gemma2", {"layer_types": [1] * 26}, "'layer_types' is .*, expected a list of strings"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 26}, "expected a list of 'full_attent"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is None, but layer 0 is of type"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is None, but layer 0"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; expected"),
+        ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1, expected a"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "'rope_parameters.rope_type' is 'linear'; th"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "sliding_attention.rope_type' is 'linear'; scaled rope in sliding layers is not impl",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            "'rope_parameters.full_attention.factor' is missing",
+        ),
+        (
+            "qwen2",
+            {"num_hidden_layers": 3, "layer_types": LAYERS},
+            "sliding_window is None, but layer 1 is of type 'sliding_attention'",
+        ),
+        ("qwen2", {"max_window_layers": "2"}, "'max_window_layers' is '2', expected an integer"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": -3, "max_window_layers": 2}, "-3"),
+        ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope per layer type is not im"),
+    ],
+)
+def test_refused_by_name(family: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse({"model_type": family, **keys})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_another_family_implements_is_not_refused_where_it_is() -> None:
+    assert parse({"model_type": "gemma2"}).attn_logit_softcapping == 50.0
+    assert parse({"model_type": "gemma3_text"}).final_logit_softcapping is None
+
+
+def test_auto_map_is_kept_and_never_followed(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    raw = {"model_type": "qwen2", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = FAMILIES["qwen2"].config_class.from_hf(tmp_path)
+    assert to_hf(config)["auto_map"] == raw["auto_map"]
+    assert not (tmp_path / "sprung").exists()
