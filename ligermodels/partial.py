@@ -132,7 +132,7 @@ def load_parameters(
     staged: dict[str, Tensor] = {}
     progress = tqdm(entries.items(), desc="Loading weights", unit="tensor", disable=None)
     for name, entry in progress:
-        staged[name] = torch.empty(entry.shape, dtype=targets[name].dtype)
+        staged[name] = torch.empty(entry.shape, dtype=targets[name].dtype, device="cpu")
         checkpoint.read(entry, staged[name])
     with torch.no_grad():
         for name, values in staged.items():

