@@ -10,9 +10,12 @@ import torch
 from tests.models import parity, zoo
 from tests.models.parity import RecordProperty, cases_of, hold
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*loading the text model alone:UserWarning"),
+]
 # Those whose attention or head takes a path of its own: inductor needs a while for each.
-COMPILED = ("basic", "packed", "left padding", "window", "window, packed", "tied", "untied")
+COMPILED = ("basic", "window, packed", "left padding")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,9 @@ from tests.models import hf_models, parity, parity_table, zoo
 from tests.models.pairs import relative
 from tests.models.parity import RecordProperty, cases_of, hold
 
+# Of a wrapper the text model alone is loaded, which it says.
+pytestmark = pytest.mark.filterwarnings("ignore:.*loading the text model alone:UserWarning")
+
 
 @cases_of("logits")
 def test_logits_loss_and_gradients(family: str, name: str, record_property: RecordProperty) -> None:

@@ -192,7 +192,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         "old spelling": Feature("file", rope(5e5, {}), rewrite=old_spelling),
         "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
         "defaults left out": Feature("file", _DEFAULTS[family], rewrite=_leave_out(family)),
-        "no padding token": Feature(config={"pad_token_id": None}),
+        "no padding token": Feature("numbers", {"pad_token_id": None}),
         "one kv head": Feature("numbers", {"num_key_value_heads": 1}),
         "ungrouped heads": Feature("numbers", {"num_key_value_heads": scale.heads}),
         "odd sizes": Feature(
