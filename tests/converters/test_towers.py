@@ -1,0 +1,246 @@
+"""Gemma 3 from 4B up: a vision tower beside the text model, which alone is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerGemma3
+from ligermodels.converters.config import fields_from_hf, text_config, to_hf, unknown_keys
+from ligermodels.converters.inspect import describe
+from ligermodels.converters.verify import verify
+from ligermodels.models.gemma2 import Gemma2Config
+from ligermodels.models.gemma3 import Gemma3Config
+from tests.models import hf_models, zoo
+
+PUBLISHED = {"vision_tower.": 32, "multi_modal_projector.": 2}
+TRANSFORMERS_5 = {f"model.{tower}": count for tower, count in PUBLISHED.items()}
+TOP = {"eos_token_id": [1, 106], "dtype": "bfloat16", "bos_token_id": 9}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def saved(request, tmp_path_factory) -> Path:
+    """A wrapper's checkpoint as transformers writes it, with what stands at config.json's top."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    feature = zoo.Feature(config={"tie_word_embeddings": request.param})
+    hf_models.save(folder, "gemma3", feature)
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"eos_token_id": [1, 106]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def as_transformers_5_names(name: str) -> str:
+    """From the published name to that in the module of transformers 5."""
+    name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
+    name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
+    return re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", name)
+
+
+@pytest.fixture(params=["published", "transformers 5"])
+def checkpoint(request, saved: Path, tmp_path: Path) -> tuple[Path, dict[str, int]]:
+    """The checkpoint in either spelling, and the towers that are to be left out."""
+    if request.param == "published":
+        return saved, PUBLISHED
+    folder = tmp_path / "renamed"
+    folder.mkdir()
+    tensors = load_file(saved / "model.safetensors")
+    names = {name: as_transformers_5_names(name) for name in tensors}
+    assert all(name != now for name, now in names.items() if name != "lm_head.weight")
+    save_file({names[n]: t for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    return folder, TRANSFORMERS_5
+
+
+def load(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoLiger.from_hf(folder)
+
+
+def test_the_text_model_is_loaded_and_the_rest_is_counted(checkpoint) -> None:
+    folder, towers = checkpoint
+    with pytest.warns(UserWarning, match="loading the text model alone") as caught:
+        model = AutoLiger.from_hf(folder)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert str(folder) in message
+    assert all(f"{count} of {tower}*" in message for tower, count in towers.items())
+    assert type(model) is LigerGemma3 and model.config.eos_token_id == [1, 106]
+    found = describe(folder, Gemma3Config)
+    assert found.family == "gemma3_text" and found.left_out == towers
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert "vision_config" not in found.unknown_keys
+
+
+def test_transformers_reads_the_export_as_the_text_model(checkpoint, tmp_path: Path) -> None:
+    folder, _ = checkpoint
+    ids = torch.arange(3, 43).view(2, 20)
+    wrapper = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    model = load(folder)
+    model.save_hf(tmp_path / "export")
+    text, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", output_loading_info=True
+    )
+    assert type(text) is transformers.Gemma3ForCausalLM
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    theirs = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in wrapper.state_dict().items()
+        if not name.startswith(("model.vision_tower", "model.multi_modal_projector"))
+    }
+    assert theirs.keys() == text.state_dict().keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in text.state_dict().items())
+    with torch.no_grad():
+        expected = wrapper(ids).logits
+        assert torch.equal(text.eval()(ids).logits, expected)
+        logits = model.head.logits(model(ids))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["model_type"] == "gemma3_text" and config["eos_token_id"] == [1, 106]
+    assert not {"text_config", "vision_config", "image_token_index"} & config.keys()
+
+
+def test_the_round_trip_of_the_text_model_is_bitwise(checkpoint) -> None:
+    folder, _ = checkpoint
+    report = verify(folder, Gemma3Config)
+    assert report.ok, str(report)
+
+
+def test_its_own_class_loads_it_too(saved: Path) -> None:
+    with pytest.warns(UserWarning, match="left out"):
+        LigerGemma3.from_hf(saved)
+
+
+def test_nothing_is_said_of_a_text_model_alone(saved: Path, tmp_path: Path) -> None:
+    load(saved).save_hf(tmp_path / "export")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoLiger.from_hf(tmp_path / "export")
+    assert describe(tmp_path / "export", Gemma3Config).left_out == {}
+
+
+def damaged(saved: Path, folder: Path, change) -> Path:
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    return folder
+
+
+def test_messages_name_tensors_as_the_file_does(saved: Path, tmp_path: Path) -> None:
+    name = "language_model.model.norm.weight"
+
+    def shorten(tensors):
+        tensors[name] = torch.zeros(3)
+
+    def spoil(tensors):
+        tensors[name][0] = float("nan")
+
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[3\]"):
+        load(damaged(saved, tmp_path / "short", shorten))
+    with pytest.raises(CheckpointError, match=f"'{name}' holds NaN"):
+        load(damaged(saved, tmp_path / "nan", spoil))
+
+
+def test_one_tensor_in_two_spellings_is_refused(saved: Path, tmp_path: Path) -> None:
+    def double(tensors):
+        tensors["model.norm.weight"] = tensors["language_model.model.norm.weight"].clone()
+
+    with pytest.raises(CheckpointError, match="two spellings of one tensor"):
+        load(damaged(saved, tmp_path / "double", double))
+
+
+def test_another_tower_is_unexpected(saved: Path, tmp_path: Path) -> None:
+    def add(tensors):
+        tensors["audio_tower.weight"] = torch.zeros(1)
+
+    with pytest.raises(CheckpointError, match=r"'audio_tower\.weight' is unexpected"):
+        load(damaged(saved, tmp_path / "audio", add))
+
+
+def parse(raw: dict[str, Any]) -> Gemma3Config:
+    return Gemma3Config(**fields_from_hf(raw, Gemma3Config, "dir/config.json"))
+
+
+def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
+    """The shape of gemma-3-27b-it's config.json."""
+    text = {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "initializer_range": 0.02,
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"model_type": "siglip_vision_model", "attention_dropout": 0.1},
+    }
+    config = parse(raw)
+    expected = Gemma3Config.preset("gemma-3-27b", eos_token_id=[1, 106], dtype="bfloat16")
+    config.extra = {}
+    assert config == expected
+    assert parse({"model_type": "gemma3"}).num_hidden_layers == 26  # as in transformers
+    hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw))).text_config
+    exported = transformers.AutoConfig.for_model(**to_hf(parse(raw)))
+    assert exported.rope_parameters == hf.rope_parameters
+    assert exported.layer_types == hf.layer_types and exported.head_dim == hf.head_dim == 128
+
+
+def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
+    inner = {"tie_word_embeddings": True, "torch_dtype": "float32", "eos_token_id": 1}
+    raw = {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": False, **TOP}
+    config = parse(raw)
+    assert not config.tie_word_embeddings and config.dtype == "bfloat16"
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (9, [1, 106], 0)
+    assert parse({**raw, "pad_token_id": 3}).pad_token_id == 3
+    # The embedding's own word on padding is the one that computes.
+    raw["text_config"] = {**inner, "pad_token_id": None}
+    assert parse({**raw, "pad_token_id": 3}).pad_token_id is None
+    assert parse({"model_type": "gemma3", "text_config": inner}).dtype == "float32"
+    text = text_config(raw, Gemma3Config, "config.json")
+    assert "torch_dtype" not in text and raw["text_config"]["torch_dtype"] == "float32"
+    assert unknown_keys({**raw, "text_config": {"mine": 1}}, Gemma3Config) == {"mine": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"text_config": 5}, "'text_config' is 5, expected an object"),
+        ({"text_config": {"model_type": "llama"}}, "'text_config.model_type' is 'llama'"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \('awq'\)"),
+        ({"text_config": {"quantization_config": {}}}, "quantised checkpoints"),
+        ({"text_config": {"attention_dropout": 0.5}}, "'attention_dropout' is 0.5"),
+        ({"text_config": {"sliding_window": "x"}}, "'sliding_window' is 'x'"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
+    ],
+)
+def test_a_wrapper_that_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse({"model_type": "gemma3", **keys})
+
+
+def test_a_wrapper_of_another_family_is_not_unwrapped() -> None:
+    raw = {"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}
+    with pytest.raises(ConfigError, match="'model_type' is 'gemma3'; this class reads 'gemma2'"):
+        fields_from_hf(raw, Gemma2Config, "config.json")
