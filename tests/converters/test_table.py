@@ -1,25 +1,87 @@
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ligermodels.converters.table import Entry, Span, Table, llama_table, packed, table_for
+from ligermodels.auto import FAMILIES
+from ligermodels.converters.reader import Checkpoint, same_bits
+from ligermodels.converters.table import (
+    TABLES,
+    Entry,
+    Span,
+    Table,
+    Towers,
+    llama_table,
+    packed,
+    table_for,
+)
 from ligermodels.errors import ConfigError
-from ligermodels.models.llama import LigerLlama
 
 from .conftest import llama_config
 
+# No two sizes alike, so that no two shapes can be mistaken for one another.
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}}
+BIASES |= {f: {"attention_bias": True} for f in ("gemma", "gemma2", "gemma3_text", "qwen3")}
+variants = pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(family, {"tie_word_embeddings": tied, **biases}, id=f"{family}-{tied}-{n}")
+        for family in TABLES
+        for tied in (True, False)
+        for n, biases in enumerate([{}, BIASES[family]] if family in BIASES else [{}])
+    ],
+)
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_table_names_exactly_the_models_state_dict(tied, bias):
-    config = llama_config(tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias, head_dim=6)
+
+@variants
+def test_table_names_exactly_the_models_state_dict(family, changes):
+    cls = FAMILIES[family]
+    config = cls.config_class(**SIZES, **changes)
     with torch.device("meta"):
-        model = LigerLlama(config)
+        model = cls(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert {entry.name: entry.shape for entry in llama_table(config)} == expected
+    assert {entry.name: entry.shape for entry in table_for(config)} == expected
 
 
-def test_spans_cover_every_native_row_once_and_in_order():
-    for entry in llama_table(llama_config(attention_bias=True)):
+@variants
+def test_table_is_made_of_exactly_transformers_state_dict(family, changes, tmp_path):
+    """Every tensor is found, and put together again it has the bits it had."""
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **changes))
+    tensors = {name: torch.randn_like(tensor) for name, tensor in hf.state_dict().items()}
+    if changes["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    config = FAMILIES[family].config_class(**SIZES, **changes)
+    table = table_for(config)
+    assert table.source_shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
+
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.plan(table)
+    native = {entry.name: torch.empty(entry.shape) for entry in table}
+    for entry in table:
+        checkpoint.read(entry, native[entry.name])
+    for source, parts in table.parts().items():
+        rows = [native[entry.name][span.row : span.row + span.rows] for entry, span in parts]
+        assert same_bits(torch.cat(rows), tensors[source])
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_spans_cover_every_native_row_once_and_in_order(family):
+    biases = BIASES.get(family, {})
+    for entry in table_for(FAMILIES[family].config_class(**SIZES, **biases)):
         row = 0
         for span in entry.spans:
             assert span.row == row
@@ -45,6 +107,16 @@ def test_a_source_that_is_split_among_entries_has_the_size_of_all_its_parts():
     table = Table((high, low))
     assert table.source_shapes() == {"whole": (6, 3)}
     assert [entry.name for entry, _ in table.parts()["whole"]] == ["low", "high"]
+
+
+def test_only_gemma_3_may_hold_other_towers():
+    tables = {f: table_for(FAMILIES[f].config_class(**SIZES)) for f in TABLES}
+    assert [family for family, table in tables.items() if table.towers] == ["gemma3_text"]
+
+
+def test_the_first_spelling_that_fits_is_replaced():
+    towers = Towers(spellings=(("a.b.", "c."), ("a.", "")), left_out=())
+    assert [towers.text_name(name) for name in ("a.b.x", "a.x", "b.a.x")] == ["c.x", "x", "b.a.x"]
 
 
 def test_packed_stacks_rows():
