@@ -22,7 +22,8 @@ import ligermodels.layers as ll
 from ligermodels import LlamaConfig, LoadReport, Tokenizer, load_parameters
 from ligermodels.models.base import DecoderModel
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "examples" / "data"
 PROMPT = "Anne was silent for a moment. Captain Wentworth"
 
 
@@ -196,4 +197,4 @@ if __name__ == "__main__":
     else:
         from smollm2 import obtain
 
-        main(obtain(Path("build/smollm2")))
+        main(obtain(ROOT / "build" / "smollm2"))

@@ -24,6 +24,7 @@ from ligermodels import (
     LlamaConfig,
     Qwen3Config,
     load_parameters,
+    partial,
 )
 
 SIZES = {
@@ -267,6 +268,28 @@ def test_a_module_on_the_meta_device_is_refused(source):
     with torch.device("meta"):
         model = LigerLlama(LlamaConfig(**SIZES))
     refused(model, source, r"'embed_tokens\.weight' is on the meta device")
+
+
+def test_sharded_and_integer_parameters_are_refused(source):
+    model = llama(seed=2)
+    model.norm.weight = nn.Parameter(torch.zeros(48, dtype=torch.int64), requires_grad=False)
+    refused(model, source, r"'norm\.weight' is of torch\.int64")
+    model.norm.weight.full_tensor = None  # what tells a DTensor
+    refused(model, source, r"'norm\.weight' is sharded; load before sharding")
+
+
+def test_a_hub_id_is_resolved_at_its_revision(source, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        partial.hub, "resolve", lambda path, revision: asked.append((path, revision)) or source
+    )
+    report = load_parameters(llama(seed=2), "someone/model", revision="main")
+    assert asked == [("someone/model", "main")]
+    assert report.source == source and report.unused == []
+
+
+def test_a_module_without_parameters_is_refused(source):
+    refused(nn.Identity(), source, "no parameter of the checkpoint's names")
 
 
 def test_what_only_the_data_can_tell_leaves_the_module_alone(source):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,18 @@ def test_the_pretrained_checkpoint_goes_in_whole(smollm2):
     assert len(report.loaded) == 2 + 6 * layers
     assert len(report.new) == 4 * (layers // 6)
     assert (report.mismatched, report.unused) == ({}, [])
+
+
+def test_it_runs_from_its_first_line_to_its_last(smollm2, tmp_path, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    LigerLlama(LlamaConfig(vocab_size=49152, **sizes, **heads)).save_hf(tmp_path / "tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2 / name, tmp_path / "tiny" / name)
+    mixed.main(tmp_path / "tiny", tmp_path / "run", steps=3)
+    printed = capsys.readouterr().out
+    assert "\nloaded: 38\n" in printed and "\nnew, left as they were: 4\n" in printed
+    losses = [float(x) for x in re.findall(r"held-out loss ([\d.]+)", printed)]
+    assert len(losses) == 3 and losses[2] < losses[1]
+    assert "the hidden states are the same: True" in printed
