@@ -23,7 +23,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     made = torch.compile(function, fullgraph=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        # A second scale or cap in a process would become a symbol, which the op does not take.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, specialize_float=True):
             return made(*args, **kwargs)
 
     return call

@@ -185,6 +185,21 @@ def test_many_lengths_compile_few_times() -> None:
 
 
 @pytest.mark.gpu
+def test_models_of_several_scales_and_caps_in_one_process() -> None:
+    heads, length, head_dim = 2, 600, 64
+    q, k, v = torch.randn(3, 1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+    sees = AttentionMask(length).dense(100, q.device)
+    for scale, softcap in ((0.1, 5.0), (0.2, None), (0.3, 7.0), (0.4, 9.0), (0.1, None)):
+        q.requires_grad_()
+        # In float32 no other implementation takes a window.
+        wide = (x.float() for x in (q, k, v))
+        out = attend(*wide, AttentionMask(length), scale=scale, window=100, softcap=softcap)
+        out.sum().backward()
+        exact = formula(*(x.detach().double() for x in (q, k, v)), sees, scale, softcap)
+        assert relative(out, exact) <= 2e-6
+
+
+@pytest.mark.gpu
 def test_no_dense_mask_at_length() -> None:
     length, heads = 32768, 2
     q = torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
