@@ -27,6 +27,16 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "is_llama_config": True,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+# CONFIG without what has two spellings.
+BASE = {k: v for k, v in CONFIG.items() if not k.startswith(("rope", "torch"))}
 TOKENIZER = {
     "tokenizer.json": b'{"version": "1.0"}\n',
     "tokenizer.model": bytes(range(256)),

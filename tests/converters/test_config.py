@@ -1,95 +1,17 @@
 import json
 
 import pytest
-import torch
 from transformers import LlamaConfig as HFConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ligermodels.converters.config import fields_from_hf, read_config, to_hf, unknown_keys
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.models.llama import LigerLlama, LlamaConfig
+from ligermodels.models.llama import LlamaConfig
 
-from .conftest import CONFIG, llama_config
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0}
-BASE = {k: v for k, v in CONFIG.items() if not k.startswith(("rope", "torch"))}
+from .conftest import BASE, CONFIG, LLAMA3, YARN, llama_config
 
 
 def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
-
-
-@pytest.mark.parametrize(
-    "keys, theta, scaling",
-    [
-        ({}, 1e4, None),
-        ({"rope_theta": 5e5}, 5e5, None),
-        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            1e4,
-            {"rope_type": "linear", "factor": 2},
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
-            1e4,
-            {"rope_type": "dynamic", "factor": 2.0},
-        ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
-        ({"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
-        ({"rope_theta": 5.0, "rope_parameters": LLAMA3}, 5.0, LLAMA3),
-        # A non-empty rope_scaling replaces rope_parameters whole, its theta included.
-        ({"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 1e4, YARN),
-        (
-            {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
-            5.0,
-            YARN,
-        ),
-        ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
-        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
-        # A length at config level overrides the nested one, for the types that have one.
-        (
-            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
-            1e4,
-            {**LLAMA3, "original_max_position_embeddings": 32},
-        ),
-        (
-            {
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-                "original_max_position_embeddings": 32,
-            },
-            1e4,
-            {"rope_type": "linear", "factor": 2.0},
-        ),
-    ],
-)
-def test_rope_spellings_and_their_precedence(keys, theta, scaling):
-    raw = {**BASE, **keys}
-    config = parse(raw)
-    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
-    assert_transformers_agrees(raw, raw)
-    exported = to_hf(config)
-    assert exported["rope_parameters"] is not None
-    assert_transformers_agrees(exported, raw)
-    again = parse(exported)
-    assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
-
-
-def assert_transformers_agrees(raw, original):
-    """transformers turns `raw` into the frequencies that we read from `original`."""
-    hf = LlamaRotaryEmbedding(HFConfig.from_dict(json.loads(json.dumps(raw))))
-    with torch.device("cpu"):
-        ours = LigerLlama(parse(original)).rotary
-    torch.testing.assert_close(hf.inv_freq, ours.inv_freq, rtol=1e-6, atol=0)
-    assert hf.attention_scaling == pytest.approx(ours.attention_factor)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +51,6 @@ def test_every_key_comes_out_unchanged_with_both_spellings_beside(keys):
     assert {"rope_theta", "rope_scaling", "rope_parameters"} <= set(exported)
     assert exported.get("dtype") == exported.get("torch_dtype")
     assert config.extra == raw
-
-
-def test_the_spellings_of_an_export_agree():
-    exported = to_hf(parse({**BASE, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}))
-    assert exported["rope_theta"] == 7.0 and exported["rope_scaling"] == LLAMA3
-    exported = to_hf(parse({**BASE, "rope_theta": 7.0, "rope_scaling": LLAMA3}))
-    assert exported["rope_parameters"] == {**LLAMA3, "rope_theta": 7.0}
-    exported = to_hf(parse({**BASE, "rope_theta": 7.0}))
-    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 7.0}
-    assert exported["rope_scaling"] is None
 
 
 def test_changed_fields_are_written_in_every_spelling():

@@ -4,7 +4,20 @@ from typing import Any
 
 import pytest
 
-from ligermodels import ConfigError, LigerLlama, LlamaConfig
+from ligermodels import (
+    ConfigError,
+    Gemma2Config,
+    Gemma3Config,
+    GemmaConfig,
+    LigerLlama,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from ligermodels.models.config import ModelConfig
+
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 
 def test_derived_fields() -> None:
@@ -37,6 +50,84 @@ def test_derived_fields() -> None:
 def test_impossible_fields_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LlamaConfig(**{"hidden_size": 64, "num_attention_heads": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "windows"),
+    [
+        (LlamaConfig, {}, [None, None, None]),
+        (GemmaConfig, {}, [None, None, None]),
+        (MistralConfig, {}, [4096, 4096, 4096]),
+        (MistralConfig, {"sliding_window": None}, [None, None, None]),
+        (Gemma2Config, {"sliding_window": 7}, [7, None, 7]),
+        (Gemma3Config, {"sliding_window_pattern": 3}, [4096, 4096, None]),
+        (Gemma3Config, {"sliding_window_pattern": 1, "sliding_window": None}, [None, None, None]),
+        (Qwen2Config, {"max_window_layers": 0}, [None, None, None]),
+        (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 2}, [None, None, 4096]),
+        (Qwen3Config, {"use_sliding_window": True, "max_window_layers": -1}, [4096, 4096, 4096]),
+        *(
+            (cls, {"layer_types": MIXED} | use, [None, 4096, None])
+            for cls, use in (
+                (Gemma2Config, {}),
+                (Gemma3Config, {"sliding_window_pattern": 1}),
+                (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 0}),
+                (Qwen3Config, {"use_sliding_window": True}),
+            )
+        ),
+    ],
+)
+def test_the_window_of_each_layer(
+    cls: type[ModelConfig], fields: dict[str, Any], windows: list[int | None]
+) -> None:
+    config = cls(num_hidden_layers=3, **fields)
+    assert config.layer_windows == windows
+    assert getattr(config, "layer_types", None) == fields.get("layer_types")  # nothing filled in
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        (LlamaConfig(), "silu"),
+        (LlamaConfig(hidden_act="swish"), "silu"),
+        (LlamaConfig(hidden_act="gelu"), "gelu"),
+        (LlamaConfig(hidden_act="gelu_new"), "gelu_tanh"),
+        (GemmaConfig(), "gelu_tanh"),
+        (GemmaConfig(hidden_act="gelu"), "gelu_tanh"),
+        (GemmaConfig(hidden_act="silu"), "silu"),
+        (Gemma2Config(), "gelu_tanh"),
+        (Gemma2Config(hidden_activation="gelu"), "gelu"),
+        (Gemma3Config(hidden_activation="gelu"), "gelu"),
+    ],
+)
+def test_the_activation(config: ModelConfig, activation: str) -> None:
+    assert config.activation == activation
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "named"),
+    [
+        (MistralConfig, {"sliding_window": 0}, "sliding_window is 0"),
+        (MistralConfig, {"sliding_window": 4.0}, "sliding_window is 4.0"),
+        (MistralConfig, {"sliding_window": 2**41}, "sliding_window is 2199023255552"),
+        (MistralConfig, {"sliding_window": [4]}, r"sliding_window is \[4\]"),
+        (Gemma2Config, {"sliding_window": None}, "sliding_window is None, but layer 0"),
+        (Gemma2Config, {"layer_types": ["full_attention"] * 2}, "has 2 entries, expected .* 26"),
+        (Gemma2Config, {"layer_types": ("full_attention",) * 26}, "layer_types is"),
+        (Gemma2Config, {"layer_types": [None] * 26}, "layer_types is"),
+        (Gemma2Config, {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        (Gemma2Config, {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
+        (Gemma2Config, {"hidden_activation": None}, "hidden_activation None"),
+        (Gemma3Config, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (Gemma3Config, {"rope_local_base_freq": 0}, "rope_local_base_freq is 0"),
+        (Qwen2Config, {"max_window_layers": None}, "max_window_layers is None"),
+        (Qwen2Config, {"layer_types": ["sliding_attention"] * 32}, "sliding_window is None, but"),
+    ],
+)
+def test_impossible_layers_are_refused_by_name(
+    cls: type[ModelConfig], fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        cls(**fields)
 
 
 def test_a_field_assigned_later_is_checked_when_a_model_is_built() -> None:

@@ -1,0 +1,159 @@
+"""Both spellings of rope, and their order of precedence; see test_config_families for Gemma 3's."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig as HFConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ligermodels.converters import rope
+from ligermodels.converters.config import fields_from_hf, to_hf
+from ligermodels.errors import ConfigError
+from ligermodels.models.gemma3 import Gemma3Config
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+
+from .conftest import BASE, LLAMA3, YARN
+
+
+def parse(raw):
+    return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
+
+
+@pytest.mark.parametrize(
+    "keys, theta, scaling",
+    [
+        ({}, 1e4, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            1e4,
+            {"rope_type": "linear", "factor": 2},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+            1e4,
+            {"rope_type": "dynamic", "factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+        ({"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
+        ({"rope_theta": 5.0, "rope_parameters": LLAMA3}, 5.0, LLAMA3),
+        # A non-empty rope_scaling replaces rope_parameters whole, its theta included.
+        ({"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 1e4, YARN),
+        (
+            {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
+            5.0,
+            YARN,
+        ),
+        ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
+        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
+        # A length at config level overrides the nested one, for the types that have one.
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+            1e4,
+            {**LLAMA3, "original_max_position_embeddings": 32},
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "original_max_position_embeddings": 32,
+            },
+            1e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_spellings_and_their_precedence(keys, theta, scaling):
+    raw = {**BASE, **keys}
+    config = parse(raw)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+    assert_transformers_agrees(raw, raw)
+    exported = to_hf(config)
+    assert exported["rope_parameters"] is not None
+    assert_transformers_agrees(exported, raw)
+    again = parse(exported)
+    assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
+
+
+def assert_transformers_agrees(raw, original):
+    """transformers turns `raw` into the frequencies that we read from `original`."""
+    hf = LlamaRotaryEmbedding(HFConfig.from_dict(json.loads(json.dumps(raw))))
+    with torch.device("cpu"):
+        ours = LigerLlama(parse(original)).rotary
+    torch.testing.assert_close(hf.inv_freq, ours.inv_freq, rtol=1e-6, atol=0)
+    assert hf.attention_scaling == pytest.approx(ours.attention_factor)
+
+
+def test_the_spellings_of_an_export_agree():
+    exported = to_hf(parse({**BASE, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}))
+    assert exported["rope_theta"] == 7.0 and exported["rope_scaling"] == LLAMA3
+    exported = to_hf(parse({**BASE, "rope_theta": 7.0, "rope_scaling": LLAMA3}))
+    assert exported["rope_parameters"] == {**LLAMA3, "rope_theta": 7.0}
+    exported = to_hf(parse({**BASE, "rope_theta": 7.0}))
+    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 7.0}
+    assert exported["rope_scaling"] is None
+
+
+def test_a_contradiction_stays_as_it_came_and_means_the_same():
+    raw = {**BASE, "rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}
+    exported = to_hf(parse(raw))
+    assert exported["rope_theta"] == 5.0 and exported["rope_scaling"]["rope_theta"] == 7.0
+    assert_transformers_agrees(exported, raw)
+
+
+@pytest.mark.parametrize(
+    "raw, expected",
+    [
+        ({}, (1e6, 1e4, None)),
+        ({"rope_theta": None, "rope_local_base_freq": None}, (1e6, 1e4, None)),
+        ({"rope_theta": 5, "rope_local_base_freq": 7}, (5, 7, None)),
+        ({"rope_parameters": {}, "rope_scaling": {}}, (1e6, 1e4, None)),
+        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5}, (9.0, 1e4, YARN)),
+        # A length at config level is not read where rope is told per layer type.
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 5}, (1e6, 1e4, YARN)),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}, "rope_theta": 5},
+            (3.0, 1e4, None),
+        ),
+        (
+            {"rope_parameters": {"full_attention": LLAMA3}, "rope_scaling": YARN},
+            (1e6, 1e4, {**LLAMA3, **YARN}),
+        ),
+    ],
+)
+def test_rope_of_gemma_3(raw, expected):
+    found = rope.fields_from_hf(raw, Gemma3Config, "dir/config.json")
+    names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    assert found == dict(zip(names, expected, strict=True))
+
+
+def test_a_rope_that_is_changed_is_written_in_every_spelling():
+    raw = {"rope_parameters": {"full_attention": LLAMA3}, "rope_theta": 5.0}
+    config = Gemma3Config(rope_theta=7.0, rope_local_base_freq=3.0, rope_scaling=dict(YARN))
+    rope.write(raw, config, changed=True)
+    assert raw == {
+        "rope_theta": 7.0,
+        "rope_local_base_freq": 3.0,
+        "rope_scaling": YARN,
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 7.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3.0},
+        },
+    }
+
+
+def test_a_scaling_that_no_model_can_have_is_refused():
+    sizes = {"head_dim": 8, "rope_theta": 1e4, "max_position_embeddings": 64}
+    rope.check_scaling(YARN, sizes)
+    with pytest.raises(ConfigError, match="rope_type 'warp'"):
+        rope.check_scaling({"rope_type": "warp"}, sizes)
+    with pytest.raises(ConfigError, match=r"'rope_scaling\.factor' is missing"):
+        rope.check_scaling({"rope_type": "linear"}, sizes)
+
+
+@pytest.mark.parametrize("value", [True, None, "1", [1], float("nan"), 10**400])
+def test_what_is_no_number(value):
+    assert not rope.is_number(value)
+    assert rope.is_number(1) and rope.is_number(-0.5) and not rope.is_int(1.0)
