@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,6 +39,8 @@ class LoadReport:
         mismatched: name in the module -> why the checkpoint's values were not taken, with both
             shapes; left as they were. Empty unless `allow_mismatched`.
         unused: names in the checkpoint whose values went nowhere.
+        left_out: how many tensors there are beside those of the text model, by what their names
+            begin with.
     """
 
     source: Path
@@ -46,6 +48,7 @@ class LoadReport:
     new: list[str]
     mismatched: dict[str, str]
     unused: list[str]
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         loaded = [
@@ -63,6 +66,7 @@ class LoadReport:
         for title, names in parts.items():
             lines.append(f"{title}: {len(names)}")
             lines += [listing(_by_layer(names))] if names else []
+        lines += [f"left out: {count} of {start}*" for start, count in self.left_out.items()]
         return "\n".join(lines)
 
 
@@ -142,7 +146,8 @@ def load_parameters(
     loaded = {n: source_of[id(p)] for n, p in parameters.items() if id(p) in source_of}
     new = [name for name in parameters if name not in loaded and name not in mismatched]
     order = {entry.name: index for index, entry in enumerate(table)}
-    return LoadReport(folder, loaded, new, mismatched, sorted(unused, key=order.__getitem__))
+    unused.sort(key=order.__getitem__)
+    return LoadReport(folder, loaded, new, mismatched, unused, checkpoint.left_out)
 
 
 def _match(
