@@ -203,11 +203,11 @@ def _meaning(module: nn.Module, name: str) -> dict[str, str]:
     parent = module.get_submodule(path)
     owner = parent.get_submodule(child)
     meaning = {}
-    for what, default in (("offset", 0.0), ("scale", 1.0)):
-        value = getattr(owner, what, default)
-        if isinstance(value, (int, float)):
-            meaning[what] = f"{value:g}"
-    if isinstance(parent, Attention):
+    if isinstance(offset := getattr(owner, "offset", 0.0), (int, float)):
+        meaning["offset"] = f"{offset:g}"
+    if isinstance(owner, nn.Embedding):
+        meaning["scale"] = f"{getattr(owner, 'scale', 1.0):g}"
+    if isinstance(parent, Attention) and child in ("qkv_proj", "o_proj"):
         heads = f"{parent.num_heads} and {parent.num_kv_heads} of size {parent.head_dim}"
         meaning["heads (of queries, of keys)"] = heads
     for (kind, norm), place in _PLACES.items():
