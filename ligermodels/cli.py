@@ -1,8 +1,8 @@
 """The command line: `ligermodels finetune | generate | inspect | convert | families`.
 
-A thin layer: `ligermodels.commands` turns arguments into calls, this module errors into one line on
-stderr. Exit codes are 0, 2 for what a user did (and argparse's own complaints), 1 for what the
-machine did, 130 for Ctrl-C.
+A thin layer: `ligermodels.commands` turns arguments into calls, this module errors and warnings
+into one line each on stderr. Exit codes are 0, 2 for what a user did (and argparse's own
+complaints), 1 for what the machine did, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from ligermodels.arguments import Formatter, Parser, Version
 from ligermodels.commands import convert, families, finetune, generate, inspect
@@ -30,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.Namespace()
     try:
         arguments = _parser().parse_args(argv)
-        arguments.module.run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            arguments.module.run(arguments)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse: --help, or a complaint that it has printed
         return stop.code if isinstance(stop.code, int) else 0
@@ -72,6 +76,11 @@ def in_flags(message: str, arguments: argparse.Namespace) -> str:
 
 
 POSITIONAL = ("model", "prompt", "source", "target", "family")
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    """What is said, and not where in the code."""
+    print(f"ligermodels: {message}", file=sys.stderr)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from ligermodels import LigerLlama, cli
 from ligermodels.arguments import byte_size
-from tests.tiny_run import make_checkpoint, make_text
+from tests.models import hf_models, zoo
+from tests.tiny_run import make_checkpoint, make_text, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len", "64", "--batch-size", "2", "--steps", "2", "--device", "cpu"]
@@ -402,6 +403,44 @@ def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_pat
     monkeypatch.setattr(DecoderModel, "save_hf", wrong)
     code, out, _ = call("convert", checkpoint, tmp_path / "copy", "--verify")
     assert code == 1 and "1 differences" in out and "model.norm.weight: differs" in out
+
+
+# Every family
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_is_inspected_converted_and_continued(call, tmp_path, family):
+    source, target = tmp_path / "source", tmp_path / "target"
+    hf_models.save(source, family, zoo.Feature(config={"vocab_size": 263}))
+    make_tokenizer(source)
+    said = "2 of multi_modal_projector.*, 32 of vision_tower.*" if family == "gemma3" else None
+
+    def assert_fine(result, *words):
+        code, out, err = result
+        assert code == 0 and all(word in out for word in words)
+        if said is None:
+            assert err == ""
+        else:
+            assert err.count("\n") == 1 and err.startswith("ligermodels: ") and said in err
+
+    code, out, err = call("inspect", source, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["family"] == ("gemma3_text" if family == "gemma3" else family)
+    assert bool(found["left_out"]) == (family == "gemma3")
+    text = call("inspect", source)[1]
+    assert ("vision_tower." in text) == (family == "gemma3")
+
+    code, out, err = call("convert", source, "--verify")
+    assert (code, err) == (0, "") and "bitwise equal" in out
+    options = ["--dtype", "bfloat16", "--max-shard-size", "20KB", "--verify"]
+    assert_fine(call("convert", source, target, *options), "bitwise equal", str(target))
+    assert (target / "model.safetensors.index.json").is_file()
+
+    prompt = ["the cat", "--device", "cpu", "--max-new-tokens", "9", "--no-stream"]
+    assert_fine(call("generate", source, *prompt))
+    said = None  # the export is of the text model alone
+    assert_fine(call("generate", target, *prompt, "--dtype", "float32"))
 
 
 def test_resuming_where_no_run_is(call, tmp_path):

@@ -91,8 +91,6 @@ def run(given: argparse.Namespace) -> None:
 
 def _continue(given: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int]) -> str:
     """Print what follows `ids`, as it comes or at once; returns it."""
-    import warnings
-
     import torch
 
     from ligermodels.generation import stream_text
@@ -103,22 +101,18 @@ def _continue(given: argparse.Namespace, model: Any, tokenizer: Any, ids: list[i
     if given.seed is not None:
         generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(given.seed)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            pieces = stream_text(
-                model.eval(),
-                tokenizer,
-                ids,
-                max_new_tokens=given.max_new_tokens,
-                do_sample=bool(sampling) or generator is not None,
-                repetition_penalty=given.repetition_penalty,
-                generator=generator,
-                **sampling,
-            )
+        pieces = stream_text(
+            model.eval(),
+            tokenizer,
+            ids,
+            max_new_tokens=given.max_new_tokens,
+            do_sample=bool(sampling) or generator is not None,
+            repetition_penalty=given.repetition_penalty,
+            generator=generator,
+            **sampling,
+        )
     except (ValueError, IndexError) as error:  # an empty prompt, or ids that the model lacks
         raise LigerError(f"generate: {error}") from error
-    for warning in caught:
-        print(f"ligermodels: {warning.message}", file=sys.stderr)
     text = ""
     for piece in pieces:
         text += piece

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ligermodels.errors import printable
+
 HELP = "show what a checkpoint is, without loading it"
 
 
@@ -43,9 +45,14 @@ def run(given: argparse.Namespace) -> None:
     ):
         if entries:
             print(f"\n{title}")
-            width = max(map(len, entries))
-            for name, value in entries.items():
-                print(f"  {name:<{width}}  {show(value)}")
+            names = [printable(name) for name in entries]
+            width = max(map(len, names))
+            for name, value in zip(names, entries.values()):
+                print(f"  {name:<{width}}  {_cut(show(value))}")
+
+
+def _cut(text: str, longest: int = 500) -> str:
+    return text if len(text) <= longest else text[:longest] + " ..."
 
 
 def _bytes(number: int) -> str:

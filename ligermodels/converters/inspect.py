@@ -60,14 +60,18 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
     names = [CONFIG, *(path.name for path in checkpoint.files), *copied_files(folder)]
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    layers = config.num_hidden_layers
+    per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # in a layer
+    longest = config.max_position_embeddings
+    kept = sum(min(window or longest, longest) for window in config.layer_windows)
     memory = {
         "weights as stored": sum(dtype_bytes.values()),
         "weights in bfloat16": 2 * parameters,
         "weights in float32": 4 * parameters,
         "AdamW training in bfloat16, without activations": 4 * 2 * parameters,
         "AdamW training in float32, without activations": 4 * 4 * parameters,
-        "key/value cache per 1000 tokens in bfloat16": 1000 * 2 * cache,
+        "key/value cache per 1000 tokens in bfloat16": 1000 * layers * per_token,
+        f"key/value cache of all {longest} positions in bfloat16": kept * per_token,
     }
     fields = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     fields.pop("extra", None)

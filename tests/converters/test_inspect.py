@@ -6,6 +6,7 @@ import torch
 from ligermodels.converters.inspect import describe
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.llama import LlamaConfig
+from tests.tiny_models import random_model
 
 from .conftest import random_tensors
 
@@ -27,6 +28,17 @@ def test_describe(make):
     assert described.memory["AdamW training in float32, without activations"] == 16 * count
     # 2 (k and v) * 2 layers * 2 heads * 4 * 2 bytes * 1000 tokens
     assert described.memory["key/value cache per 1000 tokens in bfloat16"] == 64_000
+    length = config.max_position_embeddings
+    memory = described.memory[f"key/value cache of all {length} positions in bfloat16"]
+    assert memory == 64 * length
+
+
+def test_a_window_bounds_the_cache(tmp_path):
+    model = random_model("gemma2", sliding_window=5, max_position_embeddings=50)
+    model.save_hf(tmp_path)
+    memory = describe(tmp_path, type(model.config)).memory
+    # 2 (k and v) * 2 heads * 8 * 2 bytes, for layers of 5, 50 and 5 tokens
+    assert memory["key/value cache of all 50 positions in bfloat16"] == 64 * (5 + 50 + 5)
 
 
 def test_a_stored_tied_head_is_counted_once(make):
