@@ -250,6 +250,7 @@ def test_a_broken_download_says_so(fake, monkeypatch):
 
 
 def test_a_progress_bar_shows(fake, capfd):
+    huggingface_hub.utils.enable_progress_bars()  # other tests silence transformers, and it this
     resolve(REPO)
     assert "Fetching" in capfd.readouterr().err
 
