@@ -1,0 +1,114 @@
+"""Good checkpoints broken at random: each is refused by name or loads as exactly what it says.
+
+LIGERMODELS_FUZZ_CASES asks for more cases (of all families together); LIGERMODELS_FUZZ_REPORT names
+a file for the counts:
+
+    LIGERMODELS_FUZZ_CASES=50000 LIGERMODELS_FUZZ_REPORT=benchmarks/results/fuzz.json \\
+        python -m pytest tests/converters/test_fuzz.py
+"""
+
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels import AutoLiger, CheckpointError, ConfigError
+from ligermodels.auto import FAMILIES
+
+from . import fuzzing, second_opinion
+from .seeds import SEEDS, seeds
+
+CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000"))
+REPORT = os.environ.get("LIGERMODELS_FUZZ_REPORT")
+SECONDS = 60  # a load takes milliseconds: whatever gets here hangs
+IDS = torch.tensor([[1, 5, 3, 0, 7, 2]])
+
+
+class Hung(BaseException):
+    """No error of a load: it did not end."""
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Counts by family, written where LIGERMODELS_FUZZ_REPORT says."""
+    counts: dict[str, Counter] = {}
+    yield counts
+    total = sum(counts.values(), Counter())
+    print("\nfuzz:", dict(total))
+    if REPORT:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        result = {"versions": versions, "total": total, "families": counts}
+        Path(REPORT).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def hung(*_):
+    raise Hung
+
+
+def test_every_family_is_fuzzed():
+    assert FAMILIES.keys() <= SEEDS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors left out")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_broken_checkpoints(tmp_path, report, family):
+    trace = tmp_path / "executed"
+    good = seeds(family)
+    others = [*good, *seeds("llama"), *seeds("gemma2")]
+    canary = f"import os\nos.mkdir({str(trace)!r})\nclass Model: pass\n".encode()
+    counts = report.setdefault(family, Counter())
+    for seed in good:
+        outcome = one(tmp_path / "good", {**seed.files, "canary.py": canary}, {}, True)
+        assert outcome == "loaded"
+    before = signal.signal(signal.SIGALRM, hung)
+    try:
+        for number in range(CASES // len(FAMILIES)):
+            rng = random.Random(f"{family} {number}")
+            state = {**rng.choice(good).files, "canary.py": canary}
+            mutate = fuzzing.Mutator(rng, others, trace)
+            kinds = [mutate(state) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+            options = {"dtype": rng.choice([None, None, torch.float32, torch.float16])}
+            options["allow_nonfinite"] = rng.random() < 0.3
+            signal.alarm(SECONDS)
+            try:
+                outcome = one(tmp_path / "case", state, options, "config" in kinds)
+            except BaseException as fault:
+                sys.stderr.write(f"{family} case {number}: {kinds} {options} {fault!r}\n")
+                raise
+            finally:
+                signal.alarm(0)
+            counts["cases"] += 1
+            counts[outcome] += 1
+            assert not trace.exists(), f"{family} case {number} executed something"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert counts["loaded"] and counts["ConfigError"] and counts["CheckpointError"]
+
+
+def one(folder, state, options, run):
+    """One case: "loaded" or the name of the error; anything else is raised."""
+    fuzzing.write(folder, state)
+    try:
+        model = AutoLiger.from_hf(folder, **options)
+    except (ConfigError, CheckpointError) as fault:
+        line = str(fault).partition("\n")[0]
+        assert re.match(rf"{re.escape(str(folder))}(/[^/]+)?( \(header\))?: ", line), line
+        assert line.isprintable() and len(line) < 1000, line
+        return type(fault).__name__
+    finally:
+        shutil.rmtree(folder)
+    settings = {"dtype": None, "allow_nonfinite": False, **options}
+    assert second_opinion.differences(model, state, **settings) == []
+    if run:
+        with torch.no_grad():
+            assert model(IDS).shape == (1, 6, model.config.hidden_size)
+    return "loaded"
