@@ -92,6 +92,12 @@ _FREE = {
 def _check_config(model: "DecoderModel", folder: str | os.PathLike[str]) -> None:
     """Refuse to export a config that is not the one the model computes with."""
     config, built_from = model.config, model.built_from
+    if getattr(model, "config_class", None) is not type(config):
+        raise SaveError(
+            f"{Path(folder)}: {type(model).__name__} does not declare {type(config).__name__} as "
+            f"its config_class: as {config.model_type!r} other programs might compute something "
+            "else; save its state_dict() instead"
+        )
     for name in (field.name for field in dataclasses.fields(config)):
         now, then = getattr(config, name), getattr(built_from, name)
         if name not in _FREE and now != then:

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from ligermodels import AutoLiger, ConfigError, LigerLlama, LlamaConfig, SaveError
+from ligermodels.models.base import DecoderModel
 
 SIZES = {
     "vocab_size": 97,
@@ -83,6 +84,21 @@ def test_a_wrapped_projection_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"down_proj.*merge_and_unload"):
         model.save_hf(tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_model_of_ones_own_does_not_pass_for_its_configs_family(tmp_path: Path) -> None:
+    class Mine(DecoderModel):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            model = LigerLlama(config)
+            for name, part in model.named_children():
+                setattr(self, name, part)
+            self.layers[0].self_attn.window = 4
+
+    model = Mine(LlamaConfig(**SIZES))
+    with pytest.raises(SaveError, match=r"Mine does not declare LlamaConfig.*state_dict"):
+        model.save_hf(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_shape_that_the_config_contradicts_is_not_saved(tmp_path: Path) -> None:
