@@ -94,6 +94,8 @@ _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
     """Keyword arguments for the config dataclass `cls`; `extra` holds a copy of `raw`.
 
+    Of a wrapper both are its text model's, see `text_config`.
+
     Args: source is the file that messages name.
     Raises:
         ConfigError: another model_type, a key that is not implemented, a value of the wrong type,
@@ -150,12 +152,16 @@ def to_hf(config: Any) -> dict[str, Any]:
     else:
         changed = names
     family = cls.model_type.removesuffix("_text").capitalize()
+    hints = get_type_hints(cls)
     raw.setdefault("architectures", [f"{family}ForCausalLM"])
     raw["model_type"] = cls.model_type
     for item in dataclasses.fields(cls):
         name = item.name
         if name in changed - {"dtype", *rope.FIELDS} or (name in cls.written and name not in raw):
-            raw[name] = copy.deepcopy(getattr(config, name))
+            value = copy.deepcopy(getattr(config, name))
+            # transformers takes no integer where it wants a float.
+            is_float = float in (hints[name], *get_args(hints[name])) and is_int(value)
+            raw[name] = float(value) if is_float else value
     rope.write(raw, config, bool(changed.intersection(rope.FIELDS)))
     if config.dtype is not None:
         for key in ("dtype", "torch_dtype"):

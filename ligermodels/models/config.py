@@ -23,12 +23,15 @@ _LARGEST = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "max_position_embeddings": 2**40,
+    # Of some families only.
+    "query_pre_attn_scalar": 2**32,
+    "sliding_window_pattern": 2**14,
 }
 
 
 # Checked in the families that have them; without a soft cap, None.
 _POSITIVE = (
-    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
 )
 _LONGEST_WINDOW = 2**40
@@ -106,7 +109,7 @@ class ModelConfig:
             ConfigError: naming the field, its value and what is allowed.
         """
         for name, largest in _LARGEST.items():
-            value = getattr(self, name)
+            value = getattr(self, name, 1)
             if not _is_size(value) or value > largest:
                 raise ConfigError(
                     f"config: {name} is {shown(value)}; expected an integer from 1 to {largest}"
@@ -227,11 +230,6 @@ def _check_layers(config: ModelConfig) -> None:
                 f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
                 f"{config.num_hidden_layers}"
             )
-    pattern = getattr(config, "sliding_window_pattern", 1)
-    if not _is_size(pattern):
-        raise ConfigError(
-            f"config: sliding_window_pattern is {shown(pattern)}; expected an integer of at least 1"
-        )
     first = getattr(config, "max_window_layers", 0)
     if not isinstance(first, int) or isinstance(first, bool):
         raise ConfigError(f"config: max_window_layers is {shown(first)}; expected an integer")
