@@ -237,12 +237,15 @@ class Mutator:
                     span[:] = [span[0] + gap, span[1] + gap]
         elif way == 2:  # two names for the same bytes, and none for the others
             span = self.rng.choice(spans)
+            mine = next(s for s in spans if s == [begin, end])
             if span[1] - span[0] == end - begin:
-                del data[begin:end]
-                for other in spans:
-                    if other[0] > begin:
-                        other[:] = [other[0] - (end - begin), other[1] - (end - begin)]
-                spans[[s[0] for s in spans].index(begin)][:] = span
+                gone = list(mine)
+                mine[:] = span
+                if self.rng.random() < 0.5:  # and those others left out
+                    del data[begin:end]
+                    for other in spans:
+                        if other[0] > gone[0]:
+                            other[:] = [n - (end - begin) for n in other]
         else:
             extra = self.rng.choice(
                 [

@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import sys
 from collections import Counter
 from pathlib import Path
@@ -92,6 +93,38 @@ def test_broken_checkpoints(tmp_path, report, family):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert counts["loaded"] and counts["ConfigError"] and counts["CheckpointError"]
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors left out")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_only_written_otherwise_loads(tmp_path, family):
+    """So that a loader which refuses everything would not pass."""
+    rng = random.Random(family)
+    for seed in seeds(family):
+        for name, content in list(seed.files.items()):
+            if name.endswith(".json"):
+                text = json.dumps(json.loads(content), indent=1).replace("model", r"\u006dodel")
+                seed.files[name] = f"\n {text}\t".encode()
+                continue
+            length = struct.unpack_from("<Q", content)[0]
+            header = json.loads(content[8 : 8 + length])
+            tensors = {
+                n: content[8 + length :][slice(*r["data_offsets"])]
+                for n, r in header.items()
+                if n != "__metadata__"
+            }
+            names = rng.sample(sorted(tensors), len(tensors))
+            end = 0
+            for tensor in names:
+                begin, end = end, end + len(tensors[tensor])
+                header[tensor]["data_offsets"] = [begin, end]
+            header["__metadata__"] = {"any": "thing", "": "\n"}
+            items = rng.sample(sorted(header.items()), len(header))
+            text = (json.dumps(dict(items)) + " " * rng.randrange(9)).encode()
+            data = b"".join(tensors[tensor] for tensor in names)
+            seed.files[name] = struct.pack("<Q", len(text)) + text + data
+        beside = {"consolidated.safetensors": b"", "pytorch_model.bin": b"", "onnx": "folder"}
+        assert one(tmp_path / "case", {**seed.files, **beside, "p": "pipe"}, {}, True) == "loaded"
 
 
 def one(folder, state, options, run):
