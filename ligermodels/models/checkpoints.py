@@ -14,6 +14,7 @@ from ligermodels.converters import config as hf_config
 from ligermodels.converters import hub, writer
 from ligermodels.converters.reader import Checkpoint
 from ligermodels.converters.table import table_for
+from ligermodels.converters.weights import DTYPES
 from ligermodels.errors import SaveError, listing
 from ligermodels.layers import RotaryEmbedding
 
@@ -32,6 +33,8 @@ def load(
     allow_nonfinite: bool,
 ) -> Model:
     """`DecoderModel.from_hf`: headers, plan, comparison, and only then memory, tensor by tensor."""
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
     folder = hub.resolve(path, revision=revision)
     config = cls.config_class.from_hf(folder)
     table = table_for(config)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,13 @@ def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:
     wide.save_hf(tmp_path / "b")
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, "float32"], ids=str)
+def test_a_dtype_that_no_parameter_has_is_refused(tmp_path: Path, dtype: Any) -> None:
+    saved(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"dtype is .*; expected one of \[torch.float64"):
+        LigerLlama.from_hf(tmp_path / "a", dtype=dtype)
 
 
 def test_a_model_converted_after_loading_says_so_in_its_export(tmp_path: Path) -> None:
