@@ -218,6 +218,10 @@ def write(raw: dict[str, Any], config: Any, changed: bool) -> None:
     for key, value in spellings.items():
         if changed or key not in raw or (not raw[key] and value is not None):
             raw[key] = value
+    length = "original_max_position_embeddings"
+    if scaling and scaling["rope_type"] == "longrope" and length in scaling:
+        # transformers 4 reads longrope's length here alone, and 5 reads the same from it.
+        raw.setdefault(length, scaling[length])
 
 
 def is_int(value: Any) -> bool:

@@ -144,6 +144,16 @@ def test_a_rope_that_is_changed_is_written_in_every_spelling():
     }
 
 
+def test_longrope_has_its_length_where_transformers_4_reads_it():
+    factors = [1.0] * 64
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    scaling |= {"factor": 4.0, "original_max_position_embeddings": 16}
+    raw = {"rope_scaling": dict(scaling), "max_position_embeddings": 64}
+    rope.write(raw, LlamaConfig(rope_scaling=scaling), changed=False)
+    assert raw["original_max_position_embeddings"] == 16
+    assert rope.fields_from_hf(raw, LlamaConfig, "config.json")["rope_scaling"] == scaling
+
+
 def test_a_scaling_that_no_model_can_have_is_refused():
     sizes = {"head_dim": 8, "rope_theta": 1e4, "max_position_embeddings": 64}
     rope.check_scaling(YARN, sizes)
