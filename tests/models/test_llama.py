@@ -128,7 +128,6 @@ def test_packed_documents_equal_separate_runs(given: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "complaint"),
     [
-        ({"position_ids": torch.arange(8)[None], "attention_mask": torch.ones(2, 8)}, "exclude"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "batch must be 1"),
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
         ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
