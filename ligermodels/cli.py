@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -65,9 +66,13 @@ def in_flags(message: str, arguments: argparse.Namespace) -> str:
     """The library's message with the command's options as they are typed.
 
     `allow_nonfinite=True lets them in` becomes `--allow-nonfinite lets them in`, and `seq_len: must
-    be` becomes `--seq-len: must be`.
+    be` becomes `--seq-len: must be`. Advice that this command has no option for is left out.
     """
-    for name in vars(arguments).keys() - {"module", *POSITIONAL}:
+    options = vars(arguments).keys() - {"module", *POSITIONAL}
+    message = re.sub(
+        r"; (\w+)=True [^;]*", lambda found: found[0] if found[1] in options else "", message
+    )
+    for name in options:
         flag = "--" + name.replace("_", "-")
         message = message.replace(f"{name}=True", flag)
         if message.startswith(f"{name}: "):

@@ -239,6 +239,7 @@ def test_messages_name_options_as_they_are_typed():
         ("model: is a positional", "model: is a positional"),
         ("config.json: 'seq_len: 1' is unknown", "config.json: 'seq_len: 1' is unknown"),
         ("rope_theta: is no option", "rope_theta: is no option"),
+        ("a: b; strict=True says so; and more", "a: b; and more"),
     ):
         assert cli.in_flags(message, given) == shown
 
