@@ -230,8 +230,7 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether JSON holds a finite number that a float can be."""
-    try:
-        return (isinstance(value, float) or is_int(value)) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
+    """Whether JSON holds a finite number, and no integer beyond 64 bits: torch takes none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_int(value) and abs(value) < 2**63

@@ -120,8 +120,8 @@ class Mutator:
         content = bytearray(state[name])
         end = len(content)
         if name.endswith(".safetensors") and self.rng.random() < 0.7:
-            header = 8 + min(int.from_bytes(content[:8], "little"), end)
-            end = self.rng.choice([8, min(header, end)])
+            header = 8 + int.from_bytes(content[:8], "little")
+            end = min(end, self.rng.choice([8, header]))
         for _ in range(self.rng.choice([1, 1, 1, 2, 8])):
             at = self.rng.randrange(end)
             self.rng.choice(
@@ -175,9 +175,7 @@ class Mutator:
                 parsed[a][field], parsed[b][field] = parsed[b][field], parsed[a][field]
         elif way < 5 and records:
             record = parsed[self.rng.choice(records)]
-            if isinstance(record.get("shape"), list) and isinstance(
-                record.get("data_offsets"), list
-            ):
+            if isinstance(record.get("shape"), list) and _is_span(record.get("data_offsets")):
                 self._bend(record)
         elif way == 5:
             items = list(parsed.items())  # another order is no fault

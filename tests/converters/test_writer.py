@@ -217,7 +217,7 @@ def test_additional_chat_templates_come_along_and_onto_themselves(make, tmp_path
     assert report.ok and "additional_chat_templates/tool_use.jinja" in report.files
 
 
-def test_saving_onto_the_folder_the_weights_are_mapped_from(make):
+def test_saving_onto_the_folder_the_weights_are_read_from(make):
     folder, config = make(shards=2)
     table = llama_table(config)
     checkpoint = Checkpoint(folder)
@@ -229,7 +229,7 @@ def test_saving_onto_the_folder_the_weights_are_mapped_from(make):
         checkpoint.read(entry, out)
         return out
 
-    for _ in range(2):  # the second time, the maps are of files that are gone
+    for _ in range(2):  # the second time, the files being read are gone
         save(folder, to_hf(config), table, get_tensor, source_folder=folder, dtypes=dtypes)
     exported = hf_tensors(folder)
     assert all(same_bits(t, exported[n]) for n, t in random_tensors(config).items())

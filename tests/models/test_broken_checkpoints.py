@@ -228,6 +228,10 @@ CONFIGS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "device": (replaced(CONFIG, "device"), "is no regular file"),
     "hidden_size 2^62": (edit_config(hidden_size=2**62), f"hidden_size is {2**62}"),
     "integer beyond floats": (edit_config(rms_norm_eps=10**400), "'rms_norm_eps' is 1000"),
+    "theta beyond 64 bits": (
+        edit_config(rope_theta=10**30, rope_parameters=None),
+        "rope_theta' is 1000",
+    ),
     "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
     "minus one layer": (edit_config(num_hidden_layers=-1), "num_hidden_layers is -1"),
     "layers as a float": (edit_config(num_hidden_layers=2.0), "'num_hidden_layers' is 2.0"),
