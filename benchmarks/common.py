@@ -17,7 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def environment() -> dict[str, str]:
     """GPU and versions of everything that takes part."""
-    versions = {"python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    versions = {"python": platform.python_version(), "gpu": gpu}
     for package in ("torch", "triton", "transformers", "liger-kernel"):
         try:
             versions[package] = importlib.metadata.version(package)
