@@ -64,7 +64,8 @@ def text_config(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
     only the padding token is the text model's, which computes with it.
 
     Raises:
-        ConfigError: a wrapper around something else, or one that is quantised.
+        ConfigError: a wrapper around something else, one that is quantised, or one whose logits
+            are no wrapped model's.
     """
     if cls.wrapper_type is None or raw.get("model_type") != cls.wrapper_type:
         return raw
@@ -76,6 +77,13 @@ def text_config(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source}: 'text_config.model_type' is {shown(given['model_type'])}, expected "
             f"{cls.model_type!r}"
+        )
+    if given.get("final_logit_softcapping") is not None:
+        # transformers caps the logits of the text model by itself, and not those of the wrapper
+        raise ConfigError(
+            f"{source}: 'text_config.final_logit_softcapping' is "
+            f"{shown(given['final_logit_softcapping'])}, which a {cls.wrapper_type!r} does not "
+            "apply and an export of its text model would; set it to null"
         )
     text = {**copy.deepcopy(given), "model_type": cls.model_type}
     text.pop("architectures", None)

@@ -232,6 +232,7 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
         ({"text_config": {"quantization_config": {}}}, "quantised checkpoints"),
         ({"text_config": {"attention_dropout": 0.5}}, "'attention_dropout' is 0.5"),
         ({"text_config": {"sliding_window": "x"}}, "'sliding_window' is 'x'"),
+        ({"text_config": {"final_logit_softcapping": 30.0}}, "softcapping' is 30.0, which a"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
     ],
 )
