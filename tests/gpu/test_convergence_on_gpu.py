@@ -1,4 +1,4 @@
-"""bf16 training on a GPU stays as near to float32 as transformers' does: the benchmark's short form."""
+"""bf16 training on a GPU stays as near to float32 as transformers': the benchmark, shorter."""
 
 from __future__ import annotations
 
