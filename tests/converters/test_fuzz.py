@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError
 from ligermodels.auto import FAMILIES
@@ -40,15 +41,22 @@ class Hung(BaseException):
 
 @pytest.fixture(scope="module")
 def report():
-    """Counts by family, written where LIGERMODELS_FUZZ_REPORT says."""
+    """Counts by family, written where LIGERMODELS_FUZZ_REPORT says beside other families' there."""
     counts: dict[str, Counter] = {}
     yield counts
-    total = sum(counts.values(), Counter())
-    print("\nfuzz:", dict(total))
+    print("\nfuzz:", dict(sum(counts.values(), Counter())))
     if REPORT:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        result = {"versions": versions, "total": total, "families": counts}
-        Path(REPORT).write_text(json.dumps(result, indent=2) + "\n")
+        path = Path(REPORT)
+        held = json.loads(path.read_text())["families"] if path.exists() else {}
+        families = {**{name: Counter(held[name]) for name in held}, **counts}
+        packages = {"torch": torch, "transformers": transformers}
+        versions = {name: module.__version__ for name, module in packages.items()}
+        result = {
+            "environment": {"python": platform.python_version(), **versions},
+            "total": sum(families.values(), Counter()),
+            "families": families,
+        }
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def hung(*_):
