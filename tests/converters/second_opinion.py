@@ -234,7 +234,7 @@ def config_differences(config: Any, raw: dict[str, Any]) -> list[str]:
             wanted = raw[key]
         elif key in derived:
             continue
-        elif key in raw and key.endswith(("_token_id", "window")):
+        elif key in raw and key.endswith(("_token_id", "window", "softcapping")):
             wanted = None
         else:
             wanted = default(family, key)
