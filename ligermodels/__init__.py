@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ligermodels.auto import AutoLiger
     from ligermodels.errors import CheckpointError, ConfigError, LigerError, SaveError
+    from ligermodels.kv_cache import KVCache
     from ligermodels.models.gemma import GemmaConfig, LigerGemma
     from ligermodels.models.gemma2 import Gemma2Config, LigerGemma2
     from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
@@ -29,6 +30,7 @@ _HOMES = {
     "Gemma2Config": "ligermodels.models.gemma2",
     "Gemma3Config": "ligermodels.models.gemma3",
     "GemmaConfig": "ligermodels.models.gemma",
+    "KVCache": "ligermodels.kv_cache",
     "LigerError": "ligermodels.errors",
     "LigerGemma": "ligermodels.models.gemma",
     "LigerGemma2": "ligermodels.models.gemma2",
@@ -54,6 +56,7 @@ __all__ = [
     "Gemma2Config",
     "Gemma3Config",
     "GemmaConfig",
+    "KVCache",
     "LigerError",
     "LigerGemma",
     "LigerGemma2",

@@ -345,7 +345,7 @@ CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
     "fsdp, from the meta device": fsdp_meta,
     "tensor parallel projections": tensor_parallel,
 }
-for family in sorted(FAMILIES.keys() - {"llama"}):
+for family in sorted(OWN.keys() - {"llama"}):
     CASES |= {
         f"ddp, {family}": partial(ddp, family=family),
         f"fsdp, checkpointing, {family}": partial(fsdp, checkpointing=True, family=family),

@@ -77,7 +77,7 @@ def rms_norm_backward(
     rounded = normed.to(s.dtype).to(dtype) if casting == "llama" else normed
     grad_weight = y = None
     if want_weight:
-        grad_weight = (grad * rounded).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+        grad_weight = (grad * rounded).sum_to_size(weight.shape).to(weight.dtype)
     if want_y:
         y = (rounded * scaled).to(grad_y.dtype)
     return grad_x.to(s.dtype), grad_weight, y
@@ -135,8 +135,8 @@ def layer_norm_backward(
     grad_x = (grad_normed - grad_normed.mean(-1, keepdim=True) - normed * slope) * rstd
     if grad_s is not None:
         grad_x = grad_x + grad_s.to(dtype)
-    grad_weight = (grad * normed).reshape(-1, hidden).sum(0) if want_weight else None
-    grad_bias = grad.reshape(-1, hidden).sum(0) if want_bias else None
+    grad_weight = (grad * normed).sum_to_size(hidden) if want_weight else None
+    grad_bias = grad.sum_to_size(hidden) if want_bias else None
     return grad_x.to(s.dtype), grad_weight, grad_bias
 
 

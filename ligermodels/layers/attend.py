@@ -22,9 +22,9 @@ from ligermodels.kernels.autocast import without_autocast
 from ligermodels.layers import flex
 from ligermodels.layers.masks import AttentionMask
 
-# Pairs of query and key up to which a pass without gradient takes a dense mask rather than wait
-# for FlexAttention to compile; their scores are 1 MiB per head in float32.
-_DENSE_PAIRS = 2**18
+# Scores up to which a pass without gradient takes a dense mask rather than wait for FlexAttention
+# to compile; they are 64 MiB in float32.
+_DENSE_SCORES = 2**24
 
 
 def implementation(
@@ -34,8 +34,12 @@ def implementation(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    rows: int,
 ) -> str:
-    """Which of "causal", "varlen", "blocks" and "dense" attention takes."""
+    """Which of "causal", "varlen", "blocks" and "dense" attention takes.
+
+    Args: rows, batch times query heads: how many matrices of queries by keys there are.
+    """
     if softcap is None and mask.is_causal(window):
         return "causal"
     if device.type != "cuda" or mask.visible is not None or dtype == torch.float64:
@@ -53,7 +57,7 @@ def implementation(
         and (mask.documents is None or mask.max_seqlen is not None)
     ):
         return "varlen"
-    if not torch.is_grad_enabled() and mask.queries * mask.keys <= _DENSE_PAIRS:
+    if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
     return "blocks"
 
@@ -76,7 +80,8 @@ def attend(
         columns: (keys,), which of the mask's keys k and v hold; default all, in order.
     Returns: (batch, heads, queries, head_dim); zeros for a query that sees nothing.
     """
-    how = implementation(mask, window, softcap, q.device, q.dtype, q.shape[-1])
+    rows = q.shape[0] * q.shape[1]
+    how = implementation(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
     if columns is not None and how in ("causal", "varlen"):
         how = "dense"  # these two want the keys in order, and a cache may have one of its own
     if how == "causal":
@@ -100,6 +105,7 @@ def prepare(
     window: int | None,
     softcap: float | None,
     batch: int,
+    heads: int,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -109,7 +115,7 @@ def prepare(
     Ahead of the layers, because a layer under activation checkpointing may not, when compiled,
     leave anything behind but its output.
     """
-    how = implementation(mask, window, softcap, device, dtype, head_dim)
+    how = implementation(mask, window, softcap, device, dtype, head_dim, batch * heads)
     if how == "blocks":
         mask.blocks(window, batch, device)
     elif how == "dense" and not mask.is_open(window):
@@ -162,7 +168,7 @@ def _varlen(
         longest,
         longest,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if window is None else min(window, longest) - 1, 0),
         **_varlen_options(),
     )
     assert isinstance(out, torch.Tensor)

@@ -13,7 +13,7 @@ from ligermodels.layers.plain import is_plain, norm_then_linear, normalized
 
 
 class Cache(Protocol):
-    """What attention asks of a KV cache; `ligermodels.generation.KVCache` is one."""
+    """What attention asks of a KV cache; `ligermodels.KVCache` is one."""
 
     length: int
 
@@ -191,7 +191,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = (self.num_heads, self.num_kv_heads)
         q_norm, k_norm = self.q_norm, self.k_norm
-        if _one_kind(q_norm, k_norm) and qkv.numel():
+        if self.fuses_head_norms and qkv.numel():
             assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
             return kernels.qk_norm_rope(
                 qkv,
@@ -210,14 +210,15 @@ class Attention(nn.Module):
         packed = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
         return kernels.rope(packed, context.cos, context.sin, *heads)
 
-
-def _one_kind(q_norm: nn.Module | None, k_norm: nn.Module | None) -> bool:
-    """Whether both are plain RMSNorms that differ in their weights alone."""
-    return (
-        isinstance(q_norm, RMSNorm)
-        and isinstance(k_norm, RMSNorm)
-        and is_plain(q_norm, RMSNorm)
-        and is_plain(k_norm, RMSNorm)
-        and (q_norm.eps, q_norm.offset, q_norm.casting)
-        == (k_norm.eps, k_norm.offset, k_norm.casting)
-    )
+    @property
+    def fuses_head_norms(self) -> bool:
+        """Whether q and k have plain RMSNorms that differ in their weights alone."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        return (
+            isinstance(q_norm, RMSNorm)
+            and isinstance(k_norm, RMSNorm)
+            and is_plain(q_norm, RMSNorm)
+            and is_plain(k_norm, RMSNorm)
+            and (q_norm.eps, q_norm.offset, q_norm.casting)
+            == (k_norm.eps, k_norm.offset, k_norm.casting)
+        )

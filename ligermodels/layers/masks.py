@@ -42,8 +42,9 @@ class AttentionMask:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.visible = visible
-        self._dense: dict[int | None, Tensor] = {}
-        self._blocks: dict[int | None, BlockMask] = {}
+        # By window, each with the columns that it was made for.
+        self._dense: dict[int | None, tuple[Tensor | None, Tensor]] = {}
+        self._blocks: dict[int | None, tuple[Tensor | None, BlockMask]] = {}
         self._ends: tuple[Tensor, int] | None = None
 
     @property
@@ -79,7 +80,8 @@ class AttentionMask:
 
         Args: columns (held,) int64: which of the keys there are, in this order; default all.
         """
-        if window not in self._dense:
+        made = self._dense.get(window)
+        if made is None or made[0] is not columns:
             query = torch.arange(self.past, self.keys, device=device)[:, None]
             key = torch.arange(self.keys, device=device) if columns is None else columns
             if self.visible is None:
@@ -94,8 +96,8 @@ class AttentionMask:
                 sees = self.visible
             if window is not None:
                 sees = sees & (key > query - window)
-            self._dense[window] = sees
-        return self._dense[window]
+            made = self._dense[window] = (columns, sees)
+        return made[1]
 
     def blocks(
         self, window: int | None, batch: int, device: torch.device, columns: Tensor | None = None
@@ -104,7 +106,8 @@ class AttentionMask:
 
         Args: batch, of the queries; columns as in `dense`.
         """
-        if window not in self._blocks:
+        made = self._blocks.get(window)
+        if made is None or made[0] is not columns:
             # One function of tensors serves every case, so that it is compiled once.
             reach = torch.full((), window or self.keys + 1, device=device)
             first = torch.full((), self.past, device=device)
@@ -122,10 +125,11 @@ class AttentionMask:
                 return near & (documents[b, at] == documents[b, other]) & tokens[b, other]
 
             rows = batch if self.documents is not None or self.tokens is not None else 1
-            self._blocks[window] = compiled(create_block_mask)(
+            blocks = compiled(create_block_mask)(
                 sees, rows, None, self.queries, len(column), device=device
             )
-        return self._blocks[window]
+            made = self._blocks[window] = (columns, blocks)
+        return made[1]
 
     def ends(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
         """Starts of the documents of all rows laid end to end, (documents + 1,) int32, and their

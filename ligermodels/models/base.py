@@ -15,6 +15,7 @@ from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
     HeadOutput,
+    LayerNorm,
     LossHead,
     RMSNorm,
     RotaryEmbedding,
@@ -86,7 +87,7 @@ class DecoderModel(nn.Module):
             attention_mask: (batch, seq), 0 for padding on either side, as in HF. Without
                 position_ids, positions count the padding, as in HF. With a cache it covers the
                 cached tokens too.
-            cache: a `ligermodels.generation.KVCache`, for inference.
+            cache: a `ligermodels.KVCache`, for inference.
             loss_options: as in `LossHead.forward` (normalizer, reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
@@ -198,7 +199,16 @@ class DecoderModel(nn.Module):
         dtype = autocast_dtype(weight) or weight.dtype
         for module in self.modules():
             if isinstance(module, Attention):
-                prepare(mask, module.window, module.softcap, batch, device, dtype, module.head_dim)
+                prepare(
+                    mask,
+                    module.window,
+                    module.softcap,
+                    batch,
+                    module.num_heads,
+                    device,
+                    dtype,
+                    module.head_dim,
+                )
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -213,7 +223,7 @@ class DecoderModel(nn.Module):
                     nn.init.zeros_(module.bias)
                 if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                     module.weight[module.padding_idx].zero_()
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.reset_parameters()
 
     @classmethod

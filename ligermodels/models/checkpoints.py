@@ -87,9 +87,11 @@ def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: 
 
 # What may change after the modules were made: nothing there is computed from it.
 _FREE = {
-    *("vocab_size", "initializer_range", "max_position_embeddings", "dtype", "extra"),
+    *("vocab_size", "initializer_range", "dtype", "extra"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
+# The other rope types compute with max_position_embeddings, or may.
+_ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
 
 
 def _check_config(model: "DecoderModel", folder: str | os.PathLike[str]) -> None:
@@ -101,9 +103,11 @@ def _check_config(model: "DecoderModel", folder: str | os.PathLike[str]) -> None
             f"its config_class: as {config.model_type!r} other programs might compute something "
             "else; save its state_dict() instead"
         )
+    rope = (built_from.rope_scaling or {}).get("rope_type", "default")
+    free = _FREE | ({"max_position_embeddings"} if rope in _ROPES_OF_ANY_LENGTH else set())
     for name in (field.name for field in dataclasses.fields(config)):
         now, then = getattr(config, name), getattr(built_from, name)
-        if name not in _FREE and now != then:
+        if name not in free and now != then:
             raise SaveError(
                 f"{Path(folder)}: config.{name} is {now!r}, but the model was built with {then!r} "
                 "and still computes with that; set it back, or build a model from the new config"

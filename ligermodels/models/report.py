@@ -33,7 +33,7 @@ def kernels_of(model: "DecoderModel") -> dict[str, str]:
     name, reason = backend.choose(model.embed_tokens.weight.device)
     here = f"{name} ({reason})"
     ops = ["rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"]
-    if any(isinstance(m, Attention) and m.q_norm is not None for m in model.modules()):
+    if any(isinstance(m, Attention) and m.fuses_head_norms for m in model.modules()):
         ops.insert(3, "qk_norm_rope")
     report = dict.fromkeys(ops, here)
     report.update(_attention(model))
@@ -75,7 +75,7 @@ def _attention(model: "DecoderModel") -> dict[str, str]:
         with torch.enable_grad():
             taken = {
                 how: implementation(
-                    mask, module.window, module.softcap, device, dtype, module.head_dim
+                    mask, module.window, module.softcap, device, dtype, module.head_dim, 1
                 )
                 for how, mask in masks.items()
             }
@@ -91,8 +91,9 @@ def _swapped_modules(model: "DecoderModel") -> Iterator[str]:
         children: dict[str, type[nn.Module]] = {}
         if isinstance(module, Attention):
             children = {"qkv_proj": nn.Linear}
-            if module.q_norm is not None:
-                children |= {"q_norm": RMSNorm, "k_norm": RMSNorm}
+            for name_of_norm in ("q_norm", "k_norm"):
+                if getattr(module, name_of_norm) is not None:
+                    children[name_of_norm] = RMSNorm
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
         for kind, norms in _NORMS.items():

@@ -50,22 +50,22 @@ def test_choice_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     mask = AttentionMask(600, **given)
-    assert implementation(mask, window, softcap, GPU, dtype, head_dim) == expected
-    on_cpu = implementation(mask, window, softcap, CPU, dtype, head_dim)
+    assert implementation(mask, window, softcap, GPU, dtype, head_dim, 8) == expected
+    on_cpu = implementation(mask, window, softcap, CPU, dtype, head_dim, 8)
     assert on_cpu == ("causal" if expected == "causal" else "dense")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    elsewhere = implementation(mask, window, softcap, GPU, dtype, head_dim)
+    elsewhere = implementation(mask, window, softcap, GPU, dtype, head_dim, 8)
     assert elsewhere == ("blocks" if expected == "varlen" else expected)
 
 
-def test_short_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
-    for seq, expected in ((512, "dense"), (513, "blocks")):
+def test_small_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
+    for seq, rows, expected in ((512, 64, "dense"), (512, 65, "blocks"), (2048, 8, "blocks")):
+        taken = (AttentionMask(seq), None, 50.0, GPU, torch.bfloat16, 64, rows)
         with torch.no_grad():
-            mask = AttentionMask(seq)
-            assert implementation(mask, None, 50.0, GPU, torch.bfloat16, 64) == expected
-        assert implementation(mask, None, 50.0, GPU, torch.bfloat16, 64) == "blocks"
+            assert implementation(*taken) == expected
+        assert implementation(*taken) == "blocks"
     single = AttentionMask(1, 10**6)
-    assert implementation(single, 4096, 50.0, GPU, torch.bfloat16, 64) == "dense"
+    assert implementation(single, 4096, 50.0, GPU, torch.bfloat16, 64, 10**4) == "dense"
 
 
 def formula(
@@ -131,6 +131,7 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
         options.get("window"),
         options.get("softcap"),
         batch,
+        heads,
         q.device,
         dtype,
         head_dim,

@@ -61,6 +61,12 @@ def test_dense_for_the_columns_that_a_cache_holds() -> None:
     assert not AttentionMask(1, 9).is_open(3, columns)
 
 
+def test_each_layers_columns_have_their_own_mask() -> None:
+    mask, device = AttentionMask(1, 9), torch.device("cpu")
+    for columns in (torch.tensor([8, 5, 6, 7]), torch.tensor([0, 8]), torch.tensor([3, 4, 8])):
+        assert mask.dense(4, device, columns)[0, 0, 0].tolist() == [c > 4 for c in columns]
+
+
 def test_what_is_visible_can_be_said_outright() -> None:
     visible = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # each sees all, the future included
     mask = AttentionMask(4, visible=visible)

@@ -1,5 +1,6 @@
 """Loading into models and saving from them: dtypes, round trips, and what cannot be saved."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,21 @@ def test_a_config_changed_under_the_model_is_not_saved(tmp_path: Path) -> None:
     model.config.eos_token_id = [1, 2]
     model.save_hf(tmp_path / "b")
     assert LigerLlama.from_hf(tmp_path / "b").config.eos_token_id == [1, 2]
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "yarn"])
+def test_a_length_that_rope_computes_with_is_not_changed_by_a_save(
+    tmp_path: Path, rope: str
+) -> None:
+    model = saved(tmp_path / "a")
+    model.config.max_position_embeddings = 77  # without effect on plain rope
+    model.save_hf(tmp_path / "b")
+    assert LlamaConfig.from_hf(tmp_path / "b").max_position_embeddings == 77
+    scaling = {"rope_type": rope, "factor": 2.0}
+    model = LigerLlama(dataclasses.replace(model.config, rope_scaling=scaling, extra={}))
+    model.config.max_position_embeddings = 99
+    with pytest.raises(SaveError, match=r"max_position_embeddings is 99.*built with 77"):
+        model.save_hf(tmp_path / "c")
 
 
 def test_weights_tied_by_hand_are_saved_under_both_names(tmp_path: Path) -> None:

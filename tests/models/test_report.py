@@ -9,7 +9,7 @@ SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -53,3 +53,9 @@ def test_swapped_norms_are_named() -> None:
     told = model.kernels()["norm + linear, linear + rope, glu + linear"]
     assert "layers.0.pre_feedforward_layernorm" in told
     assert "layers.1.self_attn.q_norm" in told
+    model.layers[1].self_attn.k_norm = None
+    told = model.kernels()["norm + linear, linear + rope, glu + linear"]
+    assert "k_norm" not in told
+    assert "qk_norm_rope" in model.kernels()
+    model.layers[0].self_attn.q_norm = model.layers[2].self_attn.q_norm = None
+    assert "qk_norm_rope" not in model.kernels()
