@@ -2,6 +2,7 @@
 # make test   lint, types and every test
 # make lint   ruff and mypy alone
 # make parity run the comparison with transformers and write docs/parity.md
+# make parity-gpu   the same at real vocabulary sizes on a GPU: docs/parity_gpu.md
 #
 # Each makes .venv first, from constraints.txt. MODEL=<hub id or folder> gives the demo another model;
 # PYTHON=<interpreter> makes the environment with another Python; WORKERS=<n> sets how many
@@ -17,7 +18,7 @@ SMOLLM2 := build/smollm2
 # The last transformers 4, which reads configs spelt the older way: exports must open there, too.
 OLD := build/transformers-4.57.6
 
-.PHONY: demo test lint format parity clean
+.PHONY: demo test lint format parity parity-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -35,6 +36,9 @@ lint: $(VENV)/.test
 
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.parity_table -n $(WORKERS)
+
+parity-gpu: $(VENV)/.test
+	$(BIN)/python -m tests.models.parity_table --gpu -n $(WORKERS)
 
 format: $(VENV)/.test
 	$(BIN)/python -m ruff check --fix .

@@ -117,6 +117,7 @@ def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]
         )
     _refuse_quantised(raw, source)
     _refuse(raw, cls, source)
+    _refuse_layer_types(raw, cls, source)
     hints = get_type_hints(cls)
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
@@ -199,6 +200,20 @@ def _refuse(raw: dict[str, Any], cls: Any, source: str) -> None:
             )
 
 
+def _refuse_layer_types(raw: dict[str, Any], cls: Any, source: str) -> None:
+    """Families that know one type of layer may name it, as often as there are layers."""
+    types, names = raw.get("layer_types"), {item.name for item in dataclasses.fields(cls)}
+    if types is None or names & {"layer_types", "sliding_window"}:
+        return
+    layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
+    full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+    if not full or len(types) != layers:
+        raise ConfigError(
+            f"{source}: 'layer_types' is {shown(types)}; in {cls.model_type!r} every layer is of "
+            f"type 'full_attention', num_hidden_layers = {shown(layers)} times"
+        )
+
+
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer", is_int),
@@ -228,6 +243,22 @@ def _check_type(name: str, value: Any, hint: Any, source: str) -> None:
     if not good:
         expected = " or ".join(_TYPES[kind][0] for kind in kinds)
         raise ConfigError(f"{source}: {name!r} is {shown(value)}, expected {expected}")
+
+
+def check_types(config: Any) -> None:
+    """Refuse a field of a config made in Python that its annotation does not allow.
+
+    Raises:
+        ConfigError: naming the field, its value and what is expected.
+    """
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        if item.name in ("extra", "rope_scaling"):
+            value, expected = getattr(config, item.name), "a dict"
+            if not isinstance(value, dict) and (item.name == "extra" or value is not None):
+                raise ConfigError(f"config: {item.name!r} is {shown(value)}, expected {expected}")
+        elif set(get_args(hints[item.name]) or (hints[item.name],)) <= _TYPES.keys():
+            _check_type(item.name, getattr(config, item.name), hints[item.name], "config")
 
 
 def _dtype(raw: dict[str, Any], source: str) -> str | None:

@@ -112,13 +112,13 @@ class Checkpoint:
                 self.left_out[tower] = self.left_out.get(tower, 0) + 1
                 continue
             alone = towers.text_name(name)
-            if alone != name:
-                self._stored_as[alone] = name
             if alone in text:
                 raise CheckpointError(
                     f"{info.path}: {shown(name)} and {shown(self._spelt(alone))} are two spellings "
                     f"of one tensor"
                 )
+            if alone != name:
+                self._stored_as[alone] = name
             text[alone] = info
         self.tensors = text
 

@@ -149,10 +149,13 @@ class DecoderModel(nn.Module):
         batch, seq = input_ids.shape
         past = 0 if cache is None else cache.length
         if cu_seqlens is not None:
-            if position_ids is not None or batch != 1 or cache is not None:
+            if position_ids is not None or cache is not None:
                 raise ValueError(
-                    "cu_seqlens describes one packed row: batch must be 1, without position_ids "
-                    f"and without a cache; got batch {batch}"
+                    "cu_seqlens takes the place of position_ids, and does not go with a cache"
+                )
+            if batch != 1:
+                raise ValueError(
+                    f"cu_seqlens describes one packed row: batch must be 1; got batch {batch}"
                 )
             check_cu_seqlens(cu_seqlens, seq, max_seqlen)
             position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from ligermodels.converters import config as hf_config
 from ligermodels.converters import hub, writer
 from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import table_for
+from ligermodels.converters.table import Table, table_for
 from ligermodels.converters.weights import DTYPES
-from ligermodels.errors import SaveError, listing
+from ligermodels.errors import CheckpointError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def load(
         warnings.warn(
             f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=3
         )
+    if dtype is None:
+        _check_one_dtype(stored, checkpoint, table)
     with torch.device("meta"):
         model = cls(config)
     weights: dict[str, Tensor] = {}
@@ -62,6 +64,20 @@ def load(
     model.source_folder = folder
     model.source_dtype = model.embed_tokens.weight.dtype
     return model
+
+
+def _check_one_dtype(stored: dict[str, torch.dtype], checkpoint: Checkpoint, table: Table) -> None:
+    """Refuse embeddings and projections of several dtypes; norms may have one of their own."""
+    entries = [entry for entry in table if "norm" not in entry.name]
+    first = entries[0]
+    for entry in entries:
+        if stored[entry.name] != stored[first.name]:
+            info = checkpoint.tensors[entry.spans[0].source]
+            raise CheckpointError(
+                f"{info.path}: {entry.spans[0].source!r} is stored in "
+                f"{_name(stored[entry.name])}, but {first.spans[0].source!r} in "
+                f"{_name(stored[first.name])}; choose one for all: from_hf(..., dtype=...)"
+            )
 
 
 def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: int) -> None:

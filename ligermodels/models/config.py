@@ -114,6 +114,7 @@ class ModelConfig:
                 raise ConfigError(
                     f"config: {name} is {shown(value)}; expected an integer from 1 to {largest}"
                 )
+        hf_config.check_types(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -220,7 +221,7 @@ def _check_layers(config: ModelConfig) -> None:
     """`ModelConfig.validate` on what differs from layer to layer."""
     types = getattr(config, "layer_types", None)
     if types is not None:
-        if not isinstance(types, list) or any(kind not in _LAYER_TYPES for kind in types):
+        if any(kind not in _LAYER_TYPES for kind in types):
             raise ConfigError(
                 f"config: layer_types is {shown(types)}; expected a list of "
                 f"{' and '.join(map(repr, _LAYER_TYPES))}"
@@ -230,9 +231,6 @@ def _check_layers(config: ModelConfig) -> None:
                 f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
                 f"{config.num_hidden_layers}"
             )
-    first = getattr(config, "max_window_layers", 0)
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise ConfigError(f"config: max_window_layers is {shown(first)}; expected an integer")
     for window in config.layer_windows:
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             raise ConfigError(

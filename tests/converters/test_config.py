@@ -15,6 +15,17 @@ def parse(raw):
 
 
 @pytest.mark.parametrize(
+    "types", [["full_attention"], ["full_attention", "sliding_attention"], ["x", "x"], "full", 2]
+)
+def test_layer_types_of_a_family_with_one_type(types):
+    with pytest.raises(ConfigError, match=r"dir/config\.json: .layer_types. is .*every layer"):
+        parse({**BASE, "num_hidden_layers": 2, "layer_types": types})
+    good = ["full_attention"] * 2
+    raw = {**BASE, "num_hidden_layers": 2, "layer_types": good}
+    assert to_hf(parse(raw))["layer_types"] == good
+
+
+@pytest.mark.parametrize(
     "keys, dtype",
     [
         ({}, None),

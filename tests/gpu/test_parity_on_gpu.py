@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.models import parity, zoo
 from tests.models.parity import RecordProperty, cases_of, hold
@@ -16,6 +18,8 @@ pytestmark = [
 ]
 # Those whose attention or head takes a path of its own: inductor needs a while for each.
 COMPILED = ("basic", "window, packed", "left padding")
+
+OLD_LONGROPE = Version(transformers.__version__) < Version("5.23")
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,8 @@ def exact_float32() -> Iterator[None]:
 
 @cases_of("logits", zoo.REAL, kinds=("maths", "numbers", "input"))
 def test_parity(family: str, name: str, record_property: RecordProperty) -> None:
+    if family.startswith("gemma3") and name.startswith("longrope") and OLD_LONGROPE:
+        pytest.skip("this transformers raises UnboundLocalError for longrope by layer type")
     case = parity.Case(family, name, zoo.REAL, "cuda")
     errors = parity.check_numbers(case)
     if parity.applies("generation", case.feature):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from ligermodels import AutoLiger, ConfigError, LigerLlama, LlamaConfig, SaveError
+from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig, SaveError
 from ligermodels.models.base import DecoderModel
 
 SIZES = {
@@ -157,6 +158,24 @@ def test_a_length_that_rope_computes_with_is_not_changed_by_a_save(
     model.config.max_position_embeddings = 99
     with pytest.raises(SaveError, match=r"max_position_embeddings is 99.*built with 77"):
         model.save_hf(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_projections_of_two_dtypes_need_a_choice(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, torch.float32)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()  # a norm may differ
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert LigerLlama.from_hf(tmp_path).norm.weight.dtype == torch.float64
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=rf"{name}.weight' is stored in bfloat16, but .*dtype="
+    ):
+        LigerLlama.from_hf(tmp_path)
+    model = LigerLlama.from_hf(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_weights_tied_by_hand_are_saved_under_both_names(tmp_path: Path) -> None:

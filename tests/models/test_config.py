@@ -107,19 +107,19 @@ def test_the_activation(config: ModelConfig, activation: str) -> None:
     ("cls", "fields", "named"),
     [
         (MistralConfig, {"sliding_window": 0}, "sliding_window is 0"),
-        (MistralConfig, {"sliding_window": 4.0}, "sliding_window is 4.0"),
+        (MistralConfig, {"sliding_window": 4.0}, "sliding_window' is 4.0"),
         (MistralConfig, {"sliding_window": 2**41}, "sliding_window is 2199023255552"),
-        (MistralConfig, {"sliding_window": [4]}, r"sliding_window is \[4\]"),
+        (MistralConfig, {"sliding_window": [4]}, r"sliding_window' is \[4\]"),
         (Gemma2Config, {"sliding_window": None}, "sliding_window is None, but layer 0"),
         (Gemma2Config, {"layer_types": ["full_attention"] * 2}, "has 2 entries, expected .* 26"),
-        (Gemma2Config, {"layer_types": ("full_attention",) * 26}, "layer_types is"),
-        (Gemma2Config, {"layer_types": [None] * 26}, "layer_types is"),
+        (Gemma2Config, {"layer_types": ("full_attention",) * 26}, "layer_types' is"),
+        (Gemma2Config, {"layer_types": [None] * 26}, "layer_types' is"),
         (Gemma2Config, {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         (Gemma2Config, {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
-        (Gemma2Config, {"hidden_activation": None}, "hidden_activation None"),
+        (Gemma2Config, {"hidden_activation": None}, "hidden_activation' is None"),
         (Gemma3Config, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (Gemma3Config, {"rope_local_base_freq": 0}, "rope_local_base_freq is 0"),
-        (Qwen2Config, {"max_window_layers": None}, "max_window_layers is None"),
+        (Qwen2Config, {"max_window_layers": None}, "max_window_layers' is None"),
         (Qwen2Config, {"layer_types": ["sliding_attention"] * 32}, "sliding_window is None, but"),
     ],
 )
@@ -128,6 +128,26 @@ def test_impossible_layers_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         cls(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"initializer_range": "x"},
+        {"pad_token_id": "a"},
+        {"hidden_act": [1]},
+        {"rope_scaling": 5},
+        {"rms_norm_eps": True},
+        {"eos_token_id": "z"},
+        {"tie_word_embeddings": "no"},
+        {"dtype": 5},
+        {"extra": None},
+    ],
+    ids=str,
+)
+def test_a_type_that_a_field_cannot_have_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"'{next(iter(fields))}' is .*, expected"):
+        LlamaConfig(**fields)
 
 
 def test_a_field_assigned_later_is_checked_when_a_model_is_built() -> None:
