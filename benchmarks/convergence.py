@@ -286,19 +286,12 @@ def run_family(family: str, scale: Scale, seeds: int, device: str) -> dict[str, 
 
 
 def means_of(families: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """The ratio over all families by metric, and its standard error.
-
-    It is the geometric mean of the families' ratios. Of the evaluation loss, where a family's ratio
-    is that of two small differences, it is the ratio of the sums.
-    """
+    """The geometric mean of the families' ratios by metric, and its standard error."""
     found = {}
     for metric in METRICS:
         logs = [math.log(entry["ratios"][metric]) for entry in families]
         error = statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
         mean = math.exp(statistics.mean(logs))
-        if metric == "evaluation":
-            ours, theirs = (sum(e[of][metric] for e in families) for of in ("ours", "theirs"))
-            mean = ours / theirs
         found[metric] = (mean, mean * error)
     return found
 
@@ -306,7 +299,8 @@ def means_of(families: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
 def failures(families: list[dict[str, Any]]) -> list[str]:
     """Where ours is further from float32 than the bounds allow; the means are those of `means_of`.
 
-    The evaluation loss is held to the mean alone: a few seeds do not settle a family's ratio.
+    The evaluation loss is held to the mean alone: a family's ratio is that of two small differences
+    of means, which a few seeds do not settle.
     """
     found = []
     for metric, (mean, _) in means_of(families).items():

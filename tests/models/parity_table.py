@@ -41,9 +41,14 @@ saved, loaded by both libraries in float32 and compared:
 - **compile**: loss and gradients under `torch.compile(fullgraph=True)` against eager ones.
 - A dash: the feature cannot change what the column shows (numbers, files and inputs that
   compile to what another row does; inputs, which have no checkpoint of their own).
-
+{note}
 Allowed: {bounds}.
 Measured with {versions}.
+"""
+
+GPU_NOTE = """\
+- Here inductor compiles three features of a family; the others, and the way back from a
+  checkpoint, are in parity.md.
 """
 
 
@@ -98,6 +103,7 @@ def page(collector: Collector, gpu: bool = False) -> str:
     lines = [
         INTRODUCTION.format(
             target="parity-gpu" if gpu else "parity",
+            note=GPU_NOTE if gpu else "",
             tie=parity.NEAR_TIE,
             bounds=", ".join(f"{column} {bound:.0e}" for column, bound in bounds.items()),
             versions=", ".join(f"{name} {number}" for name, number in versions.items()) + device,

@@ -1,0 +1,38 @@
+"""The README's Python runs as it stands, on the small checkpoint where it names a big one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_all_blocks_are_known() -> None:
+    assert len(BLOCKS) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3), ids=["main job", "block", "from a checkpoint"])
+def test_block(number: int, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = BLOCKS[number]
+    for theirs, ours in (
+        ('"build/smollm2"', repr(str(smollm2))),
+        ('"meta-llama/Llama-3.2-1B"', repr(str(smollm2))),
+        ('"cuda"', '"cpu"'),
+    ):
+        code = code.replace(theirs, ours)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(compile(code, f"README, block {number}", "exec"), names)
+    if number == 0:
+        assert (tmp_path / "out" / "model.safetensors").is_file()
+        assert names["hidden"].shape == (*names["ids"].shape, 576)
+    else:
+        assert names["loss" if number == 1 else "model"] is not None
