@@ -149,8 +149,7 @@ def one(folder, state, options, run):
         shutil.rmtree(folder)
     settings = {"dtype": None, "allow_nonfinite": False, **options}
     assert second_opinion.differences(model, state, **settings) == []
-    # A checkpoint may mix dtypes, which are kept; they then have to be made one by `dtype`.
-    if run and len({parameter.dtype for parameter in model.parameters()}) == 1:
+    if run:
         with torch.no_grad():
             assert model(IDS).shape == (1, 6, model.config.hidden_size)
     return "loaded"
