@@ -117,7 +117,6 @@ def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]
         )
     _refuse_quantised(raw, source)
     _refuse(raw, cls, source)
-    _refuse_layer_types(raw, cls, source)
     hints = get_type_hints(cls)
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
@@ -198,20 +197,6 @@ def _refuse(raw: dict[str, Any], cls: Any, source: str) -> None:
                 f"{source}: {key!r} is {shown(value)}, which changes the maths and is not "
                 "implemented"
             )
-
-
-def _refuse_layer_types(raw: dict[str, Any], cls: Any, source: str) -> None:
-    """Families that know one type of layer may name it, as often as there are layers."""
-    types, names = raw.get("layer_types"), {item.name for item in dataclasses.fields(cls)}
-    if types is None or names & {"layer_types", "sliding_window"}:
-        return
-    layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
-    full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
-    if not full or len(types) != layers:
-        raise ConfigError(
-            f"{source}: 'layer_types' is {shown(types)}; in {cls.model_type!r} every layer is of "
-            f"type 'full_attention', num_hidden_layers = {shown(layers)} times"
-        )
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {

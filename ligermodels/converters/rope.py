@@ -24,7 +24,7 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "proportional": (),
 }
 _HAS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]
 def _fields_per_layer_type(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
     nested = raw.get("rope_parameters") or {}
     for name, value in nested.items():
-        if name not in _LAYER_TYPES or not isinstance(value, (dict, type(None))):
+        if name not in LAYER_TYPES or not isinstance(value, (dict, type(None))):
             raise ConfigError(
                 f"{source}: 'rope_parameters.{printable(name)}' is {shown(value)}; this family "
-                f"has an object for each of {' and '.join(_LAYER_TYPES)}"
+                f"has an object for each of {' and '.join(LAYER_TYPES)}"
             )
     # rope_scaling merges into what stands there, so that "type" loses against "rope_type".
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters.full_attention"

@@ -35,7 +35,6 @@ _POSITIVE = (
     *("attn_logit_softcapping", "final_logit_softcapping"),
 )
 _LONGEST_WINDOW = 2**40
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # HF's names of the MLP's activation, and ours.
 _ACTIVATIONS = {
@@ -135,7 +134,7 @@ class ModelConfig:
             value = getattr(self, name, 1.0)
             if value is None and name.endswith("softcapping"):
                 continue
-            if not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+            if not 0 < value <= sys.float_info.max:
                 raise ConfigError(f"config: {name} is {shown(value)}; expected a positive number")
         if not 0 <= self.initializer_range <= sys.float_info.max:
             raise ConfigError(
@@ -221,19 +220,27 @@ def _check_layers(config: ModelConfig) -> None:
     """`ModelConfig.validate` on what differs from layer to layer."""
     types = getattr(config, "layer_types", None)
     if types is not None:
-        if any(kind not in _LAYER_TYPES for kind in types):
+        if any(kind not in rope.LAYER_TYPES for kind in types):
             raise ConfigError(
                 f"config: layer_types is {shown(types)}; expected a list of "
-                f"{' and '.join(map(repr, _LAYER_TYPES))}"
+                f"{' and '.join(map(repr, rope.LAYER_TYPES))}"
             )
         if len(types) != config.num_hidden_layers:
             raise ConfigError(
                 f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
                 f"{config.num_hidden_layers}"
             )
-    for window in config.layer_windows:
+    for window in set(config.layer_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             raise ConfigError(
                 f"config: sliding_window is {shown(window)}; expected an integer from 1 to "
                 f"{_LONGEST_WINDOW}, or None"
             )
+    given = None if hasattr(config, "layer_types") else config.extra.get("layer_types")
+    full, sliding = rope.LAYER_TYPES
+    made = [full if window is None else sliding for window in config.layer_windows]
+    if given is not None and given != made:
+        raise ConfigError(
+            f"config: layer_types is {shown(given)}, but the layers of this {config.model_type!r} "
+            f"are {shown(made)}"
+        )

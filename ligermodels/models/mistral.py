@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.errors import ConfigError, shown
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
@@ -35,17 +34,6 @@ class MistralConfig(ModelConfig):
     eos_token_id: int | list[int] | None = 2
     hidden_act: str = "silu"
     sliding_window: int | None = 4096
-
-    def validate(self) -> None:
-        """As in ModelConfig; layer_types, which transformers ignores here, has to agree."""
-        super().validate()
-        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
-        types = self.extra.get("layer_types")
-        if types is not None and types != [kind] * self.num_hidden_layers:
-            raise ConfigError(
-                f"config: layer_types is {shown(types)}, but sliding_window "
-                f"{self.sliding_window} makes every layer {kind!r}"
-            )
 
     @property
     def layer_windows(self) -> list[int | None]:

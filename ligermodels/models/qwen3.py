@@ -14,41 +14,19 @@ from ligermodels.layers import (
     RotaryEmbedding,
 )
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig, windows_from_types
 from ligermodels.models.presets import QWEN3
+from ligermodels.models.qwen2 import Qwen2Config
 
 
 @dataclass(kw_only=True)
-class Qwen3Config(ModelConfig):
-    """Fields of a Qwen3 `config.json`, under HF's names and with HF's defaults."""
+class Qwen3Config(Qwen2Config):
+    """Qwen2's fields, with a head_dim of its own and biases if asked."""
 
     model_type: ClassVar[str] = "qwen3"
     presets: ClassVar[dict[str, dict[str, Any]]] = QWEN3
-    null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
-    vocab_size: int = 151936
-    intermediate_size: int = 22016
-    num_key_value_heads: int = 32
     head_dim: int = 128
-    max_position_embeddings: int = 32768
-    hidden_act: str = "silu"
     attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # without effect unless use_sliding_window
-    max_window_layers: int = 28  # how many layers from the first on do not slide
-    layer_types: list[str] | None = None  # wins over max_window_layers
-
-    @property
-    def layer_windows(self) -> list[int | None]:
-        """The window of the sliding layers, None for the others."""
-        window = self.sliding_window if self.use_sliding_window else None
-        types = self.layer_types or [
-            "sliding_attention"
-            if window is not None and index >= self.max_window_layers
-            else "full_attention"
-            for index in range(self.num_hidden_layers)
-        ]
-        return windows_from_types(types, window)
 
 
 class Qwen3Block(DecoderBlock):

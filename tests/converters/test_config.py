@@ -18,7 +18,9 @@ def parse(raw):
     "types", [["full_attention"], ["full_attention", "sliding_attention"], ["x", "x"], "full", 2]
 )
 def test_layer_types_of_a_family_with_one_type(types):
-    with pytest.raises(ConfigError, match=r"dir/config\.json: .layer_types. is .*every layer"):
+    with pytest.raises(
+        ConfigError, match=r"layer_types is .* but the layers of this .llama. are \[.full_"
+    ):
         parse({**BASE, "num_hidden_layers": 2, "layer_types": types})
     good = ["full_attention"] * 2
     raw = {**BASE, "num_hidden_layers": 2, "layer_types": good}

@@ -286,7 +286,11 @@ def test_the_old_name_of_the_rope_type_loses_in_gemma_3() -> None:
         ("gemma", {"num_key_value_heads": None}, "'num_key_value_heads' is None, expected an"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
         ("mistral", {"sliding_window": "4"}, "'sliding_window' is '4', expected an integer or nul"),
-        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is .* but sliding_wind"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 32},
+            "layer_types is .* but the layers .* are .'slid",
+        ),
         ("mistral", {"layer_types": [["x"]]}, "layer_types is"),
         ("mistral", {"layer_types": ["sliding_attention"] * 31}, "layer_types is"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu', but hidden_act"),

@@ -19,7 +19,7 @@ pytestmark = [
 # Those whose attention or head takes a path of its own: inductor needs a while for each.
 COMPILED = ("basic", "window, packed", "left padding")
 
-OLD_LONGROPE = Version(transformers.__version__) < Version("5.23")
+OLD_LONGROPE = Version(transformers.__version__) < Version("5.22")
 
 
 @pytest.fixture(autouse=True)
