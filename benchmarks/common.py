@@ -2,10 +2,12 @@
 
 import gc
 import importlib.metadata
+import itertools
 import json
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ def environment() -> dict[str, str]:
     """GPU and versions of everything that takes part."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     versions = {"python": platform.python_version(), "gpu": gpu}
-    for package in ("torch", "triton", "transformers", "liger-kernel"):
+    for package in ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -42,6 +44,70 @@ def device_times(run: Callable[[], Any], repeats: int = 20, warmup: int = 5) -> 
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return times
+
+
+def synchronises(run: Callable[[], Any]) -> bool:
+    """Whether a call waits for the device, which a CUDA graph cannot capture."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def graph_times(run: Callable[[], Any], calls: int, repeats: int) -> list[float]:
+    """Milliseconds of one call, from each of `repeats` replays of a CUDA graph of `calls` calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # whatever is made once for a stream is not captured
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            run()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # replays are queued before the first one starts
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(events)]
+
+
+def device_time(run: Callable[[], Any]) -> dict[str, Any]:
+    """Median and quartiles of the device's milliseconds for a call that has run before.
+
+    By graph replay; by events around eager calls, and said so, where the call cannot be captured.
+    Short calls are repeated within a graph, long ones are replayed fewer times.
+    """
+    waits = synchronises(run)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    estimate = (time.perf_counter() - start) * 1e3
+    calls = 10 if estimate < 1 else 1
+    repeats = round(min(30, max(5, 100 / (calls * estimate))))
+    method = "events"
+    if not waits:
+        try:
+            times = graph_times(run, calls, repeats)
+            method = "graph"
+        except RuntimeError:
+            traceback.print_exc()
+    if method == "events":
+        times = device_times(run, repeats, warmup=1)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return {"ms": median, "low ms": low, "high ms": high, "repeats": repeats, "method": method}
 
 
 def host_microseconds(run: Callable[[], Any], repeats: int = 50) -> float:

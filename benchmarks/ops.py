@@ -1,342 +1,305 @@
-"""Every op beside eager PyTorch, torch.compile and Liger: python -m benchmarks.ops [--out FOLDER]
+"""Every op beside its peers: python -m benchmarks.ops [--out FOLDER] [--only OP ...] [--sizes all]
 
-Forward plus backward on bf16 inputs with random upstream gradients; device time is the median of
-20 calls, host time the median of 50, memory what a call adds at its peak, results included.
+Each op runs in a process of its own, which also measures the ceilings that its times are compared
+with; a process that crashes or takes too long is recorded and the next one goes on. What is
+measured, and how: benchmarks/README.md. The result, ops.json, is drawn by benchmarks.plots.
 """
 
 import argparse
-import statistics
+import gc
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import plots
+from benchmarks.cases import OPS, Absent, Case, Implementation, Random
 from benchmarks.common import (
+    RESULTS,
     copy_bandwidth,
-    device_times,
+    device_time,
     environment,
     host_microseconds,
     peak_bytes,
-    table,
     write,
 )
-from ligermodels import kernels
 
-Implementations = dict[str, Callable[..., Any]]
-
-
-def randn(*shape: int, grad: bool = True, scale: float = 1.0) -> Tensor:
-    tensor = torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * scale
-    return tensor.requires_grad_(grad)
+Row = dict[str, Any]
 
 
-def eager_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def rms_norm(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_rms_norm
+def training_call(
+    implementation: Implementation, random: Random
+) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]:
+    """Forward + backward as a call that returns outputs and gradients, and the call's inputs.
 
-    return (
-        [randn(rows, width), randn(width)],
-        # Forward reads x and writes y; backward reads x and dy and writes dx.
-        5 * rows * width * 2,
-        {
-            "eager": eager_norm,
-            "F.rms_norm": lambda x, w: F.rms_norm(x, (width,), w, 1e-6),
-            "compile": torch.compile(eager_norm),
-            "liger": lambda x, w: liger_rms_norm(x, w, 1e-6, in_place=False),
-            "ligermodels": lambda x, w: kernels.rms_norm(x, w, 1e-6),
-        },
-    )
-
-
-def add_rms_norm(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return eager_norm(total, weight), total
-
-    return (
-        [randn(rows, width), randn(rows, width), randn(width)],
-        # Forward reads x, residual and writes y, sum; backward reads sum, dy, dsum, writes dx.
-        8 * rows * width * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger": lambda x, r, w: liger_fused_add_rms_norm(x, r, w, 1e-6, in_place=False),
-            "ligermodels": lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-6),
-        },
-    )
-
-
-def swiglu(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_swiglu
-
-    def eager(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-
-    return (
-        [randn(rows, 2 * width)],
-        8 * rows * width * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger": lambda gate_up: liger_swiglu(*gate_up.chunk(2, -1)),
-            "ligermodels": kernels.swiglu,
-        },
-    )
-
-
-def geglu(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_geglu
-
-    def eager(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh") * up
-
-    return (
-        [randn(rows, 2 * width)],
-        8 * rows * width * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger": lambda gate_up: liger_geglu(*gate_up.chunk(2, -1)),
-            "ligermodels": kernels.geglu,
-        },
-    )
-
-
-def rope(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int):
-    from liger_kernel.transformers.functional import liger_rope
-
-    angles = torch.rand(1, seq, head_dim // 2, device="cuda") * 6
-    cos, sin = angles.cos(), angles.sin()
-    wide_cos, wide_sin = (torch.cat((t, t), -1).bfloat16() for t in (cos, sin))
-
-    def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def eager(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = split(qkv)
-
-        def rotate(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, -1)
-            return x * wide_cos + torch.cat((-b, a), -1) * wide_sin
-
-        return rotate(q), rotate(k), v
-
-    def liger(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = split(qkv)
-        # In place on its inputs, hence the copies that leave qkv intact.
-        return *liger_rope(q.clone(), k.clone(), wide_cos, wide_sin), v
-
-    return (
-        [randn(batch, seq, (heads + 2 * kv_heads) * head_dim)],
-        # Read and write of packed q, k, v, each way.
-        4 * batch * seq * (heads + 2 * kv_heads) * head_dim * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger": liger,
-            "ligermodels": lambda qkv: kernels.rope(qkv, cos, sin, heads, kv_heads),
-        },
-    )
-
-
-def qk_norm_rope(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int):
-    _, _, ropes = rope(batch, seq, heads, kv_heads, head_dim)
-    angles = torch.rand(1, seq, head_dim // 2, device="cuda") * 6
-    cos, sin = angles.cos(), angles.sin()
-
-    def by_parts(norm: Callable[..., Tensor], rotate: Callable[..., Any]) -> Callable[..., Any]:
-        def run(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
-            parts = norm(q, q_weight), norm(k, k_weight), v
-            return rotate(torch.cat([part.flatten(-2) for part in parts], -1))
-
-        return run
-
-    eager = by_parts(eager_norm, ropes["eager"])
-    return (
-        [randn(batch, seq, (heads + 2 * kv_heads) * head_dim), randn(head_dim), randn(head_dim)],
-        # Forward reads q, k and writes them; backward reads q, k, dq, dk, dv and writes all three.
-        batch * seq * (5 * (heads + kv_heads) + 2 * kv_heads) * head_dim * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "ligermodels, rms_norm and rope apart": by_parts(
-                kernels.rms_norm, lambda qkv: kernels.rope(qkv, cos, sin, heads, kv_heads)
-            ),
-            "ligermodels": lambda qkv, q_weight, k_weight: kernels.qk_norm_rope(
-                qkv, q_weight, k_weight, cos, sin, heads, kv_heads
-            ),
-        },
-    )
-
-
-def layer_norm(rows: int, width: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,), weight, bias, 1e-5)
-
-    return (
-        [randn(rows, width), randn(width), randn(width)],
-        5 * rows * width * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger": lambda x, w, b: liger_layer_norm(x, w, b, 1e-5),
-            "ligermodels": kernels.layer_norm,
-        },
-    )
-
-
-def cross_entropy(rows: int, vocab: int) -> tuple[list[Tensor], int, Implementations]:
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    targets = torch.randint(0, vocab, (rows,), device="cuda")
-
-    def eager(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), targets)
-
-    return (
-        [randn(rows, vocab)],
-        3 * rows * vocab * 2,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            # In place on the logits, hence the copy that leaves them intact.
-            "liger (copying)": lambda logits: liger_cross_entropy(logits.clone(), targets),
-            "ligermodels": lambda logits: kernels.cross_entropy(logits, targets)[0],
-        },
-    )
-
-
-def linear_cross_entropy(rows: int, width: int, vocab: int):
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    targets = torch.randint(0, vocab, (rows,), device="cuda")
-
-    def eager(hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight).float(), targets)
-
-    return (
-        [randn(rows, width), randn(vocab, width, scale=0.02)],
-        0,
-        {
-            "eager": eager,
-            "compile": torch.compile(eager),
-            "liger (bf16 sum)": lambda h, w: liger_fused_linear_cross_entropy(h, w, targets),
-            "liger (float32 sum)": lambda h, w: liger_fused_linear_cross_entropy(
-                h, w, targets, accum_dtype=torch.float32
-            ),
-            "ligermodels": lambda h, w: kernels.linear_cross_entropy(h, w, targets)[0],
-        },
-    )
-
-
-CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
-    (rms_norm, (16384, 2048)),
-    (rms_norm, (16384, 4096)),
-    (rms_norm, (16384, 8192)),
-    (add_rms_norm, (16384, 4096)),
-    (swiglu, (8192, 14336)),
-    (geglu, (8192, 9216)),
-    (rope, (2, 8192, 32, 8, 128)),
-    (qk_norm_rope, (2, 8192, 32, 8, 128)),
-    (qk_norm_rope, (1, 8192, 8, 4, 256)),
-    (layer_norm, (16384, 4096)),
-    (cross_entropy, (8192, 128256)),
-    (linear_cross_entropy, (8192, 4096, 128256)),
-    (linear_cross_entropy, (32768, 4096, 128256)),
-    (linear_cross_entropy, (8192, 2304, 256000)),
-    (linear_cross_entropy, (16384, 2048, 128256)),
-]
-
-
-def measure(function: Callable[..., Any], inputs: list[Tensor]) -> dict[str, Any]:
-    """Times and memory of forward plus backward of `function` on `inputs`."""
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    upstream = [torch.randn_like(output) for output in outputs]
-    del outputs
+    Upstream gradients are random, and one for a loss that is a single number, as in training.
+    """
+    inputs = implementation.inputs()
+    outputs = as_tuple(implementation.function(*inputs))
+    upstream = [torch.ones_like(output) for output in outputs]
+    for gradient in upstream:
+        if gradient.dim():
+            gradient.normal_(generator=random.generator)
 
     def run() -> tuple[Tensor, ...]:
-        results = function(*inputs)
-        results = results if isinstance(results, tuple) else (results,)
-        return torch.autograd.grad(results, inputs, upstream)
+        results = as_tuple(implementation.function(*inputs))
+        return *results, *torch.autograd.grad(results, inputs, upstream)
 
-    with torch.no_grad():
-        forward = statistics.median(device_times(lambda: function(*inputs)))
-    times = device_times(run)
+    return run, inputs
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Bytes of each storage behind the tensors, by address: several may be views of one."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def measure_call(run: Callable[[], Any], inputs: list[Tensor]) -> Row:
+    """Time of a call that has run before, the memory it adds, and how much of it is scratch."""
+    made = storage_bytes(as_tuple(run()))
+    for address in storage_bytes(inputs):
+        made.pop(address, None)  # an output in place, or a view of an input
+    peak = peak_bytes(run)
     return {
-        "forward ms": forward,
-        "ms": statistics.median(times),
-        "ms spread": max(times) - min(times),
-        "host us": host_microseconds(run),
-        "peak GB": peak_bytes(run) / 1e9,
+        **device_time(run),
+        "peak GB": peak / 1e9,
+        "scratch GB": max(0, peak - sum(made.values())) / 1e9,
+    }
+
+
+def measure(implementation: Implementation, random: Random, forward_too: bool) -> Row:
+    """Forward alone, as in evaluation, and forward + backward."""
+    run, inputs = training_call(implementation, random)
+    row = {"forward + backward": measure_call(run, inputs)}
+    if forward_too:
+        detached = [tensor.detach() for tensor in inputs]
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return implementation.function(*detached)
+
+        forward()
+        row["forward"] = measure_call(forward, detached)
+    return row
+
+
+def host_time(implementation: Implementation, random: Random) -> Row:
+    run, _ = training_call(implementation, random)
+    host_microseconds(run, repeats=20)
+    return {"host us": host_microseconds(run, repeats=100)}
+
+
+def floors(
+    case: Case, implementation: Implementation, bandwidth: float, products: Sequence[float]
+) -> dict[str, float]:
+    """Milliseconds of the bytes at the speed of a copy, or of the matrix products alone."""
+    if case.products:
+        logits = products[0]
+        return {
+            "forward": logits,
+            "forward + backward": case.logits_products * logits + products[1] + products[2],
+        }
+    assert implementation.bytes is not None
+    forward, both = (1e3 * count / bandwidth for count in implementation.bytes)
+    return {"forward": forward, "forward + backward": both}
+
+
+def product_times(random: Random, rows: int, width: int, vocab: int) -> list[float]:
+    """Milliseconds of a head's three matrix products: logits, both gradients."""
+    with torch.no_grad():
+        hidden, weight = random.normal(rows, width), random.normal(vocab, width)
+        logits = random.normal(rows, vocab)
+        times = []
+        for a, b in ((hidden, weight.t()), (logits, weight), (logits.t(), hidden)):
+            out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+            def run(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> None:
+                torch.mm(a, b, out=out)
+
+            run()
+            times.append(device_time(run)["ms"])
+    return times
+
+
+def attempt(row: Row, take: Callable[[], Row]) -> Row:
+    """The row with what `take` measured, or with why it could not: a peer's failure is a result."""
+    try:
+        return row | take()
+    except (Absent, ImportError) as error:
+        return row | {"error": f"absent: {error}"}
+    except torch.cuda.OutOfMemoryError:
+        return row | {"error": "out of memory"}
+    except Exception as error:
+        traceback.print_exc()
+        return row | {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_op(op: str, all_sizes: bool, part: Path) -> None:
+    """Measure one op in this process; the part is written anew after every row."""
+    entry = OPS[op]
+    result: dict[str, Any] = {"copy GB/s": copy_bandwidth() / 1e9, "rows": []}
+
+    def add(row: Row) -> None:
+        result["rows"].append(row)
+        part.write_text(json.dumps(result))
+        print(progress(row), flush=True)
+
+    for sizes in entry.table + (entry.sweep if all_sizes else []):
+        random = Random()
+        case = entry.build(random, **sizes)
+        products: list[float] = []
+        if case.products:
+            products = product_times(random, *case.products)
+            torch.cuda.empty_cache()
+        for name in case.implementations:
+            implementation = case.implementation(name)
+            floor = floors(case, implementation, result["copy GB/s"] * 1e9, products)
+            # Where it is shown: in the table, and of heads. Compiling once more costs seconds.
+            forward_too = sizes in entry.table or (products and name != "torch.compile")
+            row = attempt(
+                {"op": op, "sizes": sizes, "implementation": name},
+                lambda i=implementation, r=random, f=forward_too: measure(i, r, f),
+            )
+            for mode, milliseconds in floor.items():
+                if mode in row:
+                    row[mode] |= {
+                        "floor ms": milliseconds,
+                        "share": milliseconds / row[mode]["ms"],
+                    }
+            add(row)
+        del case, implementation
+        torch._dynamo.reset()
+    if entry.host:
+        random = Random()
+        case = entry.build(random, **entry.host)
+        for name in case.implementations:
+            row = {"op": op, "sizes": entry.host, "implementation": name, "host": True}
+            implementation = case.implementation(name)
+            add(attempt(row, lambda i=implementation, r=random: host_time(i, r)))
+
+
+def progress(row: Row) -> str:
+    sizes = " x ".join(str(value) for value in row["sizes"].values())
+    text = f"  {row['op']} {sizes} {row['implementation']}:"
+    if "error" in row:
+        return f"{text} {row['error']}"
+    if "host us" in row:
+        return f"{text} {row['host us']:.0f} us of the host"
+    for mode in ("forward", "forward + backward"):
+        if mode in row:
+            timing = row[mode]
+            text += f" {mode} {timing['ms']:.4g} ms ({timing['method']}, {timing['share']:.0%})"
+    return f"{text}, scratch {row['forward + backward']['scratch GB']:.3g} GB"
+
+
+def run_workers(
+    commands: dict[str, list[str]], parts: dict[str, Path], timeout: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each op with what its process wrote, and how that ended where it was not well.
+
+    Processes run one after the other. Each waits for a line on its standard input before it
+    touches the GPU, so that the next one can import its modules while this one measures.
+    """
+
+    def start(op: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(commands[op], stdin=subprocess.PIPE, text=True)
+
+    def go(worker: subprocess.Popen[str]) -> None:
+        assert worker.stdin is not None
+        try:
+            worker.stdin.write("\n")
+            worker.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already: its status tells
+
+    order = list(commands)
+    waiting = start(order[0])
+    worker = waiting
+    try:
+        for op, following in zip(order, [*order[1:], None]):
+            worker = waiting
+            began = time.perf_counter()
+            print(f"{op}:", flush=True)
+            go(worker)
+            if following is not None:
+                waiting = start(following)
+            try:
+                status = worker.wait(timeout)
+                fault = f"its process ended with status {status}" if status else None
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+                fault = f"stopped after {timeout:.0f} s"
+            result = json.loads(parts[op].read_text()) if parts[op].exists() else {"rows": []}
+            result["seconds"] = time.perf_counter() - began
+            if fault:
+                print(f"  {op}: {fault}", flush=True)
+                result["error"] = fault
+            yield op, result
+    finally:
+        for process in (worker, waiting):
+            if process.poll() is None:
+                process.kill()
+
+
+def collect(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One result from the parts; what they hold beside rows goes under "ops"."""
+    return {
+        "environment": environment(),
+        "ops": {
+            op: {key: value for key, value in part.items() if key != "rows"}
+            for op, part in results.items()
+        },
+        "rows": [row for part in results.values() for row in part["rows"]],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for ops.json and ops.md")
-    parser.add_argument("--only", nargs="*", help="names of ops; default all")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
+    parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
+    parser.add_argument(
+        "--sizes",
+        choices=("table", "all"),
+        default="table",
+        help="table: those of ops.md; all: those of the plots, too",
+    )
+    parser.add_argument("--timeout", type=float, default=150, help="seconds an op may take")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    rows = []
-    for case, sizes in CASES:
-        if arguments.only and case.__name__ not in arguments.only:
-            continue
-        if case is linear_cross_entropy and sizes[0] == 32768:
-            skip = ("eager", "compile")  # the logits alone would take 8 to 17 GB several times
-        else:
-            skip = ()
-        torch.manual_seed(0)
-        inputs, fewest_bytes, implementations = case(*sizes)
-        for name, function in implementations.items():
-            if name in skip:
-                continue
-            row: dict[str, Any] = {"op": case.__name__, "size": " x ".join(map(str, sizes))}
-            row["implementation"] = name
-            try:
-                row |= measure(function, inputs)
-            except Exception:  # a peer that fails is a result, not the end of the run
-                traceback.print_exc()
-                row["ms"] = "failed"
-            else:
-                if fewest_bytes:
-                    row["% of copy"] = 100 * fewest_bytes / (row["ms"] / 1e3) / bandwidth
-            rows.append(row)
-            torch.cuda.empty_cache()
-        del inputs, implementations
-        torch._dynamo.reset()
-    columns = [
-        "op",
-        "size",
-        "implementation",
-        "forward ms",
-        "ms",
-        "ms spread",
-        "% of copy",
-        "host us",
-        "peak GB",
-    ]
-    text = table(rows, columns)
-    result = {"environment": environment(), "copy GB/s": bandwidth / 1e9, "rows": rows}
-    write("ops.json", result, arguments.out)
-    print(result["environment"], f"copy {bandwidth / 1e9:.0f} GB/s")
-    print(text)
+    everything = arguments.sizes == "all"
+    if arguments.worker:
+        importlib.import_module("torch._inductor.compile_fx")  # while the one before measures
+        gc.freeze()  # the collections between measurements skip what was imported
+        sys.stdin.readline()
+        measure_op(arguments.only[0], everything, arguments.worker)
+        return
+    ops = [op for op in arguments.only if OPS[op].table or everything]
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {op: Path(folder) / f"{op}.json" for op in ops}
+        command = [sys.executable, "-m", "benchmarks.ops", "--sizes", arguments.sizes]
+        commands = {op: [*command, "--only", op, "--worker", str(parts[op])] for op in ops}
+        results = {}
+        for op, part in run_workers(commands, parts, arguments.timeout):
+            results[op] = part
+            write("ops.json", collect(results), arguments.out)
+    plots.write_all(collect(results), arguments.out)
 
 
 if __name__ == "__main__":

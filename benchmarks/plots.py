@@ -1,0 +1,416 @@
+"""Draw and tabulate ops.json, no GPU needed: python -m benchmarks.plots [--results FOLDER]
+
+Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import OPS
+from benchmarks.common import RESULTS, table
+
+Row = dict[str, Any]
+Value = Callable[[Row], float]
+
+OURS = "ligermodels"
+BOTH, FORWARD = "forward + backward", "forward"
+LABELS = {
+    "rms_norm": "RMSNorm",
+    "add_rms_norm": "add + RMSNorm",
+    "layer_norm": "LayerNorm",
+    "add_layer_norm": "add + LayerNorm",
+    "swiglu": "SwiGLU",
+    "geglu": "GeGLU (tanh)",
+    "rope": "RoPE",
+    "qk_norm_rope": "q/k norm + RoPE",
+    "cross_entropy": "cross entropy",
+    "linear_cross_entropy": "linear CE",
+    "linear_log_probs": "linear log-probs",
+}
+# Okabe and Ito's colours, which the colour-blind tell apart; variants of one differ in the dashes.
+STYLES = {
+    "eager": ("#999999", "-", "s"),
+    "F.rms_norm": ("#000000", "--", "x"),
+    "torch.compile": ("#56B4E9", "-", "^"),
+    "torch linear_cross_entropy": ("#000000", "--", "x"),
+    "liger": ("#E69F00", "-", "D"),
+    "liger (in place)": ("#E69F00", ":", "D"),
+    "liger (copying)": ("#E69F00", "-", "D"),
+    "liger (norm, then rope)": ("#E69F00", "-", "D"),
+    "liger (bf16 sum)": ("#E69F00", ":", "D"),
+    "liger (float32 sum)": ("#E69F00", "-", "D"),
+    "cce (filtered)": ("#CC79A7", ":", "v"),
+    "cce (exact)": ("#CC79A7", "-", "v"),
+    OURS: ("#D55E00", "-", "o"),
+    "ligermodels (skip_ignored)": ("#0072B2", "-", "o"),
+}
+
+
+def select(result: Row, op: str, x: str, fixed: dict[str, Any]) -> list[Row]:
+    """The op's device rows whose sizes are the fixed ones, sorted by size x."""
+    rows = [
+        row
+        for row in result["rows"]
+        if row["op"] == op
+        and not row.get("host")
+        and all(row["sizes"][name] == value for name, value in fixed.items())
+    ]
+    return sorted(rows, key=lambda row: row["sizes"][x])
+
+
+def size_text(sizes: dict[str, Any]) -> str:
+    """16384 x 4096; what is no dimension by its name."""
+    dimensions = [str(value) for value in sizes.values() if not isinstance(value, bool)]
+    flags = [name for name, value in sizes.items() if value is True]
+    return ", ".join([" x ".join(dimensions), *flags])
+
+
+def column_of(implementation: str) -> tuple[str, str]:
+    """The table's column of an implementation, and what its cell calls it there."""
+    name, _, variant = implementation.partition(" (")
+    variant = variant.rstrip(")")
+    if name in ("eager", "torch.compile", OURS):
+        return name, variant
+    if name == "liger":
+        return "Liger", variant
+    return "other peers", implementation
+
+
+def cells(rows: list[Row], value: Value) -> Row:
+    """The table's cells of the rows of one size, the least value of all bold."""
+    values = {row["implementation"]: value(row) for row in rows if "error" not in row}
+    least = min(values.values(), default=0.0)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        column, variant = column_of(row["implementation"])
+        if "error" in row:
+            text = row["error"].partition(":")[0]
+        else:
+            number = values[row["implementation"]]
+            text = f"{number:.3g}"
+            if number == least:
+                text = f"**{text}**"
+        found.setdefault(column, []).append(f"{text} ({variant})" if variant else text)
+    return {column: ", ".join(texts) for column, texts in found.items()}
+
+
+def host_cell(result: Row, op: str) -> str:
+    """Host microseconds of an eager call: ours / Liger's."""
+    microseconds = {
+        row["implementation"].partition(" (")[0]: row["host us"]
+        for row in reversed(result["rows"])  # of Liger's variants the first
+        if row["op"] == op and "host us" in row
+    }
+    names = [name for name in (OURS, "liger") if name in microseconds]
+    return " / ".join(f"{microseconds[name]:.0f}" for name in names)
+
+
+def op_table(result: Row, mode: str) -> str:
+    """Milliseconds of every op at the table's sizes, side by side."""
+    lines = []
+    for op, label in LABELS.items():
+        for sizes in OPS[op].table:
+            rows = [
+                row
+                for row in result["rows"]
+                if row["op"] == op
+                and row["sizes"] == sizes
+                and not row.get("host")
+                and (mode in row or "error" in row)
+            ]
+            if not rows:
+                continue
+            line = {"op": label, "size": size_text(sizes)}
+            line |= cells(rows, lambda row: row[mode]["ms"])
+            ours = [row for row in rows if row["implementation"] == OURS and mode in row]
+            line["share of ceiling"] = f"{ours[0][mode]['share']:.0%}" if ours else ""
+            if mode == BOTH:
+                line["host us, ours / Liger"] = host_cell(result, op)
+            lines.append(line)
+    columns = ["op", "size", "eager", "torch.compile", "Liger", "other peers", OURS]
+    columns += ["share of ceiling"] + ["host us, ours / Liger"] * (mode == BOTH)
+    return table(lines, columns)
+
+
+def scratch_table(result: Row) -> str:
+    """GB beyond inputs, outputs and gradients of the losses, forward + backward."""
+    lines = []
+    for op in ("cross_entropy", "linear_cross_entropy", "linear_log_probs"):
+        for sizes in OPS[op].table:
+            rows = [
+                row
+                for row in result["rows"]
+                if row["op"] == op and row["sizes"] == sizes and not row.get("host")
+            ]
+            if rows:
+                line = {"op": LABELS[op], "size": size_text(sizes)}
+                lines.append(line | cells(rows, lambda row: row[BOTH]["scratch GB"]))
+    return table(lines, ["op", "size", "eager", "torch.compile", "Liger", "other peers", OURS])
+
+
+def copy_speed(result: Row) -> float:
+    """GB/s of a copy, the median of the processes."""
+    speeds = [part["copy GB/s"] for part in result["ops"].values() if "copy GB/s" in part]
+    return statistics.median(speeds) if speeds else float("nan")
+
+
+def product_speed(result: Row) -> str:
+    """TFLOP/s of the linear cross entropies' matrix products alone, least to most."""
+    speeds = []
+    for row in result["rows"]:
+        if row["op"] == "linear_cross_entropy" and BOTH in row:
+            sizes = row["sizes"]
+            flop = 6 * sizes["rows"] * sizes["width"] * sizes["vocab"]
+            speeds.append(flop / row[BOTH]["floor ms"] / 1e9)
+    return f"{min(speeds):.0f} to {max(speeds):.0f}" if speeds else "not measured"
+
+
+def markdown(result: Row) -> str:
+    """The tables with what they are to be read by."""
+    versions = ", ".join(
+        f"{name} {version}" for name, version in result["environment"].items() if name != "gpu"
+    )
+    faults = [f"{op}: {part['error']}" for op, part in result["ops"].items() if "error" in part]
+    return "\n\n".join(
+        [
+            f"{result['environment']['gpu']}; {versions}. A copy moves {copy_speed(result):.0f} "
+            f"GB/s, the linear cross entropies' matrix products alone run at "
+            f"{product_speed(result)} TFLOP/s in the same run.",
+            *(f"Not complete: {fault}." for fault in faults),
+            "Milliseconds of device time, forward + backward:",
+            op_table(result, BOTH),
+            "Milliseconds of device time, forward alone:",
+            op_table(result, FORWARD),
+            "GB of scratch beyond inputs, outputs and gradients, forward + backward:",
+            scratch_table(result) + "\n",
+        ]
+    )
+
+
+def _figure(rows: int, columns: int) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * columns, 3.1 * rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _lines(axes: Any, rows: list[Row], x: str, value: Value) -> None:
+    """One line an implementation; ours on top, thicker."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if "error" not in row:
+            by_name.setdefault(row["implementation"], []).append((row["sizes"][x], value(row)))
+    for name, points in by_name.items():
+        colour, dashes, marker = STYLES[name]
+        ours = name.startswith(OURS)
+        axes.plot(
+            *zip(*points),
+            color=colour,
+            linestyle=dashes,
+            marker=marker,
+            label=name,
+            linewidth=2.6 if ours else 1.3,
+            markersize=6 if ours else 4,
+            zorder=3 if ours else 2,
+        )
+
+
+def _floor(axes: Any, rows: list[Row], x: str, mode: str) -> None:
+    """The ceiling's time: the fewest bytes at a copy's speed, or the matrix products alone."""
+    points = {
+        row["sizes"][x]: row[mode]["floor ms"]
+        for row in rows
+        if row["implementation"] == OURS and mode in row
+    }
+    if points:
+        axes.plot(
+            list(points),
+            list(points.values()),
+            color="#009E73",
+            linewidth=1,
+            linestyle=(0, (6, 2)),
+            label="ceiling",
+            zorder=1,
+        )
+
+
+def _finish(axes: Any, title: str, x: str, y: str, ticks: list[float], log_x: bool = True) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    if log_x:
+        axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    ticks = sorted(set(ticks))
+    labels = [
+        f"{tick / 1024:g}k" if tick >= 1024 and tick % 1024 == 0 else f"{tick:g}" for tick in ticks
+    ]
+    axes.set_xticks(ticks, labels, rotation=30 if len(ticks) > 4 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def _legend(figure: Any) -> None:
+    """One legend for all panels."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    order = sorted(entries, key=lambda name: (not name.startswith(OURS), name == "ceiling"))
+    figure.legend(
+        [entries[name] for name in order],
+        order,
+        loc="outside lower center",
+        ncols=min(len(order), 6),
+        fontsize=9,
+        frameon=False,
+    )
+
+
+# Op, what varies, what stays, title.
+PANELS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("rms_norm", "width", {"rows": 16384}, "RMSNorm, 16384 rows"),
+    ("rms_norm", "rows", {"width": 4096}, "RMSNorm, width 4096"),
+    ("add_rms_norm", "width", {"rows": 16384}, "add + RMSNorm, 16384 rows"),
+    ("add_rms_norm", "rows", {"width": 4096}, "add + RMSNorm, width 4096"),
+    ("layer_norm", "width", {"rows": 16384}, "LayerNorm, 16384 rows"),
+    ("layer_norm", "rows", {"width": 4096}, "LayerNorm, width 4096"),
+    ("swiglu", "rows", {"width": 14336}, "SwiGLU, width 14336"),
+    ("geglu", "rows", {"width": 9216}, "GeGLU (tanh), width 9216"),
+    ("rope", "seq", {"batch": 2, "heads": 32}, "RoPE, 32 + 8 heads of 128, batch 2"),
+    ("qk_norm_rope", "seq", {"batch": 2, "heads": 32}, "q/k norm + RoPE, 32 + 8 heads of 128"),
+    ("cross_entropy", "vocab", {"rows": 8192}, "cross entropy, 8192 rows"),
+    ("cross_entropy", "rows", {"vocab": 128256}, "cross entropy, vocabulary 128256"),
+]
+AXES = {"rows": "rows", "width": "width", "seq": "tokens in a row", "vocab": "vocabulary"}
+
+
+def draw_ops(result: Row, path: Path, quantity: str) -> None:
+    """Forward + backward of every op but the heads: a panel for each size that varies."""
+    figure = _figure(3, 4)
+    for place, (op, x, fixed, title) in enumerate(PANELS, 1):
+        axes = figure.add_subplot(3, 4, place)
+        rows = select(result, op, x, fixed)
+        _lines(axes, rows, x, lambda row: row[BOTH][quantity])
+        if quantity == "ms":
+            _floor(axes, rows, x, BOTH)
+        unit = "ms" if quantity == "ms" else "GB added at the peak"
+        _finish(axes, title, AXES[x], unit, [row["sizes"][x] for row in rows])
+    _legend(figure)
+    environment = result["environment"]
+    what = "time" if quantity == "ms" else "memory"
+    figure.suptitle(
+        f"Forward + backward, bf16: {what} ({environment['gpu']}, torch {environment['torch']})"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def draw_linear_cross_entropy(result: Row, path: Path) -> None:
+    """The head's time and scratch against tokens, vocabulary, ignored share and budget."""
+    figure = _figure(2, 4)
+    op, tokens, vocabulary = (
+        "linear_cross_entropy",
+        {"width": 2048, "vocab": 128256},
+        {"rows": 8192, "width": 2048},
+    )
+    scratch = "scratch GB"
+    panels = [
+        (tokens, "rows", BOTH, "ms", "width 2048, vocabulary 128256"),
+        (vocabulary, "vocab", BOTH, "ms", "8192 tokens, width 2048"),
+        (tokens, "rows", FORWARD, "ms", "forward only (evaluation)"),
+        None,
+        (tokens, "rows", BOTH, scratch, "width 2048, vocabulary 128256"),
+        (vocabulary, "vocab", BOTH, scratch, "8192 tokens, width 2048"),
+        (tokens, "rows", FORWARD, scratch, "forward only (evaluation)"),
+    ]
+    for place, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(2, 4, place)
+        if panel is None:
+            _draw_ignored(axes, result)
+            continue
+        fixed, x, mode, quantity, title = panel
+        rows = [row for row in select(result, op, x, fixed) if mode in row]
+        _lines(axes, rows, x, lambda row, m=mode, q=quantity: row[m][q])
+        if quantity == "ms":
+            _floor(axes, rows, x, mode)
+        name = "tokens" if x == "rows" else AXES[x]
+        _finish(axes, title, name, quantity, [row["sizes"][x] for row in rows])
+    _draw_budget(figure.add_subplot(2, 4, 8), result)
+    _legend(figure)
+    environment = result["environment"]
+    figure.suptitle(
+        "Linear cross entropy, bf16, forward + backward unless said: time, and scratch beyond "
+        f"inputs, outputs and gradients ({environment['gpu']}, torch {environment['torch']})"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _draw_ignored(axes: Any, result: Row) -> None:
+    rows = select(result, "linear_cross_entropy_ignored", "ignored", {})
+    _lines(axes, rows, "ignored", lambda row: row[BOTH]["ms"])
+    _floor(axes, rows, "ignored", BOTH)
+    shares = [row["sizes"]["ignored"] for row in rows]
+    _finish(axes, "8192 x 4096 x 128256", "share of ignored targets", "ms", shares, log_x=False)
+
+
+def _draw_budget(axes: Any, result: Row) -> None:
+    """Time against the scratch that was measured, a point for each budget, peers beside it."""
+    sizes = {"rows": 8192, "width": 4096, "vocab": 128256}
+    for row in result["rows"]:
+        if (
+            row["op"] == "linear_cross_entropy"
+            and row["sizes"] == sizes
+            and BOTH in row
+            and row["implementation"] != OURS
+        ):
+            colour, _, marker = STYLES[row["implementation"]]
+            axes.plot(row[BOTH]["scratch GB"], row[BOTH]["ms"], marker, color=colour, markersize=5)
+    ours = [
+        row for row in result["rows"] if row["op"] == "linear_cross_entropy_budget" and BOTH in row
+    ]
+    ours.sort(key=lambda row: row[BOTH]["scratch GB"])
+    points = [(row[BOTH]["scratch GB"], row[BOTH]["ms"]) for row in ours]
+    if points:
+        colour, dashes, marker = STYLES[OURS]
+        axes.plot(*zip(*points), color=colour, linestyle=dashes, marker=marker, linewidth=2.6)
+    for row, point in zip(ours, points):
+        budget = row["sizes"]["max_scratch_bytes"]
+        name = "default" if budget is None else f"{budget >> 20} MiB"
+        axes.annotate(name, point, textcoords="offset points", xytext=(4, 6), fontsize=7)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_title("8192 x 4096 x 128256, max_scratch_bytes", fontsize=10)
+    axes.set_xlabel("scratch GB, measured", fontsize=9)
+    axes.set_ylabel("ms", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def write_all(result: Row, folder: Path) -> None:
+    """ops.md, and the plots of those ops that were measured at several sizes."""
+    (folder / "ops.md").write_text(markdown(result))
+    draw_ops(result, folder / "ops_time.png", "ms")
+    draw_ops(result, folder / "ops_memory.png", "peak GB")
+    draw_linear_cross_entropy(result, folder / "linear_ce.png")
+    print(markdown(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of ops.json")
+    folder = parser.parse_args().results
+    write_all(json.loads((folder / "ops.json").read_text()), folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Every case builds, and its implementations compute the same thing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import cases
+from benchmarks.cases import OPS, Absent, Case, Random
+from benchmarks.ops import as_tuple, training_call
+from tests.benchmarks.sizes import HEAD, HEADS, TINY
+
+# What a peer takes instead of the case's inputs cannot be compared with the case's result.
+OWN_INPUTS = {
+    ("swiglu", "liger (in place)"),
+    ("geglu", "liger (in place)"),
+    ("rope", "liger (in place)"),
+}
+
+
+def outcome(case: Case, name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients of copies of the inputs, the same upstream gradients for every name."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    outputs = as_tuple(case.implementation(name).function(*leaves))
+    kept = [output.detach().clone() for output in outputs]  # some peers work in place
+    torch.manual_seed(1)
+    upstream = [torch.randn_like(output) if output.dim() else None for output in outputs]
+    return [*kept, *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    assert len(actual) == len(expected)
+    for result, wanted in zip(actual, expected):
+        assert result.shape == wanted.shape
+        difference = (result.double() - wanted.double()).norm()
+        assert difference <= tolerance * wanted.double().norm()
+
+
+def test_every_op_is_here():
+    assert TINY.keys() == OPS.keys()
+    for op, entry in OPS.items():
+        for sizes in [*entry.table, *entry.sweep, *([entry.host] if entry.host else [])]:
+            assert list(sizes) == list(TINY[op])
+
+
+def test_no_size_is_measured_twice():
+    for entry in OPS.values():
+        sizes = [tuple(s.values()) for s in entry.table + entry.sweep]
+        assert len(sizes) == len(set(sizes))
+
+
+@pytest.mark.parametrize("op", TINY)
+def test_ours_is_what_eager_pytorch_computes(op, monkeypatch):
+    monkeypatch.setattr(cases, "_compiled", lambda function: function)
+    case = OPS[op].build(Random("cpu", torch.float32), **TINY[op])
+    if op == "linear_cross_entropy_budget":
+        reference = OPS["linear_cross_entropy"].build(Random("cpu", torch.float32), **HEAD)
+    else:
+        reference = case
+    inputs = case.inputs()
+    expected = outcome(reference, "eager", inputs)
+    ours = [name for name in case.implementations if name.startswith(("ligermodels", "F."))]
+    assert "ligermodels" in ours
+    for name in ours:
+        assert_agree(outcome(case, name, inputs), expected, 1e-5)
+
+
+@pytest.mark.parametrize("op", TINY)
+def test_torch_compile_measures_eager_pytorch(op, monkeypatch):
+    compiled = []
+
+    def note(function):
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(cases, "_compiled", note)
+    case = OPS[op].build(Random("cpu", torch.float32), **TINY[op])
+    if "torch.compile" in case.implementations:
+        assert compiled == [case.implementations["eager"]]
+    else:
+        assert op == "linear_cross_entropy_budget"
+
+
+@pytest.mark.parametrize("op", ["swiglu", "rope"])
+def test_fewest_bytes(op):
+    random = Random("cpu")  # bf16
+    case = OPS[op].build(random, **TINY[op])
+    if op == "swiglu":
+        assert case.bytes == (3 * 5 * 16 * 2, 8 * 5 * 16 * 2)
+    else:
+        head = 2 * 6 * 16 * 2
+        assert case.bytes == ((6 + 6) * head, (6 + 6 + 8 + 8) * head)
+        # In place, q and k alone.
+        assert case.implementation("liger (in place)").bytes == (12 * head, 24 * head)
+
+
+def test_targets_are_ignored_by_share():
+    targets = Random("cpu").targets(1000, 50, 0.8)
+    assert (targets == -100).sum() == 800
+    assert targets.max() < 50
+    assert ((targets >= 0) | (targets == -100)).all()
+
+
+def test_what_is_not_installed_is_absent():
+    missing = cases._peer("a_package_that_nobody_has")
+    with pytest.raises(Absent, match="a_package_that_nobody_has"):
+        missing.function  # noqa: B018
+
+
+def test_scalars_get_an_upstream_gradient_of_one():
+    case = OPS["cross_entropy"].build(Random("cpu", torch.float32), rows=3, vocab=5)
+    run, (logits,) = training_call(case.implementation("ligermodels"), Random("cpu"))
+    loss, gradient = run()
+    (expected,) = torch.autograd.grad(case.implementations["eager"](logits), logits)
+    assert loss.dim() == 0
+    torch.testing.assert_close(gradient, expected)
+
+
+GPU_SIZES = {
+    "rms_norm": {"rows": 64, "width": 512},
+    "add_rms_norm": {"rows": 64, "width": 512},
+    "layer_norm": {"rows": 64, "width": 512},
+    "add_layer_norm": {"rows": 64, "width": 512},
+    "swiglu": {"rows": 64, "width": 512},
+    "geglu": {"rows": 64, "width": 512},
+    "rope": HEADS | {"seq": 64, "head_dim": 64},
+    "qk_norm_rope": HEADS | {"seq": 64, "head_dim": 64},
+    "cross_entropy": {"rows": 256, "vocab": 1024},
+    "linear_cross_entropy": {"rows": 256, "width": 256, "vocab": 1024},
+    "linear_log_probs": {"rows": 256, "width": 256, "vocab": 1024, "entropy": False},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", GPU_SIZES)
+def test_every_peer_computes_the_same(op):
+    case = OPS[op].build(Random("cuda"), **GPU_SIZES[op])
+    inputs = case.inputs()
+    expected = outcome(case, "eager", inputs)
+    for name in case.implementations:
+        try:
+            if (op, name) in OWN_INPUTS:
+                results = training_call(case.implementation(name), Random("cuda"))[0]()
+                assert all(result.isfinite().all() for result in results)
+            elif name != "cce (filtered)":  # leaves gradients out
+                assert_agree(outcome(case, name, inputs), expected, 2e-2)
+        except (Absent, ImportError):
+            continue

@@ -1,0 +1,144 @@
+"""The driver: a process for each op, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks import cases, common, ops
+from benchmarks.cases import Op, Random
+from benchmarks.ops import collect, measure_op, run_workers
+
+PROGRAM = """
+import json, pathlib, sys, time
+sys.stdin.readline()
+pathlib.Path({path!r}).write_text(json.dumps({{"copy GB/s": 1.0, "rows": [{{"op": {op!r}}}]}}))
+{ending}
+"""
+
+
+def commands(folder, **endings):
+    parts = {op: folder / f"{op}.json" for op in endings}
+    return {
+        op: [sys.executable, "-c", PROGRAM.format(path=str(parts[op]), op=op, ending=ending)]
+        for op, ending in endings.items()
+    }, parts
+
+
+def test_a_crash_is_recorded_and_the_next_op_goes_on(tmp_path):
+    to_run, parts = commands(tmp_path, first="", second="raise SystemExit(7)", third="")
+    results = dict(run_workers(to_run, parts, timeout=60))
+    assert list(results) == ["first", "second", "third"]
+    assert "error" not in results["first"] and "error" not in results["third"]
+    assert results["second"]["error"] == "its process ended with status 7"
+    # What it wrote before it crashed is kept.
+    assert [row["op"] for row in collect(results)["rows"]] == ["first", "second", "third"]
+    assert collect(results)["ops"]["second"].keys() == {"copy GB/s", "seconds", "error"}
+
+
+def test_a_process_that_takes_too_long_is_stopped(tmp_path):
+    to_run, parts = commands(tmp_path, slow="time.sleep(600)", next="")
+    began = time.perf_counter()
+    results = dict(run_workers(to_run, parts, timeout=3))
+    assert time.perf_counter() - began < 60
+    assert results["slow"]["error"] == "stopped after 3 s"
+    assert results["next"]["rows"] == [{"op": "next"}]
+
+
+def test_a_process_that_dies_before_its_turn_is_recorded(tmp_path):
+    parts = {"op": tmp_path / "op.json", "next": tmp_path / "next.json"}
+    to_run = {op: [sys.executable, "-c", "raise SystemExit(1)"] for op in parts}
+    results = dict(run_workers(to_run, parts, timeout=60))
+    assert all(r["rows"] == [] and r["error"].endswith("status 1") for r in results.values())
+
+
+def test_processes_take_turns(tmp_path):
+    log = tmp_path / "log"
+    step = "\n".join(
+        [
+            f"log = open({str(log)!r}, 'a', buffering=1)",
+            "print('in', file=log)",
+            "time.sleep(0.5)",
+            "print('out', file=log)",
+        ]
+    )
+    to_run, parts = commands(tmp_path, a=step, b=step, c=step)
+    dict(run_workers(to_run, parts, timeout=60))
+    assert log.read_text().split() == ["in", "out"] * 3
+
+
+TINY = {
+    "rms_norm": ({"rows": 4, "width": 8}, {"rows": 6, "width": 8}),
+    "linear_cross_entropy": (
+        {"rows": 4, "width": 8, "vocab": 16},
+        {"rows": 6, "width": 8, "vocab": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("op", TINY)
+def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, capsys):
+    """All of it but the clocks, which need a GPU."""
+    table, sweep = TINY[op]
+    build = cases.OPS[op].build
+    monkeypatch.setitem(ops.OPS, op, Op(build, table, [table], [sweep]))
+    monkeypatch.setattr(cases, "_compiled", lambda function: function)
+    monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
+    monkeypatch.setattr(ops, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(ops, "peak_bytes", lambda run: 10**9 if run() is not None else 0)
+    timing = {"ms": 2.0, "low ms": 1.0, "high ms": 3.0, "repeats": 5, "method": "graph"}
+    monkeypatch.setattr(ops, "device_time", lambda run: timing if run() is not False else {})
+    monkeypatch.setattr(ops, "host_microseconds", lambda run, repeats: float(len(run())))
+    part = tmp_path / "part.json"
+    measure_op(op, True, part)
+    rows = json.loads(part.read_text())["rows"]
+    names = list(build(Random("cpu", torch.float32), **table).implementations)
+    assert [row["implementation"] for row in rows] == names * 3
+    assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep, table]
+    for row in rows:
+        if row["implementation"].startswith(("liger (", "cce")) or row["implementation"] == "liger":
+            # The peers are not installed where the tests run, or need a GPU.
+            assert row["error"].startswith(("absent", "failed"))
+        elif row["implementation"] in ("eager", "torch.compile", "ligermodels"):
+            assert "error" not in row
+            if row.get("host"):
+                assert row["host us"] > 0
+                continue
+            both = row["forward + backward"]
+            assert both["share"] == both["floor ms"] / 2.0
+            assert 0.99 < both["scratch GB"] < both["peak GB"] == 1.0
+            if row["sizes"] == table:
+                assert row["forward"]["floor ms"] < both["floor ms"]
+            elif op == "rms_norm":
+                assert "forward" not in row
+    if op == "rms_norm":  # 5 passes of 4 x 8 float32 at 1 GB/s
+        assert rows[0]["forward + backward"]["floor ms"] == pytest.approx(5 * 128 / 1e9 * 1e3)
+    else:  # three products of 2 ms
+        assert rows[0]["forward + backward"]["floor ms"] == 6.0
+    assert "ligermodels: forward 2 ms (graph" in capsys.readouterr().out
+
+
+def test_scratch_leaves_out_what_is_returned_once(monkeypatch):
+    monkeypatch.setattr(ops, "peak_bytes", lambda run: 10_000)
+    monkeypatch.setattr(ops, "device_time", lambda run: {})
+    x = torch.zeros(100)
+    made = torch.zeros(1000)
+    # Two views of one storage, and a view of an input.
+    row = ops.measure_call(lambda: (made[:10], made[10:], x[3:]), [x])
+    assert row["scratch GB"] == pytest.approx((10_000 - 4000) / 1e9)
+
+
+@pytest.mark.gpu
+def test_what_waits_for_the_device_is_timed_without_a_graph():
+    x = torch.randn(256, 256, device="cuda")
+    assert not common.synchronises(lambda: x @ x)
+    assert common.synchronises(lambda: x.sum().item())
+    graph, events = common.device_time(lambda: x @ x), common.device_time(lambda: x.sum().item())
+    assert (graph["method"], events["method"]) == ("graph", "events")
+    for timing in (graph, events):
+        assert 0 < timing["low ms"] <= timing["ms"] <= timing["high ms"] < 1000
+    torch.randn(3, device="cuda")  # the generator is as it was
