@@ -1,34 +1,77 @@
 """Cross entropy on logits that exist: three passes over them, forward and backward together."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
-from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
 
 REDUCTIONS = ("none", "sum", "mean")
 
 
+class CrossEntropyOutput(NamedTuple):
+    """What the cross entropy ops return: float32, or float64 for float64 inputs."""
+
+    loss: Tensor  # scalar, or the targets' shape with reduction "none"; z-loss included
+    z_loss: Tensor  # the z-loss within it, not differentiable
+    token_loss: Tensor  # the loss of each token (...); with reduction "none" the loss itself
+    log_probs: Tensor | None = None  # log softmax(logits) at the target (...), 0 where ignored
+    entropy: Tensor | None = None  # of softmax(logits) in nats (...), 0 where ignored
+    # (...) bool: no class has a higher logit, nor an equal one and a lower index
+    correct: Tensor | None = None
+
+
+def token_upstream(
+    loss: Tensor | None,
+    log_probs: Tensor | None,
+    entropy: Tensor | None,
+    entropy_value: Tensor | None,
+    lse: Tensor,
+) -> tuple[Tensor, StatsScale | None]:
+    """row_scale and stats_scale of `reference.cross_entropy_rows` for what upstream there is."""
+    row_scale = lse.new_zeros(1) if loss is None else loss.contiguous()
+    if log_probs is None and entropy is None:
+        return row_scale, None
+    return row_scale, StatsScale(log_probs, entropy, entropy_value)
+
+
 class _CrossEntropyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, class_weights, options):
+    def forward(ctx, logits, targets, class_weights, options, with_stats):
+        stats = TokenStats.empty(len(targets), logits) if with_stats else None
         loss, z_loss, lse, _ = select(logits).cross_entropy_rows(
-            logits, targets, None, None, class_weights, options, False
+            logits, targets, None, None, class_weights, options, False, stats=stats
         )
-        ctx.save_for_backward(logits, targets, lse, class_weights)
+        entropy = None if stats is None else stats.entropy
+        ctx.save_for_backward(logits, targets, lse, class_weights, entropy)
         ctx.options = options
-        ctx.mark_non_differentiable(z_loss)
-        return loss, z_loss
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(z_loss, *(() if stats is None else (stats.correct,)))
+        return loss, z_loss, *(stats or (None,) * 3)
 
     @staticmethod
-    def backward(ctx, grad_loss, _):
+    def backward(ctx, grad_loss, _, grad_log_probs, grad_entropy, *__):
         refuse_double_backward("cross_entropy")
-        logits, targets, lse, class_weights = ctx.saved_tensors
-        *_, grad = select(logits).cross_entropy_rows(
-            logits, targets, grad_loss.contiguous(), lse, class_weights, ctx.options, False
+        if grad_loss is None and grad_log_probs is None and grad_entropy is None:
+            return (None,) * 5
+        logits, targets, lse, class_weights, entropy = ctx.saved_tensors
+        row_scale, stats_scale = token_upstream(
+            grad_loss, grad_log_probs, grad_entropy, entropy, lse
         )
-        return grad, None, None, None
+        *_, grad = select(logits).cross_entropy_rows(
+            logits,
+            targets,
+            row_scale,
+            lse,
+            class_weights,
+            ctx.options,
+            False,
+            stats_scale=stats_scale,
+        )
+        return grad, *[None] * 4
 
 
 def cross_entropy(
@@ -43,13 +86,14 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     class_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_token_stats: bool = False,
+) -> CrossEntropyOutput:
     """Cross entropy of softcap(logit_scale * logits), and the z-loss within it.
 
     Args: logits (..., vocab); targets (...) int64; class_weights (vocab); the options as in
         `linear_cross_entropy`.
-    Returns: loss and z-loss, scalars, or (...) with reduction "none"; float32. Only the loss is
-        differentiable. logits are left intact.
+    Returns: `CrossEntropyOutput`, of which the same is differentiable as there. logits are left
+        intact.
     Raises:
         ValueError: shapes or options that do not fit.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
@@ -57,15 +101,22 @@ def cross_entropy(
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
+    check_reduction(reduction, normalizer)
     with without_autocast(logits):
-        loss, z = _CrossEntropyRows.apply(
-            logits.reshape(-1, logits.shape[-1]), targets.flatten(), class_weights, options
+        loss, z, *stats = _CrossEntropyRows.apply(
+            logits.reshape(-1, logits.shape[-1]),
+            targets.flatten(),
+            class_weights,
+            options,
+            return_token_stats,
         )
+    loss, z = loss.view(targets.shape), z.view(targets.shape)
+    stats = [None if x is None else x.view(targets.shape) for x in stats]
     if reduction == "none":
-        check_reduction(reduction, normalizer)
-        return loss.view(targets.shape), z.view(targets.shape)
+        return CrossEntropyOutput(loss, z, loss, *stats)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, loss.dtype)
-    return loss.sum() / divisor, z.sum() / divisor
+    stats = [None if x is None else x.detach() for x in stats]
+    return CrossEntropyOutput(loss.sum() / divisor, z.sum() / divisor, loss.detach(), *stats)
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:

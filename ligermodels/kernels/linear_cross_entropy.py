@@ -3,144 +3,32 @@
 Where the loss is one number, its gradients are computed in the forward pass while a chunk's
 logits are at hand (three matrix products in all); backward scales them by the upstream gradient.
 With reduction "none" the upstream gradient of each token is needed first, so backward computes
-the logits again (four products).
+the logits again (four products). A budget too small for a float32 sum of the weight gradient costs
+one product more: backward makes that gradient in a loop of its own, over the vocabulary.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, plan_chunks
 from ligermodels.kernels.cross_entropy import (
+    CrossEntropyOutput,
     check_cross_entropy,
     check_reduction,
     loss_divisor,
+    token_upstream,
 )
-from ligermodels.kernels.reference import CrossEntropyOptions, compute_dtype
-
-DEFAULT_LOGITS_BYTES = 2**30
-"""Default scratch for logits; the float32 accumulator of the weight gradient comes on top."""
-
-
-def choose_chunk(
-    rows: int, bytes_per_row: int, accumulator_bytes: int, max_scratch_bytes: int | None
-) -> int:
-    """Rows per chunk: all where that fits the budget, else what fits beside the accumulator.
-
-    A single chunk needs no accumulator. Chunks are multiples of 128 rows where the budget allows.
-
-    Raises:
-        ValueError: the budget does not hold the accumulator and one row; says what would.
-    """
-    fixed = 64 * rows  # float32 and int64 values per token: loss, z-loss, logsumexp, masks
-    if max_scratch_bytes is None:
-        budget = accumulator_bytes + DEFAULT_LOGITS_BYTES + fixed
-    else:
-        budget = max_scratch_bytes
-    if rows * bytes_per_row + fixed <= budget:
-        return max(rows, 1)
-    chunk = (budget - accumulator_bytes - fixed) // bytes_per_row
-    if chunk < 1:
-        if max_scratch_bytes is None:
-            return 1
-        raise ValueError(
-            f"linear_cross_entropy: max_scratch_bytes={max_scratch_bytes} is too small for "
-            f"{rows} tokens; it must hold the float32 weight gradient ({accumulator_bytes} bytes), "
-            f"64 bytes a token and one row of logits: at least "
-            f"{accumulator_bytes + fixed + bytes_per_row}"
-        )
-    return chunk if chunk < 128 else chunk - chunk % 128
-
-
-@torch.library.custom_op("ligermodels::accumulate_product", mutates_args=("total",))
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the products of low-precision a and b summed in total's dtype.
-
-    A registered op because torch.compile cannot trace `addmm` with an `out_dtype`.
-    """
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
-    """out[rows] = a @ b without a copy of the product, which eager PyTorch would keep beside it."""
-    if torch.compiler.is_compiling():
-        out[rows] = a @ b
-    else:
-        torch.mm(a, b, out=out[rows])
-
-
-def _chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    row_scale: Tensor | None,
-    lse: Tensor | None,
-    class_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    chunk: int,
-    wants: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Loss, z-loss and logsumexp of each row and the gradients of sum(row_scale * loss).
-
-    wants says which of hidden, weight and bias need one. The weight's comes in weight's dtype
-    from a single chunk and as a float32 sum from several.
-    """
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    ops = select(hidden)
-    dtype = compute_dtype(hidden)
-    several = chunk < rows
-    losses, z_losses, lses = [], [], []
-    grad_hidden = grad_weight = grad_bias = None
-    if wants[0]:
-        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    if wants[1] and (several or rows == 0):
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-    if wants[2]:
-        grad_bias = torch.zeros(vocab, dtype=dtype, device=weight.device)
-    for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
-        part_hidden = hidden[part]
-        part_scale = row_scale
-        if row_scale is not None and row_scale.numel() > 1:
-            part_scale = row_scale[part]
-        logits = F.linear(part_hidden, weight, bias)
-        loss, z_loss, part_lse, grad = ops.cross_entropy_rows(
-            logits,
-            targets[part],
-            part_scale,
-            None if lse is None else lse[part],
-            class_weights,
-            options,
-            True,
-        )
-        losses.append(loss)
-        z_losses.append(z_loss)
-        lses.append(part_lse)
-        if grad is not None:
-            if grad_hidden is not None:
-                _product_into(grad_hidden, part, grad, weight)
-            if wants[1]:
-                if several and grad_weight is not None:
-                    _accumulate(grad_weight, grad.t(), part_hidden)
-                else:
-                    grad_weight = grad.t() @ part_hidden
-            if wants[2]:
-                grad_bias = grad_bias + grad.sum(0, dtype=dtype)
-        del logits, grad  # before the next chunk's logits are made
-
-    def join(parts: list[Tensor]) -> Tensor:
-        if not parts:
-            return torch.zeros(0, dtype=dtype, device=hidden.device)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return join(losses), join(z_losses), join(lses), (grad_hidden, grad_weight, grad_bias)
+from ligermodels.kernels.head_loops import Head, Upstream, Wants, column_loop, row_loop
+from ligermodels.kernels.reference import (
+    CrossEntropyOptions,
+    TokenStats,
+    compute_dtype,
+)
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -159,75 +47,186 @@ def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | 
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """sum(loss) / divisor, with the gradients made on the way."""
+    """sum(loss) / divisor, with the gradients made on the way, but for those by columns."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, divisor, class_weights, options, chunk, wants):
+    def forward(
+        ctx, hidden, weight, bias, targets, divisor, class_weights, options, plan, wants, with_stats
+    ):
         # float16 gradients of a mean over many tokens would underflow; there the division waits
         # for backward, where the loss scale of float16 training is at hand.
         late = hidden.dtype == torch.float16
-        row_scale = None
+        upstream = None
         if any(wants):
-            row_scale = (torch.ones_like(divisor) if late else 1 / divisor).view(1)
-        loss, z_loss, _, grads = _chunks(
-            hidden, weight, bias, targets, row_scale, None, class_weights, options, chunk, wants
+            upstream = Upstream((torch.ones_like(divisor) if late else 1 / divisor).view(1))
+        head = Head(hidden, weight, bias, targets, class_weights, options, plan)
+        stats = TokenStats.empty(len(targets), hidden) if with_stats else None
+        rows = row_loop(head, wants, upstream, stats=stats)
+        grads = rows.grad_hidden, rows.grad_weight, rows.grad_bias
+        by_columns = plan.columns is not None and wants.weight
+        ctx.save_for_backward(
+            *grads, divisor, *((*head[:5], rows.lse) if by_columns else [None] * 6)
         )
-        ctx.save_for_backward(*grads, divisor)
-        ctx.late = late
+        ctx.options, ctx.plan, ctx.wants, ctx.late = options, plan, wants, late
+        ctx.by_columns = by_columns
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        z_sum = z_loss.sum() / divisor
-        ctx.mark_non_differentiable(z_sum, loss)
-        return loss.sum() / divisor, z_sum, loss
+        z_sum = rows.z_loss.sum() / divisor
+        ctx.mark_non_differentiable(z_sum, rows.loss, *(stats or ()))
+        return rows.loss.sum() / divisor, z_sum, rows.loss, *(stats or (None,) * 3)
 
     @staticmethod
     def backward(ctx, upstream, *_):
         refuse_double_backward("linear_cross_entropy")
         if upstream is None:
-            return (None,) * 9
-        *grads, divisor = ctx.saved_tensors
+            return (None,) * 10
+        *grads, divisor, hidden, weight, bias, targets, class_weights, lse = ctx.saved_tensors
         scale = upstream / divisor if ctx.late else upstream
         scaled = [_scaled(grad, scale, dtype) for grad, dtype in zip(grads, ctx.dtypes)]
-        return *scaled, *[None] * 6
+        if ctx.by_columns:
+            head = Head(hidden, weight, bias, targets, class_weights, ctx.options, ctx.plan)
+            row_scale = Upstream((upstream / divisor).view(1))
+            with without_autocast(hidden):
+                scaled[1:] = column_loop(head, ctx.wants, row_scale, lse)
+        return *scaled, *[None] * 7
 
 
-class _TokenLoss(torch.autograd.Function):
-    """The loss of each row; gradients are made in backward from the upstream gradient of each."""
+class _TokenOutputs(torch.autograd.Function):
+    """Loss, log-probability and entropy of each row, for any upstream gradient of each.
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, class_weights, options, chunk, wants):
-        loss, z_loss, lse, _ = _chunks(
-            hidden, weight, bias, targets, None, None, class_weights, options, chunk, wants
-        )
-        ctx.save_for_backward(hidden, weight, bias, targets, class_weights, lse)
-        ctx.options = options, chunk, wants
-        ctx.mark_non_differentiable(z_loss)
-        return loss, z_loss
+    Gradients are made in backward, from logits computed again.
+    """
 
     @staticmethod
-    def backward(ctx, upstream, _):
+    def forward(
+        ctx, hidden, weight, bias, targets, class_weights, options, plan, wants, with_stats
+    ):
+        head = Head(hidden, weight, bias, targets, class_weights, options, plan)
+        stats = TokenStats.empty(len(targets), hidden) if with_stats else None
+        rows = row_loop(head, wants, stats=stats)
+        entropy = None if stats is None else stats.entropy
+        ctx.save_for_backward(*head[:5], rows.lse, entropy)
+        ctx.options, ctx.plan, ctx.wants = options, plan, wants
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.z_loss, *(() if stats is None else (stats.correct,)))
+        return rows.loss, rows.z_loss, *(stats or (None,) * 3)
+
+    @staticmethod
+    def backward(ctx, grad_loss, _, grad_log_probs, grad_entropy, *__):
         refuse_double_backward("linear_cross_entropy")
-        hidden, weight, bias, targets, class_weights, lse = ctx.saved_tensors
-        options, chunk, wants = ctx.options
+        if grad_loss is None and grad_log_probs is None and grad_entropy is None:
+            return (None,) * 9
+        hidden, weight, bias, targets, class_weights, lse, entropy = ctx.saved_tensors
+        head = Head(hidden, weight, bias, targets, class_weights, ctx.options, ctx.plan)
+        upstream = Upstream(*token_upstream(grad_loss, grad_log_probs, grad_entropy, entropy, lse))
+        grad_hidden = grad_weight = grad_bias = None
         with without_autocast(hidden):
-            *_, grads = _chunks(
-                hidden,
-                weight,
-                bias,
-                targets,
-                upstream.contiguous(),
-                lse,
-                class_weights,
-                options,
-                chunk,
-                wants,
-            )
-        grad_hidden, grad_weight, grad_bias = grads
+            by_columns = head.plan.columns is not None and ctx.wants.weight
+            if not by_columns or ctx.wants.hidden:
+                rows = row_loop(head, ctx.wants, upstream, lse)
+                grad_hidden, grad_weight, grad_bias = rows[3:]
+            if by_columns:
+                grad_weight, grad_bias = column_loop(head, ctx.wants, upstream, lse)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None and bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+
+
+class Call(NamedTuple):
+    """A head and tokens that fit each other, cast, flattened to rows, and cut into chunks."""
+
+    hidden: Tensor  # (rows, in)
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor  # (rows)
+    class_weights: Tensor | None
+    options: CrossEntropyOptions
+    plan: Plan
+    wants: Wants
+    with_stats: bool
+    shape: torch.Size  # of the targets as they were given
+
+    def token_outputs(self) -> CrossEntropyOutput:
+        """Everything of each token, differentiable for any upstream gradient."""
+        with without_autocast(self.hidden):
+            loss, *others = _TokenOutputs.apply(*self[:-1])
+        loss = self.shaped(loss)
+        return CrossEntropyOutput(loss, self.shaped(others[0]), loss, *self.each(others[1:]))
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Values of each row in the targets' shape."""
+        return x.view(self.shape)
+
+    def each(self, stats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Statistics of each row in the targets' shape; None stays."""
+        return [None if x is None else self.shaped(x) for x in stats]
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    chunk_size: int | None,
+    max_scratch_bytes: int | None,
+    reduction: str,
+    with_stats: bool,
+) -> Call:
+    """Check what `linear_cross_entropy` and `linear_log_probs` are given, and choose the chunks."""
+    vocab, width = weight.shape[0], weight.shape[-1]
+    if hidden.shape[-1] != width:
+        raise ValueError(
+            f"linear_cross_entropy: hidden {tuple(hidden.shape)} and weight "
+            f"{tuple(weight.shape)} differ in their last dimension"
+        )
+    check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
+    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
+            "or run under torch.autocast"
+        )
+    grad = torch.is_grad_enabled()
+    wants = Wants(
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    rows = targets.numel()
+    if chunk_size is None:
+        # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
+        copies = 0 if select(hidden).__name__.endswith(".triton") else 6
+        wide = compute_dtype(hidden).itemsize
+        sizes = Sizes(
+            rows,
+            vocab,
+            logit_bytes=hidden.element_size() + wide * copies,
+            accumulator_bytes=vocab * width * wide if wants.weight else 0,
+            held_bytes=weight.nbytes if wants.weight and reduction != "none" else 0,
+            fixed_bytes=(2 if with_stats else 1) * TOKEN_BYTES * rows
+            + (3 * wide * vocab if wants.bias else 0),
+        )
+        plan = plan_chunks(sizes, max_scratch_bytes)
+    elif isinstance(chunk_size, int) and chunk_size >= 1:
+        plan = Plan(chunk_size)
+    else:
+        raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size!r} must be 1 or more rows")
+    return Call(
+        hidden.reshape(-1, width),
+        weight,
+        bias,
+        targets.flatten(),
+        class_weights,
+        options,
+        plan,
+        wants,
+        with_stats,
+        targets.shape,
+    )
 
 
 def linear_cross_entropy(
@@ -246,7 +245,8 @@ def linear_cross_entropy(
     class_weights: Tensor | None = None,
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    return_token_stats: bool = False,
+) -> CrossEntropyOutput:
     """Cross entropy of softcap(logit_scale * (hidden weight^T + bias)) within a scratch budget.
 
     softcap(x) = c tanh(x / c) (Gemma 2). Label smoothing and class weights follow
@@ -264,71 +264,50 @@ def linear_cross_entropy(
             class weights the sum of theirs. Not differentiated.
         ignore_index: the target that counts for nothing.
         chunk_size: rows of logits at a time; overrides the budget.
-        max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients; default
-            2^30 bytes of logits plus the float32 accumulator of the weight gradient (vocab * in
-            * 4 bytes), which is needed only where several chunks are. The hidden gradient made in
-            forward is kept for backward and counts as a gradient.
-    Returns: loss, z-loss within it, loss of each token (...): float32, only the first
-        differentiable (with reduction "none" the first and the last are the same). All targets
-        ignored: loss 0, zero gradients. The weight gradient is accumulated in float32.
+        max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients, down to a row
+            of logits and 64 bytes a token. Where it holds no float32 sum of the weight gradient
+            (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
+            Default: that sum and 2^30 bytes of logits, or all logits where they take at most
+            twice the sum. The hidden gradient made in forward is kept for backward and counts as
+            a gradient.
+        return_token_stats: also give log-probability, entropy and correctness of each token.
+    Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
+        "none" the log-probabilities and the entropy as well. All targets ignored: loss 0, zero
+        gradients. The weight gradient is accumulated in float32.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    vocab = weight.shape[0]
-    if hidden.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"linear_cross_entropy: hidden {tuple(hidden.shape)} and weight "
-            f"{tuple(weight.shape)} differ in their last dimension"
-        )
-    check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
     check_reduction(reduction, normalizer)
-    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
-            "or run under torch.autocast"
-        )
-    grad = torch.is_grad_enabled()
-    wants = (
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
+    call = prepare(
+        hidden,
+        weight,
+        targets,
+        bias,
+        class_weights,
+        options,
+        chunk_size,
+        max_scratch_bytes,
+        reduction,
+        return_token_stats,
     )
-    rows = targets.numel()
-    if chunk_size is None:
-        accumulates = wants[1] and not compute_dtype(hidden) == torch.float64
-        # Plain PyTorch holds several float32 copies of a chunk, the kernels work in place.
-        copies = 0 if select(hidden).__name__.endswith(".triton") else 6
-        chunk_size = choose_chunk(
-            rows,
-            vocab * (hidden.element_size() + 4 * copies),
-            vocab * hidden.shape[-1] * 4 if accumulates else 0,
-            max_scratch_bytes,
-        )
-    elif not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size!r} must be 1 or more rows")
-    rows_hidden, rows_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+    if reduction == "none":
+        return call.token_outputs()
+    dtype = compute_dtype(call.hidden)
+    divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
     with without_autocast(hidden):
-        if reduction == "none":
-            loss, z = _TokenLoss.apply(
-                rows_hidden, weight, bias, rows_targets, class_weights, options, chunk_size, wants
-            )
-            loss = loss.view(targets.shape)
-            return loss, z.view(targets.shape), loss
-        dtype = compute_dtype(hidden)
-        divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
-        loss, z, token_loss = _ReducedLoss.apply(
-            rows_hidden,
-            weight,
-            bias,
-            rows_targets,
+        loss, z, token_loss, *stats = _ReducedLoss.apply(
+            call.hidden,
+            call.weight,
+            call.bias,
+            call.targets,
             divisor,
             class_weights,
             options,
-            chunk_size,
-            wants,
+            call.plan,
+            call.wants,
+            return_token_stats,
         )
-    return loss, z, token_loss.view(targets.shape)
+    return CrossEntropyOutput(loss, z, call.shaped(token_loss), *call.each(stats))

@@ -297,6 +297,32 @@ class CrossEntropyOptions(NamedTuple):
     logit_scale: float = 1.0
 
 
+class TokenStats(NamedTuple):
+    """What is known of each token beside its loss, (rows) each; zeros where it is ignored."""
+
+    log_probs: Tensor  # log softmax(t) at the target, float32, or float64 for float64 logits
+    entropy: Tensor  # of softmax(t) in nats, same dtype
+    correct: Tensor  # bool: no class has a higher logit, nor an equal one and a lower index
+
+    @classmethod
+    def empty(cls, rows: int, logits: Tensor) -> "TokenStats":
+        """Uninitialised memory for the statistics of `rows` tokens, on the device of `logits`."""
+        dtype, device = compute_dtype(logits), logits.device
+        return cls(
+            torch.empty(rows, dtype=dtype, device=device),
+            torch.empty(rows, dtype=dtype, device=device),
+            torch.empty(rows, dtype=torch.bool, device=device),
+        )
+
+
+class StatsScale(NamedTuple):
+    """Upstream gradients of the statistics, (rows) each, and the entropy that the second needs."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    value: Tensor | None  # the entropy itself, from the forward pass
+
+
 def cross_entropy_rows(
     logits: Tensor,
     targets: Tensor,
@@ -305,6 +331,10 @@ def cross_entropy_rows(
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
     in_place: bool,
+    stats: TokenStats | None = None,
+    stats_scale: StatsScale | None = None,
+    first_column: int = 0,
+    vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Loss of each row and, given row_scale, the gradient of sum(row_scale * loss).
 
@@ -314,44 +344,78 @@ def cross_entropy_rows(
 
     Args: logits (rows, vocab); targets (rows) int64; row_scale (rows) or (1,) float32, or None
         for no gradient; lse (rows) from an earlier call, which spares a pass over the logits;
-        class_weights (vocab); in_place overwrites logits with the gradient.
+        class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
+        given, not together with lse; stats_scale adds the gradient of sum(stats_scale.log_probs *
+        log_probs) + sum(stats_scale.entropy * entropy). With first_column and vocab, logits
+        (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
+        lse must be given.
     Returns: loss (rows) with the z-loss included, z-loss (rows), logsumexp of t (rows), gradient
         (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
         with lse given, the first two may be anything.
     """
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
-    vocab = logits.shape[-1]
-    t = logits.to(compute_dtype(logits)) * logit_scale
-    tanh = None
+    columns = logits.shape[-1]
+    vocab = columns if vocab is None else vocab
+    scaled = logits.to(compute_dtype(logits)) * logit_scale
+    t, tanh = scaled, None
     if softcap is not None:
-        tanh = torch.tanh(t / softcap)
+        tanh = torch.tanh(scaled / softcap)
         t = softcap * tanh
-    if lse is None:
-        lse = torch.logsumexp(t, -1)
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
     weights = t.new_ones(vocab) if class_weights is None else class_weights.to(t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
-    loss = target_weight * (lse - t.gather(-1, index[:, None])[:, 0])
-    if label_smoothing:
-        loss = loss + smooth * (lse * weights.sum() - (t * weights).sum(-1))
-    z = z_loss * lse * lse
     nan = torch.where(inside, 0.0, float("nan")).to(t.dtype)
-    loss = torch.where(valid, loss + z + nan, 0.0)
-    z = torch.where(valid, z + nan, 0.0)
+    if lse is not None:
+        loss = z = lse
+    else:
+        lse = torch.logsumexp(t, -1)
+        target_t = t.gather(-1, index[:, None])[:, 0]
+        loss = target_weight * (lse - target_t)
+        if label_smoothing:
+            loss = loss + smooth * (lse * weights.sum() - (t * weights).sum(-1))
+        z = z_loss * lse * lse
+        loss = torch.where(valid, loss + z + nan, 0.0)
+        z = torch.where(valid, z + nan, 0.0)
+        if stats is not None:
+            log_p = t - lse[:, None]
+            p = torch.exp(log_p)
+            entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+            # Compared before the softcap, which may round unequal logits to equal ones.
+            best = scaled.gather(-1, index[:, None])
+            before = torch.arange(columns, device=t.device) < index[:, None]
+            beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
+            stats.log_probs.copy_(torch.where(valid, target_t - lse + nan, 0.0))
+            stats.entropy.copy_(torch.where(valid, entropy + nan, 0.0))
+            stats.correct.copy_(valid & inside & ~beaten)
     if row_scale is None:
         return loss, z, lse, None
 
-    scale = torch.where(valid, row_scale.to(t.dtype) + nan, 0.0)[:, None]
-    softmax_factor = target_weight + smooth * weights.sum() + 2 * z_loss * lse
-    grad = torch.exp(t - lse[:, None]) * softmax_factor[:, None]
-    grad = grad.scatter_add(-1, index[:, None], -target_weight[:, None])
+    scale = torch.where(valid, row_scale.to(t.dtype) + nan, 0.0)
+    at_target = -target_weight * scale
+    factor = (target_weight + smooth * weights.sum() + 2 * z_loss * lse) * scale
+    if stats_scale is not None and stats_scale.log_probs is not None:
+        at_target = at_target + stats_scale.log_probs
+        factor = factor - stats_scale.log_probs
+    p = torch.exp(t - lse[:, None])
+    grad = p * factor[:, None]
+    here = index - first_column
+    mine = (here >= 0) & (here < columns)
+    grad = grad.scatter_add(
+        -1, torch.where(mine, here, 0)[:, None], torch.where(mine, at_target, 0.0)[:, None]
+    )
     if label_smoothing:
-        grad = grad - smooth * weights
+        block = weights[first_column : first_column + columns]
+        grad = grad - (smooth * scale)[:, None] * block
+    if stats_scale is not None and stats_scale.entropy is not None:
+        assert stats_scale.value is not None
+        # p log p is 0 where p is, -infinity or not.
+        above = torch.where(p > 0, p * (t - (lse - stats_scale.value)[:, None]), 0.0)
+        grad = grad - stats_scale.entropy[:, None] * above
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     # An ignored row gets exact zeros even where its logits are not finite.
-    grad = torch.where(valid[:, None], grad * scale * logit_scale, 0.0).to(logits.dtype)
+    grad = torch.where(valid[:, None], grad * logit_scale, 0.0).to(logits.dtype)
     return loss, z, lse, logits.copy_(grad) if in_place else grad

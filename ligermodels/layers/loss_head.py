@@ -11,8 +11,12 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
-from ligermodels.kernels.cross_entropy import check_reduction, loss_divisor
-from ligermodels.kernels.linear_cross_entropy import choose_chunk
+from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, plan_chunks
+from ligermodels.kernels.cross_entropy import (
+    CrossEntropyOutput,
+    check_reduction,
+    loss_divisor,
+)
 from ligermodels.layers.plain import is_plain
 
 LOSS_OPTIONS = frozenset(
@@ -29,7 +33,11 @@ class HeadOutput:
     loss: Tensor  # scalar, or targets' shape with reduction "none"; z-loss included
     z_loss: Tensor  # the z-loss within it, not differentiable
     num_valid: Tensor  # targets that are not ignored, int64 scalar
-    token_loss: Tensor | None = None  # targets' shape, on request, not differentiable
+    # On request, in targets' shape; differentiable with reduction "none" alone.
+    token_loss: Tensor | None = None
+    token_log_probs: Tensor | None = None  # log-probability of the target, 0 where ignored
+    token_entropy: Tensor | None = None  # of the softmax, in nats, 0 where ignored
+    token_correct: Tensor | None = None  # bool: the target has the highest logit
 
 
 # Wrappers look for the tensors of a module's output: FSDP2 hooks its backward to them.
@@ -108,13 +116,20 @@ class LossHead(nn.Module):
                     "model(input_ids, labels=labels), rather than model.head(...)"
                 )
             bias = None if self._tied else self.proj.bias
-            loss, z_loss, token_loss = kernels.linear_cross_entropy(
-                hidden, weight, targets, bias, **options
-            )
+            made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
         else:
-            loss, z_loss, token_loss = self._module_loss(hidden, targets, **options)
+            made = self._module_loss(hidden, targets, **options)
         num_valid = (targets != options.get("ignore_index", -100)).sum()
-        return HeadOutput(loss, z_loss, num_valid, token_loss if return_token_loss else None)
+        token_loss = made.token_loss if return_token_loss or made.log_probs is not None else None
+        return HeadOutput(
+            made.loss,
+            made.z_loss,
+            num_valid,
+            token_loss,
+            made.log_probs,
+            made.entropy,
+            made.correct,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """softcap(logit_scale * projection of hidden): (..., hidden) -> (..., vocab).
@@ -141,7 +156,7 @@ class LossHead(nn.Module):
         chunk_size: int | None = None,
         max_scratch_bytes: int | None = None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> CrossEntropyOutput:
         """The loss through a projection that was swapped: called chunk by chunk, logits made again
         in backward. Its gradients are its own affair, their accumulation autograd's."""
         check_reduction(reduction, normalizer)
@@ -152,21 +167,27 @@ class LossHead(nn.Module):
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"LossHead: chunk_size={chunk_size} must be at least 1")
         rows, row_targets = hidden.flatten(0, -2), targets.flatten()
-        # Logits, their gradient and float32 copies of either.
-        bytes_per_row = self.vocab_size * (2 * hidden.element_size() + 16)
-        chunk = chunk_size or choose_chunk(len(rows), bytes_per_row, 0, max_scratch_bytes)
+        if chunk_size is None:
+            # Logits, their gradient and float32 copies of either.
+            logit_bytes = 2 * hidden.element_size() + 16
+            sizes = Sizes(
+                len(rows), self.vocab_size, logit_bytes, fixed_bytes=TOKEN_BYTES * len(rows)
+            )
+            chunk_size = plan_chunks(sizes, max_scratch_bytes).rows
 
-        def chunk_loss(part: Tensor, part_targets: Tensor) -> tuple[Tensor, Tensor]:
-            return kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
+        def chunk_outputs(part: Tensor, part_targets: Tensor) -> tuple[Tensor | None, ...]:
+            made = kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
+            return made.token_loss, made.z_loss, *made[3:]
 
         parts = [
-            checkpoint(chunk_loss, part, part_targets, use_reentrant=False)
-            for part, part_targets in zip(rows.split(chunk), row_targets.split(chunk))
+            checkpoint(chunk_outputs, part, part_targets, use_reentrant=False)
+            for part, part_targets in zip(rows.split(chunk_size), row_targets.split(chunk_size))
         ]
-        loss = torch.cat([part[0] for part in parts]).view(targets.shape)
-        z_loss = torch.cat([part[1] for part in parts]).view(targets.shape).detach()
+        asked = [x for x in zip(*parts) if x[0] is not None]
+        loss, z_loss, *stats = (torch.cat(x).view(targets.shape) for x in asked)
+        z_loss = z_loss.detach()
         if reduction == "none":
-            return loss, z_loss, loss.detach()
+            return CrossEntropyOutput(loss, z_loss, loss, *stats)
         divisor = loss_divisor(
             targets,
             reduction,
@@ -175,7 +196,10 @@ class LossHead(nn.Module):
             options.get("ignore_index", -100),
             loss.dtype,
         )
-        return loss.sum() / divisor, z_loss.sum() / divisor, loss.detach()
+        stats = [x.detach() for x in stats]
+        return CrossEntropyOutput(
+            loss.sum() / divisor, z_loss.sum() / divisor, loss.detach(), *stats
+        )
 
 
 def _is_distributed(tensor: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy
-from ligermodels.kernels.linear_cross_entropy import DEFAULT_LOGITS_BYTES, choose_chunk
+from ligermodels.kernels.chunks import Plan
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 from tests.kernels.conftest import INTERPRETING
@@ -106,7 +106,7 @@ def test_accumulation_steps_with_one_normalizer(place, weighted) -> None:
     hidden, weight, targets, bias = (made[k] for k in ("hidden", "weight", "targets", "bias"))
     valid = targets != -100
     total = valid.sum() if weights is None else weights[targets[valid]].sum()
-    whole, _, _ = linear_cross_entropy(hidden, weight, targets, bias, class_weights=weights)
+    whole, *_ = linear_cross_entropy(hidden, weight, targets, bias, class_weights=weights)
     expected = torch.autograd.grad(whole, (hidden, weight, bias))
     halves = [
         linear_cross_entropy(
@@ -161,15 +161,15 @@ def test_no_grad(place) -> None:
     expected = linear_cross_entropy(**made)
     with torch.no_grad():
         loss = linear_cross_entropy(**made)
-    for a, b in zip(loss, expected):
+    for a, b in zip(loss[:3], expected):
         assert not a.requires_grad
         torch.testing.assert_close(a, b.detach())
 
 
 def test_third_output_is_the_loss_of_each_token(place) -> None:
     made = on(place, inputs((2, 4)))
-    _, _, token_loss = linear_cross_entropy(**made)
-    expected, _, same = linear_cross_entropy(**made, reduction="none")
+    _, _, token_loss, *_ = linear_cross_entropy(**made)
+    expected, _, same, *_ = linear_cross_entropy(**made, reduction="none")
     assert same is expected
     assert token_loss.shape == (2, 4) and not token_loss.requires_grad
     torch.testing.assert_close(token_loss, expected.detach())
@@ -181,7 +181,7 @@ def test_third_output_is_the_loss_of_each_token(place) -> None:
 def test_all_ignored(place, reduction, chunk_size) -> None:
     made = on(place, inputs())
     made["targets"] = torch.full_like(made["targets"], -100)
-    loss, z_loss, _ = linear_cross_entropy(
+    loss, z_loss, *_ = linear_cross_entropy(
         **made, reduction=reduction, chunk_size=chunk_size, z_loss=0.1, label_smoothing=0.1
     )
     loss.sum().backward()
@@ -197,8 +197,8 @@ def test_twice_over_a_retained_graph(place) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 23, 100])
 def test_any_chunk_gives_the_same(place, chunk_size) -> None:
     whole, parts = on(place, inputs(name="z-loss")), on(place, inputs(name="z-loss"))
-    expected, _, expected_tokens = linear_cross_entropy(**whole)
-    loss, _, tokens = linear_cross_entropy(**parts, chunk_size=chunk_size)
+    expected, _, expected_tokens, *_ = linear_cross_entropy(**whole)
+    loss, _, tokens, *_ = linear_cross_entropy(**parts, chunk_size=chunk_size)
     expected.backward()
     loss.backward()
     tolerance = 1e-2 if place.dtype == torch.bfloat16 else 1e-5
@@ -244,79 +244,141 @@ def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
 def test_target_out_of_range_is_nan_on_a_gpu(target) -> None:
     made = {k: v.cuda() for k, v in inputs().items()}
     made["targets"][4] = target
-    loss, _, tokens = linear_cross_entropy(**made)
+    loss, _, tokens, *_ = linear_cross_entropy(**made)
     assert loss.isnan() and tokens[4].isnan() and tokens.isnan().sum() == 1
 
 
-class TestChooseChunk:
-    def test_all_rows_where_they_fit(self) -> None:
-        assert choose_chunk(1000, 10, 10**12, 1000 * 10 + 64 * 1000) == 1000
-        assert choose_chunk(1000, 10, 10**12, None) == 1000
+def spy_on_the_plan(monkeypatch) -> list[Plan]:
+    """The plans of the calls to come."""
+    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    plans: list[Plan] = []
+    inner = module.row_loop
 
-    def test_what_fits_beside_the_accumulator(self) -> None:
-        rows, row, accumulator = 10000, 1000, 5_000_000
-        for budget in (6_000_000, 8_000_000, 9_999_999):
-            chunk = choose_chunk(rows, row, accumulator, budget)
-            assert accumulator + 64 * rows + chunk * row <= budget
-            assert chunk < 128 or chunk % 128 == 0
-            assert accumulator + 64 * rows + (chunk + 128) * row > budget
+    def spy(head, *args, **kwargs):
+        plans.append(head.plan)
+        return inner(head, *args, **kwargs)
 
-    def test_default(self) -> None:
-        """2^30 bytes of logits, whatever the vocabulary; few rows stay one chunk."""
-        for vocab in (32000, 128256, 151936, 256000):
-            for hidden in (576, 4096, 8192):
-                chunk = choose_chunk(10**6, vocab * 2, vocab * hidden * 4, None)
-                assert DEFAULT_LOGITS_BYTES * 0.9 < chunk * vocab * 2 <= DEFAULT_LOGITS_BYTES
-                assert chunk % 128 == 0
-        assert choose_chunk(512, 128256 * 2, 128256 * 4096 * 4, None) == 512
+    monkeypatch.setattr(module, "row_loop", spy)
+    return plans
 
-    def test_not_many_tiny_chunks(self) -> None:
-        """As long as a row of logits is small beside the budget, chunks are large matrices."""
-        assert choose_chunk(65536, 256000 * 2, 256000 * 4096 * 4, None) >= 2048
 
-    def test_too_small_a_budget_names_the_least(self) -> None:
-        rows, row, accumulator = 100, 1000, 50000
-        least = accumulator + 64 * rows + row
-        assert choose_chunk(rows, row, accumulator, least) == 1
-        with pytest.raises(ValueError, match=f"at least {least}$"):
-            choose_chunk(rows, row, accumulator, least - 1)
-
-    def test_a_row_larger_than_the_default_still_works(self) -> None:
-        assert choose_chunk(10, 2**31, 0, None) == 1
-
-    def test_nothing_to_do(self) -> None:
-        assert choose_chunk(0, 1000, 1000, None) == 1
+def least_budget(made: dict, **options) -> int:
+    """The least max_scratch_bytes, as the error names it."""
+    with pytest.raises(ValueError, match="at least") as error:
+        linear_cross_entropy(**made, **options, max_scratch_bytes=1)
+    return int(str(error.value).split()[-1])
 
 
 def test_budget_reaches_the_chunks(place, monkeypatch) -> None:
-    module = import_module("ligermodels.kernels.linear_cross_entropy")
     made = on(place, inputs((40,)))
-    chunks = []
-    inner = module._chunks
-
-    def spy(*args):
-        chunks.append(args[8])
-        return inner(*args)
-
-    monkeypatch.setattr(module, "_chunks", spy)
-    with pytest.raises(ValueError, match="at least") as error:
-        linear_cross_entropy(**made, max_scratch_bytes=1)
-    least = int(str(error.value).split()[-1])
+    plans = spy_on_the_plan(monkeypatch)
+    least = least_budget(made)
+    with pytest.raises(ValueError, match="at least"):
+        linear_cross_entropy(**made, max_scratch_bytes=least - 1)
     linear_cross_entropy(**made, max_scratch_bytes=least)
     linear_cross_entropy(**made, max_scratch_bytes=2**40)
     linear_cross_entropy(**made, max_scratch_bytes=1, chunk_size=9)
-    assert chunks == [1, 40, 9]
+    assert plans[0].rows == 1 and plans[0].columns is not None
+    assert plans[1:] == [Plan(40), Plan(9)]
+
+
+BUDGETS = [0, 300, 1500, 4000]  # above the least
+
+
+@pytest.mark.parametrize("extra", BUDGETS)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_budgets_without_an_accumulator(place, monkeypatch, name, reduction, extra) -> None:
+    """The weight gradient block by block of the vocabulary: the same results, every option."""
+    made = inputs(name=name)
+    budget = least_budget(on(place, made), reduction=reduction) + extra
+    plans = spy_on_the_plan(monkeypatch)
+    made |= {"reduction": reduction, "max_scratch_bytes": budget}
+    compare(ours, formula, made, place, constant=CONSTANT)
+    assert all(plan.columns is not None for plan in plans)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("frozen", [("hidden",), ("bias",), ("hidden", "bias")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_frozen_without_an_accumulator(place, frozen, reduction, bias) -> None:
+    made = inputs(bias=bias)
+    if not bias:
+        frozen = tuple(name for name in frozen if name != "bias")
+    leaves = on(place, made)
+    for key in frozen:
+        leaves[key].requires_grad_(False)
+    made |= {
+        "reduction": reduction,
+        "max_scratch_bytes": least_budget(leaves, reduction=reduction) + 500,
+    }
+    compare(ours, formula, made, place, frozen=frozen)
+
+
+@pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("hidden", "weight")], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_products_made_without_an_accumulator(place, frozen, reduction) -> None:
+    """One product more, for the logits of the second loop."""
+    made = on(place, inputs(bias=False))
+    for name in frozen:
+        made[name].requires_grad_(False)
+    options = {"reduction": reduction}
+    options["max_scratch_bytes"] = least_budget(made, **options)
+    with FlopCounterMode(display=False) as counter:
+        loss, *_ = linear_cross_entropy(**made, **options)
+        if loss.requires_grad:
+            loss.sum().backward()
+    products = {
+        ("mean", ()): 4,
+        ("mean", ("hidden",)): 3,
+        ("mean", ("weight",)): 2,
+        ("none", ()): 5,
+        ("none", ("hidden",)): 3,
+        ("none", ("weight",)): 3,
+    }.get((reduction, frozen), 1)
+    assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB
+
+
+def test_products_of_several_chunks(place) -> None:
+    """Three, whether they are summed in torch's own product or in a registered op."""
+    made = on(place, inputs(bias=False))
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(**made, chunk_size=9)[0].backward()
+    assert counter.get_total_flops() == 3 * 2 * ROWS * WIDTH * VOCAB
+
+
+def test_registered_products(place) -> None:
+    """The ops as torch.library wants them, and their results in float32."""
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.float64 if place.dtype == torch.float64 else torch.float32
+    total = random(5, 3, seed=4).to(place.device, wide)
+    ops = torch.ops.ligermodels
+    torch.library.opcheck(ops.wide_product, (a, b))
+    torch.library.opcheck(ops.accumulate_product, (total.clone(), a, b))
+    expected = a.to(wide) @ b.to(wide)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    product = ops.wide_product(a, b)
+    assert product.dtype == wide
+    torch.testing.assert_close(product, expected, **tolerance)
+    before = total.clone()
+    ops.accumulate_product(total, a, b)
+    torch.testing.assert_close(total, before + expected, **tolerance)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("cut", ["rows", "columns"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_compiled_equals_eager(place, name, reduction) -> None:
+def test_compiled_equals_eager(place, name, reduction, cut) -> None:
     """torch.compile(fullgraph=True), with ignored targets among the rows, in several chunks."""
     if place.dtype == torch.float64:
         pytest.skip("float32 tells")
     torch._dynamo.reset()
-    options = {"reduction": reduction, "chunk_size": 9}
+    options = {"reduction": reduction}
+    if cut == "rows":
+        options["chunk_size"] = 9
+    else:
+        options["max_scratch_bytes"] = 4000 + least_budget(on(place, inputs(name=name)), **options)
     results = []
     backend = "inductor" if place.device == "cuda" else "aot_eager"
     for function in (ours, torch.compile(ours, fullgraph=True, backend=backend)):

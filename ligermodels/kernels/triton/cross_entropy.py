@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
 from ligermodels.kernels.settings import launch
 
 
@@ -39,6 +39,13 @@ def cross_entropy_kernel(
     lse_ptr,
     grad_ptr,
     grad_stride,
+    log_prob_ptr,
+    entropy_ptr,
+    correct_ptr,
+    log_prob_scale_ptr,
+    entropy_scale_ptr,
+    columns,
+    first_column,
     vocab,
     ignore_index,
     label_smoothing,
@@ -46,13 +53,19 @@ def cross_entropy_kernel(
     softcap,
     logit_scale,
     HAS_LSE: tl.constexpr,
+    WANT_STATS: tl.constexpr,
     WANT_GRAD: tl.constexpr,
+    HAS_LOG_PROB_SCALE: tl.constexpr,
+    HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss, z-loss and logsumexp of one row a program, and its gradient."""
+    """Loss, z-loss and logsumexp of one row a program, its statistics, and its gradient.
+
+    The logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
+    """
     # torch.compile passes Python floats as float64.
     label_smoothing = tl.cast(label_smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
@@ -81,16 +94,28 @@ def cross_entropy_kernel(
         highest = tl.full((BLOCK,), -infinity, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
+        below = tl.zeros((BLOCK,), tl.float32)  # sum of exp(t - highest) * (t - highest)
+        beaten = tl.zeros((BLOCK,), tl.int32)
         # Read before the reductions below, whose barriers keep it ahead of every write in place.
-        target_t = _transform(tl.load(logits_ptr + index), softcap, logit_scale, HAS_SOFTCAP)
-        for start in range(0, vocab, BLOCK):
+        target_logit = tl.load(logits_ptr + index)
+        target_t = _transform(target_logit, softcap, logit_scale, HAS_SOFTCAP)
+        target_scaled = target_logit.to(tl.float32) * logit_scale
+        for start in range(0, columns, BLOCK):
             at = start + column
-            mask = at < vocab
+            mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=-infinity)
             t = _transform(logits, softcap, logit_scale, HAS_SOFTCAP)
             t = tl.where(mask, t, -infinity)
             new = tl.maximum(highest, t)
             shift = tl.where(new == -infinity, 0.0, new)
+            if WANT_STATS:
+                rise = tl.where(highest == -infinity, 0.0, highest - shift)
+                gap = tl.where(t == -infinity, 0.0, t - shift)
+                below = tl.exp(rise) * (below + rise * total) + tl.exp(t - shift) * gap
+                # Compared before the softcap, which may round unequal logits to equal ones.
+                scaled = logits.to(tl.float32) * logit_scale
+                wins = (scaled > target_scaled) | ((scaled == target_scaled) & (at < index))
+                beaten |= tl.where(mask & wins, 1, 0)
             total = total * tl.exp(highest - shift) + tl.exp(t - shift)
             highest = new
             if HAS_SMOOTHING:
@@ -98,7 +123,8 @@ def cross_entropy_kernel(
                     t *= tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 weighted += tl.where(mask, t, 0.0)
         top = tl.max(highest, 0)
-        lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+        total_sum = tl.sum(total * tl.exp(highest - top), 0)
+        lse = top + tl.log(total_sum)
         loss = target_weight * (lse - target_t)
         if HAS_SMOOTHING:
             loss += smooth * (lse * weight_sum - tl.sum(weighted, 0))
@@ -106,23 +132,41 @@ def cross_entropy_kernel(
         tl.store(lse_ptr + row, lse)
         tl.store(loss_ptr + row, tl.where(valid, loss + z + poison, 0.0))
         tl.store(z_loss_ptr + row, tl.where(valid, z + poison, 0.0))
+        if WANT_STATS:
+            log_prob = target_t - lse + poison
+            tl.store(log_prob_ptr + row, tl.where(valid, log_prob, 0.0))
+            rise = tl.where(highest == -infinity, 0.0, highest - top)
+            below_sum = tl.sum(tl.exp(rise) * (below + rise * total), 0)
+            entropy = tl.log(total_sum) - below_sum / total_sum + poison
+            tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0))
+            correct = valid & inside & (tl.max(beaten, 0) == 0) & (target_scaled == target_scaled)
+            tl.store(correct_ptr + row, correct)
 
     if WANT_GRAD:
         grad_ptr += row * grad_stride
         scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32) * logit_scale
         scale = tl.where(valid, scale + poison, 0.0)
         factor = target_weight + smooth * weight_sum + 2.0 * z_loss * lse
-        for start in range(0, vocab, BLOCK):
+        if HAS_LOG_PROB_SCALE:
+            log_prob_scale = tl.load(log_prob_scale_ptr + row).to(tl.float32) * logit_scale
+        if HAS_ENTROPY_SCALE:
+            entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
+            entropy = tl.load(entropy_ptr + row)
+        here = index - first_column  # outside [0, columns) where another block has the target
+        if HAS_WEIGHTS:
+            class_weights_ptr += first_column
+        for start in range(0, columns, BLOCK):
             at = start + column
-            mask = at < vocab
+            mask = at < columns
             t = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32) * logit_scale
             slope = tl.full((BLOCK,), 1.0, tl.float32)
             if HAS_SOFTCAP:
                 tanh = _tanh(t / softcap)
                 slope = 1.0 - tanh * tanh
                 t = softcap * tanh
-            grad = tl.exp(t - lse) * factor
-            grad -= tl.where(at == index, target_weight, 0.0)
+            p = tl.exp(t - lse)
+            grad = p * factor
+            grad -= tl.where(at == here, target_weight, 0.0)
             if HAS_SMOOTHING:
                 if HAS_WEIGHTS:
                     grad -= smooth * tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(
@@ -130,8 +174,14 @@ def cross_entropy_kernel(
                     )
                 else:
                     grad -= smooth
+            grad *= scale
+            if HAS_LOG_PROB_SCALE:
+                grad += log_prob_scale * (tl.where(at == here, 1.0, 0.0) - p)
+            if HAS_ENTROPY_SCALE:
+                # p log p is 0 where p is, -infinity or not.
+                grad -= entropy_scale * tl.where(p > 0.0, p * (t - lse + entropy), 0.0)
             # An ignored row gets exact zeros even where its logits are not finite.
-            grad = tl.where(valid, grad * slope * scale, 0.0)
+            grad = tl.where(valid, grad * slope, 0.0)
             tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
@@ -143,15 +193,20 @@ def cross_entropy_rows(
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
     in_place: bool,
+    stats: TokenStats | None = None,
+    stats_scale: StatsScale | None = None,
+    first_column: int = 0,
+    vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`reference.cross_entropy_rows` on the GPU."""
     if logits.stride(-1) != 1:
         logits, in_place = logits.contiguous(), False
-    rows, vocab = logits.shape
+    rows, columns = logits.shape
+    vocab = columns if vocab is None else vocab
     have_lse = lse is not None
     if lse is None:
         lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
+    loss, z_loss = (lse, lse) if have_lse else (torch.empty_like(lse), torch.empty_like(lse))
     grad = None
     if row_scale is not None:
         grad = logits if in_place else torch.empty_like(logits)
@@ -161,7 +216,12 @@ def cross_entropy_rows(
     if class_weights is not None:
         class_weights = class_weights.contiguous()
         weight_sum = class_weights.sum(dtype=torch.float32)
-    block, num_warps, num_stages = launch("cross_entropy", vocab)
+    log_prob_scale = entropy_scale = entropy = None
+    if stats_scale is not None:
+        log_prob_scale, entropy_scale, entropy = stats_scale
+    elif stats is not None:
+        entropy = stats.entropy
+    block, num_warps, num_stages, *_ = launch("cross_entropy", columns)
     cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),
@@ -175,6 +235,13 @@ def cross_entropy_rows(
         lse,
         logits if grad is None else grad,
         (logits if grad is None else grad).stride(0),
+        lse if stats is None else stats.log_probs,
+        lse if entropy is None else entropy,
+        lse if stats is None else stats.correct,
+        lse if log_prob_scale is None else log_prob_scale.contiguous(),
+        lse if entropy_scale is None else entropy_scale.contiguous(),
+        columns,
+        first_column,
         vocab,
         options.ignore_index,
         options.label_smoothing,
@@ -182,7 +249,10 @@ def cross_entropy_rows(
         options.softcap or 1.0,
         options.logit_scale,
         HAS_LSE=have_lse,
+        WANT_STATS=stats is not None,
         WANT_GRAD=grad is not None,
+        HAS_LOG_PROB_SCALE=log_prob_scale is not None,
+        HAS_ENTROPY_SCALE=entropy_scale is not None,
         HAS_WEIGHTS=class_weights is not None,
         HAS_SMOOTHING=options.label_smoothing > 0,
         HAS_SOFTCAP=options.softcap is not None,

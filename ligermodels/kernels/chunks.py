@@ -1,0 +1,94 @@
+"""How the loss head is cut: how many logits exist at once, from the sizes and a byte budget."""
+
+from typing import NamedTuple
+
+DEFAULT_LOGITS_BYTES = 2**30
+"""Default scratch for logits; the float32 accumulator of the weight gradient comes on top."""
+
+MIN_ACCUMULATED_ROWS = 768
+"""Fewest rows a chunk must have for accumulating the weight gradient to beat recomputing logits.
+
+Adding a chunk of c rows reads and writes the accumulator, 8 * vocab * in bytes; making its logits
+again costs 2 * c * vocab * in operations. At 4.3 TB/s and 700 TFLOP/s they are equal at c = 650.
+"""
+
+TOKEN_BYTES = 64
+"""Scratch for each token: loss, z-loss, logsumexp, masks, float32 or int64, joined from parts."""
+
+
+class Sizes(NamedTuple):
+    """What a loss head needs memory for."""
+
+    rows: int  # tokens that logits are made for
+    vocab: int
+    logit_bytes: int  # for each logit of a chunk
+    hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
+    accumulator_bytes: int = 0  # float32 weight gradient; 0 where none is wanted
+    held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
+    fixed_bytes: int = 0  # whatever the chunk
+
+
+class Plan(NamedTuple):
+    """How a loss head is cut.
+
+    Without `columns` the weight gradient is summed over the chunks of rows. With it, the rows pass
+    first without it; then a second loop makes it for `columns` classes at a time from the logits
+    of `column_rows` rows at a time.
+    """
+
+    rows: int
+    columns: int | None = None
+    column_rows: int = 0
+
+
+def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
+    """Cut a loss head so that it stays within its budget.
+
+    One chunk where all rows fit; else chunks beside an accumulator where they are large enough to
+    be worth it; else two loops. By default (None), chunks of `DEFAULT_LOGITS_BYTES`, or one chunk
+    whose logits take up to twice the accumulator.
+
+    Raises:
+        ValueError: the budget does not hold a row and a column of logits; says what would.
+    """
+    rows, vocab, logit_bytes, hidden_bytes, accumulator_bytes, held_bytes, fixed_bytes = sizes
+    # The hidden states of a chunk and their gradient.
+    row_bytes = vocab * logit_bytes + 2 * hidden_bytes
+    if max_scratch_bytes is None:
+        default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
+        if rows * row_bytes <= default:
+            return Plan(max(rows, 1))
+        return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
+
+    free = max_scratch_bytes - fixed_bytes
+    least = row_bytes
+    if accumulator_bytes:
+        # One column of one row, gathered, and of the float32 sum over the rows.
+        column_bytes = accumulator_bytes // vocab
+        least = max(least, logit_bytes + hidden_bytes + column_bytes)
+    if free < (least if rows else 0):
+        raise ValueError(
+            f"linear_cross_entropy: max_scratch_bytes={max_scratch_bytes} is too small for "
+            f"{rows} tokens; it must hold a row of logits and {fixed_bytes} bytes beside it: "
+            f"at least {fixed_bytes + least}"
+        )
+    if max(rows * row_bytes, held_bytes) <= free:
+        return Plan(max(rows, 1))
+    beside = (free - accumulator_bytes) // row_bytes
+    if not accumulator_bytes or beside >= MIN_ACCUMULATED_ROWS:
+        return Plan(_even(beside))
+
+    column_rows = rows
+    while True:
+        sum_bytes = column_bytes if column_rows < rows else 0
+        columns = (free - column_rows * hidden_bytes) // (column_rows * logit_bytes + sum_bytes)
+        if columns >= min(128, vocab) or column_rows == 1:
+            break
+        column_rows = -(-column_rows // 2)
+    return Plan(min(_even(free // row_bytes), rows), min(_even(columns), vocab), column_rows)
+
+
+def _even(length: int) -> int:
+    """Rounded down to what matrix products like: a multiple of 128, of 8 where it is shorter."""
+    step = 128 if length >= 128 else 8 if length >= 8 else 1
+    return length - length % step

@@ -1,0 +1,241 @@
+"""The loops of the loss head: over rows of tokens, and over columns of the vocabulary."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ligermodels.kernels.backend import select
+from ligermodels.kernels.chunks import Plan
+from ligermodels.kernels.reference import (
+    CrossEntropyOptions,
+    StatsScale,
+    TokenStats,
+    compute_dtype,
+)
+
+
+class Head(NamedTuple):
+    """A linear head and the tokens it is asked about."""
+
+    hidden: Tensor  # (positions, in)
+    weight: Tensor  # (vocab, in)
+    bias: Tensor | None  # (vocab)
+    targets: Tensor  # (rows) int64
+    class_weights: Tensor | None  # (vocab)
+    options: CrossEntropyOptions
+    plan: Plan
+
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """The logits of some rows of hidden for some classes."""
+        bias = None if self.bias is None else self.bias[columns]
+        return F.linear(hidden, self.weight[columns], bias)
+
+
+class Wants(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Upstream(NamedTuple):
+    """Gradients with respect to what the head says of each row; `loss` may be one for all."""
+
+    loss: Tensor  # (rows) or (1,)
+    stats: StatsScale | None = None
+
+    def part(self, rows: slice) -> "Upstream":
+        """Those of some rows."""
+        loss = self.loss if self.loss.numel() == 1 else self.loss[rows]
+        if self.stats is None:
+            return Upstream(loss)
+        return Upstream(loss, StatsScale(*(None if x is None else x[rows] for x in self.stats)))
+
+
+class Rows(NamedTuple):
+    """What the row loop makes; each gradient is None unless it is wanted and made there."""
+
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+def row_loop(
+    head: Head,
+    wants: Wants,
+    upstream: Upstream | None = None,
+    lse: Tensor | None = None,
+    stats: TokenStats | None = None,
+) -> Rows:
+    """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients.
+
+    With an lse from an earlier pass the losses may be anything. The weight gradient comes in the
+    weight's dtype from a single chunk and as a float32 sum from several; where the plan has
+    columns, it and the bias's are left to `column_loop`. stats is filled where given.
+    """
+    hidden, weight, targets = head.hidden, head.weight, head.targets
+    rows, chunk, everything = len(targets), head.plan.rows, slice(None)
+    ops, dtype = select(hidden), compute_dtype(hidden)
+    if head.plan.columns is not None:
+        wants = Wants(wants.hidden, False, False)
+    if upstream is None or not any(wants):
+        upstream, wants = None, Wants(False, False, False)
+    grad_hidden = grad_weight = grad_bias = None
+    if wants.hidden:
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if wants.weight and rows == 0:
+        grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    if wants.bias:
+        grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
+    losses, z_losses, lses = [], [], []
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        part_hidden = hidden[part]
+        logits = head.logits(part_hidden, everything)
+        scale = None if upstream is None else upstream.part(part)
+        loss, z_loss, part_lse, grad = ops.cross_entropy_rows(
+            logits,
+            targets[part],
+            None if scale is None else scale.loss,
+            None if lse is None else lse[part],
+            head.class_weights,
+            head.options,
+            True,
+            stats=None if stats is None else TokenStats(*(x[part] for x in stats)),
+            stats_scale=None if scale is None else scale.stats,
+        )
+        losses.append(loss)
+        z_losses.append(z_loss)
+        lses.append(part_lse)
+        if grad is not None:
+            if grad_hidden is not None:
+                _product_into(grad_hidden, part, grad, weight)
+            if wants.weight and chunk >= rows:
+                grad_weight = grad.t() @ part_hidden
+            elif wants.weight:
+                grad_weight = add_product(grad_weight, grad.t(), part_hidden)
+            if grad_bias is not None:
+                grad_bias = grad_bias + grad.sum(0, dtype=dtype)
+        del logits, grad  # before the next chunk's logits are made
+
+    def join(parts: list[Tensor]) -> Tensor:
+        if not parts:
+            return torch.zeros(0, dtype=dtype, device=hidden.device)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    made = join(losses), join(z_losses), join(lses)
+    return Rows(*made, grad_hidden, grad_weight, grad_bias)
+
+
+def column_loop(
+    head: Head, wants: Wants, upstream: Upstream, lse: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Block of classes by block of classes: the gradients of weight and bias, in their dtypes.
+
+    The logits are made once more. No accumulator of the weight's size: a block is finished before
+    the next begins.
+    """
+    hidden, weight, targets = head.hidden, head.weight, head.targets
+    rows, vocab = len(targets), len(weight)
+    _, columns, chunk = head.plan
+    assert columns is not None, "the plan has no column loop"
+    ops, dtype = select(hidden), compute_dtype(hidden)
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    grad_bias = None
+    if wants.bias and head.bias is not None:
+        grad_bias = torch.empty_like(head.bias, memory_format=torch.contiguous_format)
+    for first in range(0, vocab, columns):
+        block = slice(first, min(first + columns, vocab))
+        total = bias_total = None
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            part_hidden = hidden[part]
+            logits = head.logits(part_hidden, block)
+            scale = upstream.part(part)
+            *_, grad = ops.cross_entropy_rows(
+                logits,
+                targets[part],
+                scale.loss,
+                lse[part],
+                head.class_weights,
+                head.options,
+                True,
+                stats_scale=scale.stats,
+                first_column=first,
+                vocab=vocab,
+            )
+            if chunk >= rows:
+                _product_into(grad_weight, block, grad.t(), part_hidden)
+            else:
+                total = add_product(total, grad.t(), part_hidden)
+            if grad_bias is not None:
+                part_bias = grad.sum(0, dtype=dtype)
+                bias_total = part_bias if bias_total is None else bias_total + part_bias
+            del logits, grad  # before the next block's logits are made
+        if total is not None:
+            grad_weight[block] = total
+        if grad_bias is not None and bias_total is not None:
+            grad_bias[block] = bias_total
+    return grad_weight, grad_bias
+
+
+def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
+    """out[rows] = a @ b without a copy of the product, which eager PyTorch would keep beside it."""
+    if torch.compiler.is_compiling():
+        out[rows] = a @ b
+    else:
+        torch.mm(a, b, out=out[rows])
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, in place, or the product alone; summed in float32 (float64 for float64)."""
+    if total is None:
+        return _wide_product(a, b)
+    _accumulate_product(total, a, b)
+    return total
+
+
+# Registered ops because torch.compile cannot trace products with an `out_dtype`.
+
+
+@torch.library.custom_op("ligermodels::wide_product", mutates_args=())
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, the products of low-precision a and b summed and kept in float32."""
+    dtype = compute_dtype(a)
+    if a.dtype != dtype and a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+@_wide_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=compute_dtype(a))
+
+
+@torch.library.custom_op("ligermodels::accumulate_product", mutates_args=("total",))
+def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, the products of low-precision a and b summed in total's dtype."""
+    if a.dtype != total.dtype and total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+# FLOP counters see the op, not the product within.
+
+
+@register_flop_formula(torch.ops.ligermodels.wide_product)
+def _wide_product_flop(a: torch.Size, b: torch.Size, **_: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@register_flop_formula(torch.ops.ligermodels.accumulate_product)
+def _accumulate_product_flop(_: torch.Size, a: torch.Size, b: torch.Size, **__: object) -> int:
+    return 2 * a[0] * a[1] * b[1]

@@ -1,0 +1,125 @@
+"""The arithmetic of cutting a loss head: within the budget, and in pieces worth having."""
+
+from __future__ import annotations
+
+import pytest
+
+from ligermodels.kernels.chunks import (
+    DEFAULT_LOGITS_BYTES,
+    MIN_ACCUMULATED_ROWS,
+    Plan,
+    Sizes,
+    plan_chunks,
+)
+
+MIB = 2**20
+
+
+def head(rows: int, width: int, vocab: int, gathered: bool = False) -> Sizes:
+    """A bfloat16 head on a GPU whose weight gradient is wanted."""
+    return Sizes(
+        rows,
+        vocab,
+        logit_bytes=2,
+        hidden_bytes=2 * width if gathered else 0,
+        accumulator_bytes=4 * vocab * width,
+        held_bytes=2 * vocab * width,
+        fixed_bytes=64 * rows,
+    )
+
+
+def scratch(sizes: Sizes, plan: Plan) -> int:
+    """Bytes that a plan takes at the most, counted anew."""
+    vocab, logit, hidden = sizes.vocab, sizes.logit_bytes, sizes.hidden_bytes
+    rows = min(plan.rows, sizes.rows)
+    row_loop = rows * (vocab * logit + 2 * hidden)
+    if plan.columns is not None:
+        wide = sizes.accumulator_bytes // vocab if plan.column_rows < sizes.rows else 0
+        columns = plan.columns * (plan.column_rows * logit + wide) + plan.column_rows * hidden
+        return sizes.fixed_bytes + max(row_loop, columns)
+    if plan.rows < sizes.rows:
+        return sizes.fixed_bytes + row_loop + sizes.accumulator_bytes
+    return sizes.fixed_bytes + max(row_loop, sizes.held_bytes)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("budget", [16, 32, 64, 300, 1000, 3000, 10000])
+@pytest.mark.parametrize("vocab", [32000, 128256, 262208])
+@pytest.mark.parametrize("width", [576, 2304, 16384])
+@pytest.mark.parametrize("rows", [1, 1000, 8192, 131072])
+def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered) -> None:
+    sizes = head(rows, width, vocab, gathered)
+    plan = plan_chunks(sizes, budget * MIB)
+    assert scratch(sizes, plan) <= budget * MIB
+    if plan.columns is not None:
+        # A block is as tall as it may be and no narrower than matrix products like, or all there is
+        assert plan.columns >= 128 or plan.column_rows == 1 or not gathered
+        covered = -(-rows // plan.column_rows) * plan.column_rows
+        assert covered >= rows
+
+
+def test_one_chunk_where_all_rows_fit() -> None:
+    sizes = head(1000, 64, 5000)
+    enough = 64 * 1000 + 2 * 1000 * 5000
+    assert plan_chunks(sizes, enough) == Plan(1000)
+    assert plan_chunks(sizes, enough - 1) != Plan(1000)
+    assert plan_chunks(sizes, None) == Plan(1000)
+
+
+def test_the_gradient_held_for_backward_counts() -> None:
+    """Few rows: their logits are small, but a single chunk holds a whole weight gradient."""
+    sizes = head(16, 4096, 128256)
+    assert plan_chunks(sizes, 100 * MIB).columns is not None
+    assert plan_chunks(sizes._replace(held_bytes=0), 100 * MIB) == Plan(16)
+
+
+def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
+    sizes = head(10000, 512, 32000)
+    worth = sizes.fixed_bytes + sizes.accumulator_bytes + 2 * 32000 * MIN_ACCUMULATED_ROWS
+    assert plan_chunks(sizes, worth) == Plan(MIN_ACCUMULATED_ROWS)
+    assert plan_chunks(sizes, worth - 1).columns is not None
+    for budget in (worth + 10**7, worth + 10**8):
+        plan = plan_chunks(sizes, budget)
+        assert plan.columns is None and plan.rows % 128 == 0
+        assert scratch(sizes, plan) <= budget
+        assert scratch(sizes, Plan(plan.rows + 128)) > budget
+
+
+def test_no_weight_gradient_needs_no_second_loop() -> None:
+    sizes = head(10000, 512, 32000)._replace(accumulator_bytes=0, held_bytes=0)
+    assert plan_chunks(sizes, 64 * 10000 + 2 * 32000 * 5) == Plan(5)
+
+
+def test_default() -> None:
+    """2^30 bytes of logits, whatever the vocabulary; one chunk where that is cheaper."""
+    for vocab in (32000, 128256, 151936, 256000):
+        for width in (576, 4096, 8192):
+            plan = plan_chunks(head(10**6, width, vocab), None)
+            assert plan.columns is None and plan.rows % 128 == 0
+            assert DEFAULT_LOGITS_BYTES * 0.9 < plan.rows * vocab * 2 <= DEFAULT_LOGITS_BYTES
+    assert plan_chunks(head(512, 4096, 128256), None) == Plan(512)
+    # Logits of 3.9 GiB: less than twice the float32 sum of a gradient of 256000 x 2304.
+    assert plan_chunks(head(8192, 2304, 256000), None) == Plan(8192)
+    assert plan_chunks(head(16384, 2304, 256000), None).rows < 8192
+
+
+def test_a_row_larger_than_the_default_still_works() -> None:
+    assert plan_chunks(Sizes(10, 2**30, 2), None) == Plan(1)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("vocab, width", [(1, 1), (3, 2000), (2000, 3), (51, 14)])
+def test_too_small_a_budget_names_the_least(vocab, width, gathered) -> None:
+    sizes = head(100, width, vocab, gathered)
+    with pytest.raises(ValueError, match="at least") as error:
+        plan_chunks(sizes, 1)
+    least = int(str(error.value).split()[-1])
+    plan = plan_chunks(sizes, least)
+    assert plan.rows >= 1 and scratch(sizes, plan) <= least
+    with pytest.raises(ValueError, match=f"at least {least}$"):
+        plan_chunks(sizes, least - 1)
+
+
+def test_nothing_to_do() -> None:
+    assert plan_chunks(head(0, 64, 1000), None) == Plan(1)
+    assert plan_chunks(head(0, 64, 1000), 10**6) == Plan(1)
