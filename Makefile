@@ -3,6 +3,7 @@
 # make lint   ruff and mypy alone
 # make parity run the comparison with transformers and write docs/parity.md
 # make parity-gpu   the same at real vocabulary sizes on a GPU: docs/parity_gpu.md
+# make bench-ops    measure every op beside its peers on a GPU: benchmarks/results/ops.*
 #
 # Each makes .venv first, from constraints.txt. MODEL=<hub id or folder> gives the demo another model;
 # PYTHON=<interpreter> makes the environment with another Python; WORKERS=<n> sets how many
@@ -18,7 +19,7 @@ SMOLLM2 := build/smollm2
 # The last transformers 4, which reads configs spelt the older way: exports must open there, too.
 OLD := build/transformers-4.57.6
 
-.PHONY: demo test lint format parity parity-gpu clean
+.PHONY: demo test lint format parity parity-gpu bench-ops clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -39,6 +40,9 @@ parity: $(VENV)/.test
 
 parity-gpu: $(VENV)/.test
 	$(BIN)/python -m tests.models.parity_table --gpu -n $(WORKERS)
+
+bench-ops: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.ops --sizes all
 
 format: $(VENV)/.test
 	$(BIN)/python -m ruff check --fix .
@@ -65,6 +69,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) -e ".[test]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(PIP) -e ".[bench]"
 	@touch $@
 
 clean:

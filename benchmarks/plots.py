@@ -4,6 +4,7 @@ Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def column_of(implementation: str) -> tuple[str, str]:
         return name, variant
     if name == "liger":
         return "Liger", variant
-    return "other peers", implementation
+    return "other peers", implementation.replace(" (", ", ").rstrip(")")
 
 
 def cells(rows: list[Row], value: Value) -> Row:
@@ -253,7 +254,11 @@ def _finish(axes: Any, title: str, x: str, y: str, ticks: list[float], log_x: bo
     labels = [
         f"{tick / 1024:g}k" if tick >= 1024 and tick % 1024 == 0 else f"{tick:g}" for tick in ticks
     ]
-    axes.set_xticks(ticks, labels, rotation=30 if len(ticks) > 4 else 0)
+    crowded = any(b < 1.3 * a for a, b in itertools.pairwise(ticks)) and log_x
+    if crowded or len(ticks) > 4:
+        axes.set_xticks(ticks, labels, rotation=40 if crowded else 30, ha="right")
+    else:
+        axes.set_xticks(ticks, labels)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=8)
@@ -261,15 +266,16 @@ def _finish(axes: Any, title: str, x: str, y: str, ticks: list[float], log_x: bo
 
 
 def _legend(figure: Any) -> None:
-    """One legend for all panels."""
-    entries: dict[str, Any] = {}
+    """One legend for all panels, one entry for those that look alike."""
+    entries: dict[Any, tuple[Any, str]] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
-            entries.setdefault(label, handle)
-    order = sorted(entries, key=lambda name: (not name.startswith(OURS), name == "ceiling"))
+            entries.setdefault(STYLES.get(label), (handle, label))
+    order = sorted(
+        entries.values(), key=lambda entry: (not entry[1].startswith(OURS), entry[1] == "ceiling")
+    )
     figure.legend(
-        [entries[name] for name in order],
-        order,
+        *zip(*order),
         loc="outside lower center",
         ncols=min(len(order), 6),
         fontsize=9,
@@ -386,9 +392,10 @@ def _draw_budget(axes: Any, result: Row) -> None:
     for row, point in zip(ours, points):
         budget = row["sizes"]["max_scratch_bytes"]
         name = "default" if budget is None else f"{budget >> 20} MiB"
-        axes.annotate(name, point, textcoords="offset points", xytext=(4, 6), fontsize=7)
+        offset = (-14, -14) if budget is None else (-10, 8)
+        axes.annotate(name, point, textcoords="offset points", xytext=offset, fontsize=7)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_title("8192 x 4096 x 128256, max_scratch_bytes", fontsize=10)
     axes.set_xlabel("scratch GB, measured", fontsize=9)
     axes.set_ylabel("ms", fontsize=9)
