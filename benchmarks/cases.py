@@ -512,8 +512,8 @@ MIB = 2**20
 
 OPS = {
     "rms_norm": _norm(rms_norm, [2048, 4096, 8192], [1, 16, 256, 2048, 131072]),
-    "add_rms_norm": _norm(add_rms_norm, [4096], [1, 16, 256, 2048, 131072]),
-    "layer_norm": _norm(layer_norm, [4096], [1, 16, 256, 2048, 131072]),
+    "add_rms_norm": _norm(add_rms_norm, [4096], []),
+    "layer_norm": _norm(layer_norm, [4096], []),
     "add_layer_norm": Op(
         add_layer_norm, {"rows": 16, "width": 1024}, _sizes("rows width", (16384, 4096)), []
     ),

@@ -9,6 +9,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,8 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def training_call(
     implementation: Implementation, random: Random
-) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]:
-    """Forward + backward as a call that returns outputs and gradients, and the call's inputs.
+) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor], list[Tensor]]:
+    """Forward + backward as a call that returns outputs and gradients; inputs; upstream gradients.
 
     Upstream gradients are random, and one for a loss that is a single number, as in training.
     """
@@ -58,7 +59,7 @@ def training_call(
         results = as_tuple(implementation.function(*inputs))
         return *results, *torch.autograd.grad(results, inputs, upstream)
 
-    return run, inputs
+    return run, inputs, upstream
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -67,11 +68,14 @@ def storage_bytes(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def measure_call(run: Callable[[], Any], inputs: list[Tensor]) -> Row:
-    """Time of a call that has run before, the memory it adds, and how much of it is scratch."""
+def measure_call(run: Callable[[], Any], held: list[Tensor]) -> Row:
+    """Time of a call that has run before, the memory it adds, and how much of it is scratch.
+
+    held: what exists before the call; a result there is in place, or a view, and costs nothing.
+    """
     made = storage_bytes(as_tuple(run()))
-    for address in storage_bytes(inputs):
-        made.pop(address, None)  # an output in place, or a view of an input
+    for address in storage_bytes(held):
+        made.pop(address, None)
     peak = peak_bytes(run)
     return {
         **device_time(run),
@@ -82,8 +86,8 @@ def measure_call(run: Callable[[], Any], inputs: list[Tensor]) -> Row:
 
 def measure(implementation: Implementation, random: Random, forward_too: bool) -> Row:
     """Forward alone, as in evaluation, and forward + backward."""
-    run, inputs = training_call(implementation, random)
-    row = {"forward + backward": measure_call(run, inputs)}
+    run, inputs, upstream = training_call(implementation, random)
+    row = {"forward + backward": measure_call(run, inputs + upstream)}
     if forward_too:
         detached = [tensor.detach() for tensor in inputs]
 
@@ -97,7 +101,7 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
 
 
 def host_time(implementation: Implementation, random: Random) -> Row:
-    run, _ = training_call(implementation, random)
+    run, *_ = training_call(implementation, random)
     host_microseconds(run, repeats=20)
     return {"host us": host_microseconds(run, repeats=100)}
 
@@ -160,7 +164,11 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         part.write_text(json.dumps(result))
         print(progress(row), flush=True)
 
-    for sizes in entry.table + (entry.sweep if all_sizes else []):
+    points = entry.table + (entry.sweep if all_sizes else [])
+    # The largest last: a crash there, as of an index beyond 32 bits, would end the process.
+    for sizes in sorted(
+        points, key=lambda sizes: math.prod(value or 1 for value in sizes.values())
+    ):
         random = Random()
         case = entry.build(random, **sizes)
         products: list[float] = []
@@ -249,8 +257,8 @@ def run_workers(
             result = json.loads(parts[op].read_text()) if parts[op].exists() else {"rows": []}
             result["seconds"] = time.perf_counter() - began
             if fault:
-                print(f"  {op}: {fault}", flush=True)
                 result["error"] = fault
+            print(f"{op}: {fault or 'done'}, {result['seconds']:.0f} s", flush=True)
             yield op, result
     finally:
         for process in (worker, waiting):
@@ -280,7 +288,7 @@ def main() -> None:
         default="table",
         help="table: those of ops.md; all: those of the plots, too",
     )
-    parser.add_argument("--timeout", type=float, default=150, help="seconds an op may take")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds an op may take")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     everything = arguments.sizes == "all"

@@ -110,10 +110,10 @@ def test_what_is_not_installed_is_absent():
 
 def test_scalars_get_an_upstream_gradient_of_one():
     case = OPS["cross_entropy"].build(Random("cpu", torch.float32), rows=3, vocab=5)
-    run, (logits,) = training_call(case.implementation("ligermodels"), Random("cpu"))
+    run, (logits,), (upstream,) = training_call(case.implementation("ligermodels"), Random("cpu"))
     loss, gradient = run()
     (expected,) = torch.autograd.grad(case.implementations["eager"](logits), logits)
-    assert loss.dim() == 0
+    assert loss.dim() == 0 and upstream == 1
     torch.testing.assert_close(gradient, expected)
 
 

@@ -98,6 +98,7 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
     rows = json.loads(part.read_text())["rows"]
     names = list(build(Random("cpu", torch.float32), **table).implementations)
     assert [row["implementation"] for row in rows] == names * 3
+    # The smallest first, then the host's.
     assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep, table]
     for row in rows:
         if row["implementation"].startswith(("liger (", "cce")) or row["implementation"] == "liger":

@@ -80,7 +80,7 @@ def test_the_table_has_a_line_for_each_size_and_a_cell_for_each_peer(result):
     }
     by_size = {(line["op"], line["size"]): line for line in lines}
     head = by_size["linear CE", "8192 x 4096 x 128256"]
-    assert head["other peers"].startswith("absent (torch linear_cross_entropy), 7 (cce (filtered))")
+    assert head["other peers"].startswith("absent (torch linear_cross_entropy), 7 (cce, filtered)")
     assert head["Liger"] == "5 (bf16 sum), 6 (float32 sum)"
     assert ("linear log-probs", "8192 x 4096 x 128256, entropy") in by_size
     assert by_size["add + LayerNorm", "16384 x 4096"]["Liger"] == ""
