@@ -144,6 +144,41 @@ def cross_entropy(
     return loss.sum() / divisor, z.sum() / divisor
 
 
+def token_stats(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    **_,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy, and whether the target is the argmax."""
+    scaled = widened(logits) * logit_scale
+    t = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+    valid = targets != ignore_index
+    index = torch.where(valid, targets, 0)
+    log_p = torch.log_softmax(t, -1)
+    entropy = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(-1)
+    picked = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    correct = (scaled.argmax(-1) == index) & valid
+    zero = torch.zeros_like(picked)
+    return torch.where(valid, picked, zero), torch.where(valid, entropy, zero), correct
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    entropy: bool = False,
+    **options,
+) -> tuple[Tensor, ...]:
+    made = token_stats(F.linear(hidden, weight, bias), targets, **options)
+    return made[:2] if entropy else made[:1]
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
