@@ -1,6 +1,7 @@
 """The head: hidden states in, a loss out, logits only where they are asked for by name."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,14 @@ from ligermodels.kernels.cross_entropy import (
 )
 from ligermodels.layers.plain import is_plain
 
-LOSS_OPTIONS = frozenset(
-    name
-    for name, parameter in inspect.signature(kernels.linear_cross_entropy).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+
+def _options_of(op: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(op).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+LOSS_OPTIONS = _options_of(kernels.linear_cross_entropy)
+LOG_PROB_OPTIONS = _options_of(kernels.linear_log_probs) - {"entropy"}
 
 
 @dataclass
@@ -54,7 +58,8 @@ class LossHead(nn.Module):
             parameter of its own. It is looked up at every call: tie again after replacing it.
         loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
-            ignore_index, chunk_size, max_scratch_bytes); any call may override them.
+            ignore_index, chunk_size, max_scratch_bytes, return_token_stats); any call may override
+            them.
     """
 
     def __init__(
@@ -101,21 +106,17 @@ class LossHead(nn.Module):
     ) -> HeadOutput:
         """Loss of targets aligned with hidden: no shift here.
 
-        Args: hidden (..., hidden), targets (...) int64; loss_options as in the constructor, and
+        Args: hidden (..., hidden), targets (...) int64; return_token_loss fills the output's
+            token_loss, the option `return_token_stats` all of its token_*, which cost no second
+            pass over the vocabulary; loss_options as in the constructor, and
             `normalizer`, a number or 0-d tensor that the summed loss is divided by (FSDP2's mixed
             precision rounds float arguments: give it an integer tensor or a number there).
         Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
             head under FSDP2 outside the model's forward.
         """
         options = {**self.loss_options, **loss_options}
-        if self._tied or is_plain(self.proj, nn.Linear):
-            weight = self.weight
-            if _is_distributed(weight):
-                raise RuntimeError(
-                    "the tied head's weight is sharded here: call the wrapped model with labels, "
-                    "model(input_ids, labels=labels), rather than model.head(...)"
-                )
-            bias = None if self._tied else self.proj.bias
+        if self._is_linear():
+            weight, bias = self._parameters_here()
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
         else:
             made = self._module_loss(hidden, targets, **options)
@@ -131,6 +132,40 @@ class LossHead(nn.Module):
             made.correct,
         )
 
+    def log_probs(
+        self, hidden: Tensor, targets: Tensor, *, entropy: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of targets aligned with hidden, and the entropy: no shift here.
+
+        What preference and policy losses stand on. Under FSDP2 call the wrapped model instead:
+        `model(ids, labels=labels, reduction="none", return_token_stats=True)` gives the same,
+        differentiable too, as token_log_probs and token_entropy.
+
+        Args: hidden (..., hidden), targets (...) int64; entropy, whether to give it; options as
+            in `ligermodels.kernels.linear_log_probs`, defaults from the constructor's.
+        Returns: log-probabilities (...) and entropy (...) or None: float32, 0 where ignored, both
+            differentiable.
+        Raises: what `linear_log_probs` raises; TypeError for an unknown option; RuntimeError for
+            a tied head under FSDP2 outside the model's forward.
+        """
+        if unknown := options.keys() - LOG_PROB_OPTIONS:
+            raise TypeError(
+                f"LossHead.log_probs: unknown options {sorted(unknown)}; known: "
+                f"{sorted(LOG_PROB_OPTIONS)}"
+            )
+        defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
+        options = {**defaults, **options}
+        if self._is_linear():
+            weight, bias = self._parameters_here()
+            return kernels.linear_log_probs(
+                hidden, weight, targets, bias, entropy=entropy, **options
+            )
+        made = self._module_loss(
+            hidden, targets, reduction="none", return_token_stats=True, **options
+        )
+        assert made.log_probs is not None
+        return made.log_probs, made.entropy if entropy else None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """softcap(logit_scale * projection of hidden): (..., hidden) -> (..., vocab).
 
@@ -145,6 +180,20 @@ class LossHead(nn.Module):
         logits = logits * self.loss_options.get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def _is_linear(self) -> bool:
+        """Whether the projection does just what its weight says, so that the weight will do."""
+        return bool(self._tied) or is_plain(self.proj, nn.Linear)
+
+    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the projection, for the fused ops."""
+        weight = self.weight
+        if _is_distributed(weight):
+            raise RuntimeError(
+                "the tied head's weight is sharded here: call the wrapped model with labels, "
+                "model(input_ids, labels=labels), rather than model.head(...)"
+            )
+        return weight, None if self._tied else self.proj.bias
 
     def _module_loss(
         self,
