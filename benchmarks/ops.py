@@ -298,6 +298,8 @@ def main() -> None:
         sys.stdin.readline()
         measure_op(arguments.only[0], everything, arguments.worker)
         return
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU to measure; benchmarks.plots needs none")
     ops = [op for op in arguments.only if OPS[op].table or everything]
     with tempfile.TemporaryDirectory() as folder:
         parts = {op: Path(folder) / f"{op}.json" for op in ops}

@@ -159,15 +159,15 @@ def copy_speed(result: Row) -> float:
     return statistics.median(speeds) if speeds else float("nan")
 
 
-def product_speed(result: Row) -> str:
-    """TFLOP/s of the linear cross entropies' matrix products alone, least to most."""
+def product_speeds(result: Row) -> list[float]:
+    """TFLOP/s of the linear cross entropies' matrix products alone, at each size."""
     speeds = []
     for row in result["rows"]:
         if row["op"] == "linear_cross_entropy" and BOTH in row:
             sizes = row["sizes"]
             flop = 6 * sizes["rows"] * sizes["width"] * sizes["vocab"]
             speeds.append(flop / row[BOTH]["floor ms"] / 1e9)
-    return f"{min(speeds):.0f} to {max(speeds):.0f}" if speeds else "not measured"
+    return speeds
 
 
 def markdown(result: Row) -> str:
@@ -176,11 +176,15 @@ def markdown(result: Row) -> str:
         f"{name} {version}" for name, version in result["environment"].items() if name != "gpu"
     )
     faults = [f"{op}: {part['error']}" for op, part in result["ops"].items() if "error" in part]
+    ceilings = [f"a copy moves {copy_speed(result):.0f} GB/s"]
+    if speeds := product_speeds(result):
+        ceilings.append(
+            "the matrix products of the linear cross entropies alone run at "
+            f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s"
+        )
     return "\n\n".join(
         [
-            f"{result['environment']['gpu']}; {versions}. A copy moves {copy_speed(result):.0f} "
-            f"GB/s, the linear cross entropies' matrix products alone run at "
-            f"{product_speed(result)} TFLOP/s in the same run.",
+            f"{result['environment']['gpu']}; {versions}. In the same run {', '.join(ceilings)}.",
             *(f"Not complete: {fault}." for fault in faults),
             "Milliseconds of device time, forward + backward:",
             op_table(result, BOTH),
@@ -300,16 +304,28 @@ AXES = {"rows": "rows", "width": "width", "seq": "tokens in a row", "vocab": "vo
 
 
 def draw_ops(result: Row, path: Path, quantity: str) -> None:
-    """Forward + backward of every op but the heads: a panel for each size that varies."""
-    figure = _figure(2, 5)
-    for place, (op, x, fixed, title) in enumerate(PANELS, 1):
-        axes = figure.add_subplot(2, 5, place)
+    """Forward + backward of every op but the heads: a panel for each size that varies.
+
+    Panels of fewer than two sizes are left out; without any, no file is written.
+    """
+    panels = []
+    for op, x, fixed, title in PANELS:
         rows = select(result, op, x, fixed)
+        ticks = sorted({row["sizes"][x] for row in rows if BOTH in row})
+        if len(ticks) > 1:
+            panels.append((rows, x, title, ticks))
+    if not panels:
+        return
+    columns = min(len(panels), 5)
+    lines = -(-len(panels) // columns)
+    figure = _figure(lines, columns)
+    for place, (rows, x, title, ticks) in enumerate(panels, 1):
+        axes = figure.add_subplot(lines, columns, place)
         _lines(axes, rows, x, lambda row: row[BOTH][quantity])
         if quantity == "ms":
             _floor(axes, rows, x, BOTH)
         unit = "ms" if quantity == "ms" else "GB added at the peak"
-        _finish(axes, title, AXES[x], unit, [row["sizes"][x] for row in rows])
+        _finish(axes, title, AXES[x], unit, ticks)
     _legend(figure)
     environment = result["environment"]
     what = "time" if quantity == "ms" else "memory"
@@ -321,6 +337,10 @@ def draw_ops(result: Row, path: Path, quantity: str) -> None:
 
 def draw_linear_cross_entropy(result: Row, path: Path) -> None:
     """The head's time and scratch against tokens, vocabulary, ignored share and budget."""
+    if not any(
+        row["op"].startswith("linear_cross_entropy") and BOTH in row for row in result["rows"]
+    ):
+        return
     figure = _figure(2, 4)
     op, tokens, vocabulary = (
         "linear_cross_entropy",

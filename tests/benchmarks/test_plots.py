@@ -110,12 +110,13 @@ def test_failures_are_shown_and_an_op_without_rows_is_left_out(result):
 
 def test_the_text_names_the_machine_the_ceilings_and_what_is_missing(result):
     text = plots.markdown(result)
-    assert text.startswith("NVIDIA H200; torch 2.11.0, liger-kernel 0.8.5. A copy moves 4000 GB/s")
+    assert text.startswith(
+        "NVIDIA H200; torch 2.11.0, liger-kernel 0.8.5. In the same run a copy moves 4000 GB/s, "
+    )
     assert "Not complete: rope: stopped after 150 s." in text
-    # 6 x rows x width x vocabulary in 0.5 ms.
-    assert f"{6 * 8192 * 2048 * 128256 / 0.5e9:.0f}" not in text
-    least = min(6 * 1024 * 2048 * 128256, 6 * 8192 * 2048 * 32000)
-    assert f"{least / 0.5 / 1e9:.0f} to" in text
+    # Three products of 2 x rows x width x vocabulary in 0.5 ms.
+    least, most = (6 * size / 0.5 / 1e9 for size in (1024 * 2048 * 128256, 32768 * 4096 * 128256))
+    assert f"alone run at {least:.0f} to {most:.0f} TFLOP/s." in text
 
 
 def test_every_implementation_has_a_style(result):
@@ -147,3 +148,14 @@ def test_a_run_of_the_table_alone_is_drawn_too(result, tmp_path):
     rows = [row for row in result["rows"] if row["sizes"] in OPS[row["op"]].table]
     plots.write_all({**result, "rows": rows}, tmp_path)
     assert (tmp_path / "linear_ce.png").exists()
+
+
+def test_one_op_alone_is_drawn_without_the_others(result, tmp_path):
+    rows = [row for row in result["rows"] if row["op"] == "rope"]
+    plots.write_all({**result, "rows": rows}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ops.md",
+        "ops_time.png",
+        "ops_memory.png",
+    }
+    assert "TFLOP/s" not in (tmp_path / "ops.md").read_text()
