@@ -9,9 +9,11 @@ import torch
 class Launch(NamedTuple):
     """How a kernel is launched; `Table` says for which rows."""
 
-    block: int  # elements a program handles at once
+    block: int  # elements of a row that a program handles at once
     num_warps: int
-    num_stages: int = 2
+    num_stages: int = 2  # above 1, the norms' backwards load 16-bit rows a tile ahead
+    rows: int = 1  # rows that a program handles at once
+    programs: int = 1  # for each multiprocessor, where a program handles many rows in turn
 
 
 # Op -> (largest row length, launch), first fit wins; None means any length.
@@ -21,38 +23,41 @@ Table = dict[str, tuple[tuple[int | None, Launch], ...]]
 
 NVIDIA: Table = {
     "rms_norm_forward": (
-        (1024, Launch(0, 2)),
-        (2048, Launch(0, 4)),
-        (8192, Launch(0, 8)),
-        (None, Launch(0, 16)),
+        (768, Launch(0, 2, rows=2)),
+        (2048, Launch(0, 2)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
     ),
     "rms_norm_backward": (
-        (1024, Launch(0, 2)),
-        (2048, Launch(0, 4)),
-        (4096, Launch(0, 8)),
+        (1024, Launch(0, 4, rows=2, programs=4)),
+        (2048, Launch(0, 8, rows=2, programs=2)),
+        (4096, Launch(0, 8, programs=2)),
         (8192, Launch(0, 16)),
-        (None, Launch(0, 32)),
+        (None, Launch(0, 16, 1)),
     ),
     "layer_norm_forward": (
-        (1024, Launch(0, 2)),
-        (2048, Launch(0, 4)),
-        (8192, Launch(0, 8)),
-        (None, Launch(0, 16)),
+        (768, Launch(0, 1, rows=2)),
+        (2048, Launch(0, 2)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
     ),
     "layer_norm_backward": (
-        (1024, Launch(0, 2)),
-        (2048, Launch(0, 4)),
-        (4096, Launch(0, 8)),
-        (None, Launch(0, 32)),
+        (1024, Launch(0, 4, 1, rows=4, programs=4)),
+        (2048, Launch(0, 8, 1, rows=4, programs=2)),
+        (4096, Launch(0, 8, programs=2)),
+        (8192, Launch(0, 16)),
+        (None, Launch(0, 16, 1)),
     ),
-    "rope": ((None, Launch(1024, 4)),),
-    "qk_norm_rope_forward": ((None, Launch(512, 4)),),
-    "qk_norm_rope_backward": ((None, Launch(512, 4)),),
+    "column_sums": ((None, Launch(16, 4, rows=64)),),
+    "rope": ((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
+    "qk_norm_rope_forward": ((64, Launch(512, 4)), (None, Launch(1024, 2))),
+    "qk_norm_rope_backward": ((None, Launch(512, 1, programs=8)),),
     "glu_forward": ((None, Launch(2048, 8)),),
-    "glu_backward": ((None, Launch(1024, 4)),),
+    "glu_backward": ((None, Launch(2048, 8)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
 }
 
+# The norms' backwards have registers for one tile only on AMD; more programs hide the latency.
 AMD: Table = {
     "rms_norm_forward": (
         (1024, Launch(0, 2)),
@@ -61,9 +66,9 @@ AMD: Table = {
         (None, Launch(0, 16)),
     ),
     "rms_norm_backward": (
-        (1024, Launch(0, 2)),
-        (4096, Launch(0, 8)),
-        (None, Launch(0, 16)),
+        (1024, Launch(0, 2, 1, programs=4)),
+        (4096, Launch(0, 8, 1, programs=4)),
+        (None, Launch(0, 16, 1, programs=4)),
     ),
     "layer_norm_forward": (
         (1024, Launch(0, 2)),
@@ -72,22 +77,18 @@ AMD: Table = {
         (None, Launch(0, 16)),
     ),
     "layer_norm_backward": (
-        (1024, Launch(0, 2)),
-        (4096, Launch(0, 8)),
-        (None, Launch(0, 16)),
+        (1024, Launch(0, 2, 1, programs=4)),
+        (4096, Launch(0, 8, 1, programs=4)),
+        (None, Launch(0, 16, 1, programs=4)),
     ),
+    "column_sums": ((None, Launch(32, 4, rows=64)),),
     "rope": ((None, Launch(1024, 4)),),
     "qk_norm_rope_forward": ((None, Launch(512, 4)),),
-    "qk_norm_rope_backward": ((None, Launch(512, 4)),),
+    "qk_norm_rope_backward": ((None, Launch(512, 4, programs=8)),),
     "glu_forward": ((None, Launch(2048, 4)),),
     "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }
-
-# Programs per multiprocessor of the backwards in which each sums the weight gradient of many rows.
-RMS_NORM_PROGRAMS = 4
-LAYER_NORM_PROGRAMS = 4
-QK_NORM_ROPE_PROGRAMS = 8
 
 MAX_NORM_WIDTH = 65536
 
@@ -123,3 +124,9 @@ def num_multiprocessors(device_index: int | None) -> int:
     if device_index is None or not torch.cuda.is_available():
         return 2
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def num_programs(setting: Launch, rows: int, device: torch.device) -> int:
+    """Programs to launch where each handles many tiles of rows in turn."""
+    tiles = -(-rows // setting.rows)
+    return min(tiles, setting.programs * num_multiprocessors(device.index))

@@ -6,6 +6,7 @@ import re
 import subprocess
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +81,11 @@ def recorder(monkeypatch: Any, table: Table) -> list[Recorded]:
     """Patch every launcher to record instead of launch, with the launch settings of `table`."""
     from triton.runtime import JITFunction
 
+    import ligermodels.kernels.triton as launchers
+
     recorded: list[Recorded] = []
-    for name in ("rms_norm", "layer_norm", "qk_norm_rope", "rope", "glu", "cross_entropy"):
-        module = import_module(f"ligermodels.kernels.triton.{name}")
+    for _, name, _ in iter_modules(launchers.__path__, f"{launchers.__name__}."):
+        module = import_module(name)
         for key, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and not key.startswith("_"):
                 monkeypatch.setattr(module, key, _Recorder(value, recorded))

@@ -27,10 +27,20 @@ AMD_ARCHES = ("gfx942", "gfx90a")
 # The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
 NVIDIA_SHARED = 99 * 1024
 AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
-# The norms' backwards hold five arrays of a row's length. Beyond 8192 columns that is more than
-# 1024 threads have registers for; a little of it may go to the L1 cache there, and nowhere else.
+# The norms' backwards hold five arrays of a row's length: from 8192 columns on more than the
+# threads have registers for. A little of it may go to the L1 cache there, and nowhere else; most
+# in float32, where the launch is the one that is fastest for bfloat16.
 NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
-NVIDIA_LONG_ROW_SPILL = 512
+
+
+def allowed_spill(launch: Recorded) -> int:
+    """Bytes a thread may spill on NVIDIA."""
+    if launch.kernel.__name__ not in NORM_BACKWARDS or launch.constants["BLOCK"] < 8192:
+        return 0
+    if launch.constants["BLOCK"] == 8192:
+        return 32
+    return 1664 if launch.signature["s_ptr"] == "*fp32" else 640
+
 
 WIDTHS = (576, 2048, 3072, 4096, 5120, 8192, 16384)
 VOCABS = (2048, 32000, 128256, 151936, 256000, 262208)
@@ -226,12 +236,10 @@ def test_nvidia(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     wrong = []
     for launch in launches(monkeypatch, NVIDIA, full=arch == 90):
         usage = compile_for(launch, "cuda", arch, 32)
-        long_row = launch.kernel.__name__ in NORM_BACKWARDS and launch.constants["BLOCK"] > 8192
-        may_spill = NVIDIA_LONG_ROW_SPILL if long_row else 0
         if (
             usage.threads > NVIDIA_THREADS
             or usage.shared > NVIDIA_SHARED
-            or usage.spilled > may_spill
+            or usage.spilled > allowed_spill(launch)
         ):
             wrong.append((usage, launch.describe()))
     assert not wrong, "\n".join(map(str, wrong))

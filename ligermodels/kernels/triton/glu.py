@@ -75,15 +75,15 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel() == 0:
         return out
-    block, num_warps, num_stages = launch("glu_forward", width)
-    glu_forward_kernel[(out.numel() // width, triton.cdiv(width, block))](
+    setting = launch("glu_forward", width)
+    glu_forward_kernel[(out.numel() // width, triton.cdiv(width, setting.block))](
         gate_up,
         out,
         width,
         ACTIVATION=activation,
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return out
 
@@ -98,8 +98,8 @@ def glu_backward(
     out = gate_up.new_empty(grad.shape) if want_out else None
     if grad.numel() == 0:
         return grad_gate_up, out
-    block, num_warps, num_stages = launch("glu_backward", width)
-    glu_backward_kernel[(grad.numel() // width, triton.cdiv(width, block))](
+    setting = launch("glu_backward", width)
+    glu_backward_kernel[(grad.numel() // width, triton.cdiv(width, setting.block))](
         gate_up,
         grad,
         grad_gate_up,
@@ -107,8 +107,8 @@ def glu_backward(
         width,
         ACTIVATION=activation,
         WANT_OUT=want_out,
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return grad_gate_up, out

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import QK_NORM_ROPE_PROGRAMS, launch, num_multiprocessors
+from ligermodels.kernels.settings import Launch, launch, num_programs
+from ligermodels.kernels.triton.column_sums import column_sums
 
 
 @triton.jit
@@ -302,12 +303,10 @@ def qk_norm_rope_backward_kernel(
         tl.store(at + 3 * HALF, tl.sum(grad_k_weight_b, 0), mask=mask)
 
 
-def _tile(op: str, heads: int, half: int) -> tuple[int, int, int, int]:
-    """Heads and pairs of a tile, powers of two, and the warps and stages to launch with."""
-    block, num_warps, num_stages = launch(op, half)
+def _tile(setting: Launch, heads: int, half: int) -> tuple[int, int]:
+    """Heads and pairs of a tile, powers of two."""
     block_half = 1 << (half - 1).bit_length()
-    block_heads = min(1 << (heads - 1).bit_length(), max(1, block // block_half))
-    return block_heads, block_half, num_warps, num_stages
+    return min(1 << (heads - 1).bit_length(), max(1, setting.block // block_half)), block_half
 
 
 def _with_whole_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -333,9 +332,8 @@ def qk_norm_rope_forward(
         return out
     q, k = _with_whole_heads(q, k)
     cos, sin = cos.contiguous(), sin.contiguous()
-    block_heads, block_half, num_warps, num_stages = _tile(
-        "qk_norm_rope_forward", heads, head_dim // 2
-    )
+    setting = launch("qk_norm_rope_forward", head_dim // 2)
+    block_heads, block_half = _tile(setting, heads, head_dim // 2)
     qk_norm_rope_forward_kernel[(batch * seq,)](
         q,
         k,
@@ -356,8 +354,8 @@ def qk_norm_rope_forward(
         LLAMA=casting == "llama",
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return out
 
@@ -382,16 +380,15 @@ def qk_norm_rope_backward(
     kv_heads = k.shape[2]
     grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
     tokens = batch * seq
-    programs = min(tokens, QK_NORM_ROPE_PROGRAMS * num_multiprocessors(q.device.index))
+    setting = launch("qk_norm_rope_backward", head_dim // 2)
+    programs = num_programs(setting, tokens, q.device)
     partial = None
     if want_weights:
         partial = torch.empty((programs, 2, head_dim), dtype=torch.float32, device=q.device)
     if tokens:
         grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)
         cos, sin = cos.contiguous(), sin.contiguous()
-        block_heads, block_half, num_warps, num_stages = _tile(
-            "qk_norm_rope_backward", heads, head_dim // 2
-        )
+        block_heads, block_half = _tile(setting, heads, head_dim // 2)
         qk_norm_rope_backward_kernel[(programs,)](
             grad_q,
             grad_k,
@@ -421,10 +418,11 @@ def qk_norm_rope_backward(
             WANT_WEIGHTS=want_weights,
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
         )
     if partial is None:
         return grad_qkv, None, None
-    grad_q_weight, grad_k_weight = partial.sum(0)
+    sums = column_sums(partial.flatten(1), torch.float32)
+    grad_q_weight, grad_k_weight = sums.view(2, head_dim)
     return grad_qkv, grad_q_weight.to(q_weight.dtype), grad_k_weight.to(k_weight.dtype)

@@ -5,12 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import (
-    RMS_NORM_PROGRAMS,
-    check_norm_width,
-    launch,
-    num_multiprocessors,
-)
+from ligermodels.kernels.settings import check_norm_width, launch, num_programs
+from ligermodels.kernels.triton.column_sums import column_sums
 
 
 @triton.jit
@@ -21,20 +17,22 @@ def rms_norm_forward_kernel(
     y_ptr,
     sum_ptr,
     rstd_ptr,
+    rows,
     columns,
     eps,
     offset,
     HAS_RESIDUAL: tl.constexpr,
     LLAMA: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program."""
+    """A tile of whole rows a program."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < columns
-    at = row * columns + column
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * columns + column
     s = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
@@ -42,13 +40,37 @@ def rms_norm_forward_kernel(
         s = (s.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, s, mask=mask)
     s_float = s.to(tl.float32)
-    rstd = 1 / tl.sqrt(tl.sum(s_float * s_float, 0) / columns + eps)
-    tl.store(rstd_ptr + row, rstd)
+    rstd = 1 / tl.sqrt(tl.sum(s_float * s_float, 1, keep_dims=True) / columns + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
     normed = s_float * rstd
     if LLAMA:
         normed = normed.to(s.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + offset
     tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(
+    grad_y_ptr,
+    grad_s_ptr,
+    s_ptr,
+    rstd_ptr,
+    row,
+    rows,
+    column,
+    columns,
+    WITH_GRAD_S: tl.constexpr,
+):
+    """What the backward reads of a tile of rows, as it is stored."""
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * columns + column
+    s = tl.load(s_ptr + at, mask=mask, other=0.0)
+    grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0)
+    grad_s = grad
+    if WITH_GRAD_S:
+        grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    return s, grad, grad_s, rstd
 
 
 @triton.jit
@@ -68,35 +90,68 @@ def rms_norm_backward_kernel(
     WANT_WEIGHT: tl.constexpr,
     WANT_Y: tl.constexpr,
     LLAMA: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """Many rows a program, which sums their part of the weight gradient."""
+    """Many tiles of rows a program, which sums their part of the weight gradient.
+
+    With PREFETCH the next tile is on its way while this one waits for its reduction.
+    """
     offset = tl.cast(offset, tl.float32)  # torch.compile passes Python floats as float64
     program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    mask = column < columns
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
-    grad_weight = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * columns + column
-        s = tl.load(s_ptr + at, mask=mask, other=0.0)
-        grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
+    step = tl.num_programs(0) * ROWS
+    row = program * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < columns
+    grad_weight = tl.zeros((1, BLOCK), tl.float32)
+    if PREFETCH:
+        s, grad, grad_s, rstd = _tile(
+            grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, HAS_GRAD_S
+        )
+    for _ in range(program * ROWS, rows, step):
+        if PREFETCH:
+            next_s, next_grad, next_grad_s, next_rstd = _tile(
+                grad_y_ptr,
+                grad_s_ptr,
+                s_ptr,
+                rstd_ptr,
+                row + step,
+                rows,
+                column,
+                columns,
+                HAS_GRAD_S,
+            )
+        else:
+            s, grad, _, rstd = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, False
+            )
+        mask = (row < rows) & inside
+        at = row.to(tl.int64) * columns + column
         normed = s.to(tl.float32) * rstd
-        grad_normed = grad * weight
-        mean = tl.sum(grad_normed * normed, 0) / columns
+        grad_float = grad.to(tl.float32)
+        # From the cache at every row: in registers it would spill at the longest rows.
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
+        grad_normed = grad_float * weight
+        mean = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
         grad_x = (grad_normed - normed * mean) * rstd
         if HAS_GRAD_S:
-            grad_x += tl.load(grad_s_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if not PREFETCH:
+                # Only now: before the reduction it would take registers from the rest.
+                grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
+            grad_x += grad_s.to(tl.float32)
         tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if LLAMA:
             normed = normed.to(s.dtype).to(tl.float32)
         if WANT_WEIGHT:
-            grad_weight += grad * normed
+            grad_weight += tl.sum(grad_float * normed, 0, keep_dims=True)
         if WANT_Y:
             tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
+        row += step
+        if PREFETCH:
+            s, grad, grad_s, rstd = next_s, next_grad, next_grad_s, next_rstd
     if WANT_WEIGHT:
-        tl.store(partial_ptr + program * columns + column, grad_weight, mask=mask)
+        tl.store(partial_ptr + program * columns + column, grad_weight, mask=inside)
 
 
 def rms_norm_forward(
@@ -123,22 +178,24 @@ def rms_norm_forward(
     if rows == 0:
         return y, s, rstd
     check_norm_width("rms_norm", columns)
-    block, num_warps, num_stages = launch("rms_norm_forward", columns)
-    rms_norm_forward_kernel[(rows,)](
+    setting = launch("rms_norm_forward", columns)
+    rms_norm_forward_kernel[(triton.cdiv(rows, setting.rows),)](
         x,
         x if residual is None else residual,
         weight.contiguous(),
         y,
         s,
         rstd,
+        rows,
         columns,
         eps,
         offset,
         HAS_RESIDUAL=residual is not None,
         LLAMA=casting == "llama",
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        ROWS=setting.rows,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return y, s, rstd
 
@@ -165,11 +222,11 @@ def rms_norm_backward(
     y = torch.empty_like(grad_y) if want_y else None
     if rows == 0:
         return grad_x, torch.zeros_like(weight) if want_weight else None, y
-    programs = min(rows, RMS_NORM_PROGRAMS * num_multiprocessors(s.device.index))
+    setting = launch("rms_norm_backward", columns)
+    programs = num_programs(setting, rows, s.device)
     partial = None
     if want_weight:
         partial = torch.empty((programs, columns), dtype=torch.float32, device=s.device)
-    block, num_warps, num_stages = launch("rms_norm_backward", columns)
     rms_norm_backward_kernel[(programs,)](
         grad_y,
         s if grad_s is None else grad_s,
@@ -186,9 +243,11 @@ def rms_norm_backward(
         WANT_WEIGHT=want_weight,
         WANT_Y=want_y,
         LLAMA=casting == "llama",
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        ROWS=setting.rows,
+        BLOCK=setting.block,
+        PREFETCH=setting.num_stages > 1 and s.element_size() <= 2,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
-    grad_weight = None if partial is None else partial.sum(0).to(weight.dtype)
+    grad_weight = None if partial is None else column_sums(partial, weight.dtype)
     return grad_x, grad_weight, y

@@ -92,7 +92,7 @@ def rope_packed(
     if out.numel() == 0:
         return out
     cos, sin = cos.contiguous(), sin.contiguous()
-    block, num_warps, num_stages = launch("rope", heads * head_dim // 2)
+    setting = launch("rope", heads * head_dim // 2)
     rope_kernel[(batch * seq,)](
         q,
         k,
@@ -109,8 +109,8 @@ def rope_packed(
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         COPY_V=not in_place,
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return out
