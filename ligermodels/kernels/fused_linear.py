@@ -138,7 +138,8 @@ class _GLULinear(torch.autograd.Function):
     def forward(ctx, gate_up, weight, bias, activation):
         ctx.save_for_backward(gate_up, weight)
         ctx.activation = activation
-        return F.linear(select(gate_up).glu_forward(gate_up, activation), weight, bias)
+        y = select(gate_up).glu_forward(gate_up, activation).to(weight.dtype)
+        return F.linear(y, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -151,6 +152,8 @@ class _GLULinear(torch.autograd.Function):
             grad_gate_up, y = ops.glu_backward(gate_up, grad_out @ weight, activation, needs[1])
         elif needs[1]:
             y = ops.glu_forward(gate_up, activation)
+        if y is not None:
+            y = y.to(weight.dtype)
         grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
         return grad_gate_up, grad_weight, grad_bias, None
 
@@ -165,6 +168,6 @@ def glu_linear(
     Returns: (..., out) in weight's dtype.
     """
     check_glu(gate_up, activation)
-    gate_up, weight, bias = cast_operands(gate_up, gate_up, weight, bias)
+    weight, bias = cast_operands(gate_up, weight, bias)
     with without_autocast(gate_up):
         return _GLULinear.apply(gate_up, weight, bias, activation)

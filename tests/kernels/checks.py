@@ -30,15 +30,32 @@ def transposed(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
 
 
+def sliced(x: Tensor) -> Tensor:
+    """The same values inside longer rows, from an odd address on, the rest NaN."""
+    longer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan"))
+    view = longer[..., 1:-2]
+    view.copy_(x)
+    return view
+
+
+def expanded(x: Tensor) -> Tensor:
+    """One batch row at the place of all, in memory once; parameters as they are."""
+    return x[:1].expand_as(x) if x.ndim > 2 else x
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": torch.Tensor.contiguous,
     "strided": strided,
     "transposed": transposed,
+    "sliced": sliced,
+    "expanded": expanded,
 }
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def as_tuple(outputs: Tensor | tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What an op gave, without what it was not asked for."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(x for x in outputs if x is not None)
 
 
 def compare(
@@ -52,6 +69,8 @@ def compare(
     layout: str = "contiguous",
     outputs: int | None = None,
     exact_place: str = "cpu",
+    autocast: torch.dtype | None = None,
+    backward_inside: bool = False,
 ) -> None:
     """Compare op(**inputs) and its gradients with formula(**inputs) in float64.
 
@@ -59,9 +78,15 @@ def compare(
         frozen: inputs that require no gradient and must get none;
         constant: tensors without a gradient that stay in float32, such as angles;
         layout: of the inputs and of the upstream gradients;
-        outputs: how many of the op's outputs the formula gives, where not all.
+        outputs: how many of the op's outputs the formula gives, where not all;
+        autocast: the dtype of a torch.autocast around the op and around the formula in place's
+            dtype, which is then the dtype of the tolerance; backward_inside: around both ways.
     """
     device, dtype = place
+
+    def under_autocast(kind: str, active: bool = True) -> torch.autocast:
+        enabled = autocast is not None and kind != "exact" and active
+        return torch.autocast(device, dtype=autocast, enabled=enabled)
 
     def prepare(kind: str) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -74,7 +99,9 @@ def compare(
             else:
                 low = torch.float32 if name in constant and dtype != torch.float64 else dtype
                 x = value.to(low).to(torch.float64 if kind == "exact" else low).to(where)
-                if kind == "ours":
+                if layout == "expanded":
+                    x = expanded(x).contiguous()
+                if kind == "ours" and x.ndim:
                     x = LAYOUTS[layout](x)
                 x = x.detach()
                 made[name] = x.requires_grad_(name not in frozen and name not in constant)
@@ -89,11 +116,14 @@ def compare(
     for kind, function in (("ours", op), ("eager", formula), ("exact", formula)):
         made = prepare(kind)
         before = {k: v.detach().clone() for k, v in made.items() if isinstance(v, Tensor)}
-        result = as_tuple(function(**made))[:outputs]
+        with under_autocast(kind):
+            result = as_tuple(function(**made))[:outputs]
         if kind == "ours":
-            upstreams = [
-                random(*x.shape, seed=7 + i).to(x.dtype).to(device) for i, x in enumerate(result)
-            ]
+            for i, x in enumerate(result):
+                upstream = random(*x.shape, seed=7 + i)
+                if layout == "expanded":
+                    upstream = expanded(upstream)
+                upstreams.append(upstream.to(device, x.dtype))
         pairs = []
         for x, y, upstream in zip(result, results.get("ours", result), upstreams):
             if y.requires_grad and x.requires_grad:
@@ -105,28 +135,34 @@ def compare(
         wanted = leaves(made)
         grads[kind] = {}
         if pairs and wanted:
-            torch.autograd.backward([x for x, _ in pairs], [upstream for _, upstream in pairs])
+            with under_autocast(kind, backward_inside):
+                torch.autograd.backward([x for x, _ in pairs], [y for _, y in pairs])
             grads[kind] = {name: leaf.grad for name, leaf in wanted.items()}
         if kind == "ours":
             for name, value in before.items():
                 assert torch.equal(made[name], value), f"{name} was overwritten"
                 assert name in wanted or made[name].grad is None, f"{name} is frozen"
     assert len(results["ours"]) == len(results["exact"])
+    low = autocast or dtype
     for i, (ours, eager, exact) in enumerate(zip(*results.values())):
-        assert_close(f"output {i}", ours, eager.to(dtype), exact)
+        assert_close(f"output {i}", ours, eager.to(low), exact)
     for name, ours in grads["ours"].items():
         assert ours is not None, f"no gradient for {name}"
         assert ours.dtype == grads["eager"][name].dtype, name
-        assert_close(f"gradient of {name}", ours, grads["eager"][name], grads["exact"][name])
+        eager, exact = grads["eager"][name], grads["exact"][name]
+        assert_close(f"gradient of {name}", ours, eager.to(low), exact)
 
 
-def check_repeatable(op: Callable[..., Any], inputs: dict[str, Any], place: Any) -> None:
+def check_repeatable(
+    op: Callable[..., Any], inputs: dict[str, Any], place: Any, constant: Collection[str] = ()
+) -> None:
     """Backward twice over a retained graph gives the same gradients; twice differentiated, none."""
     import pytest
 
     device, dtype = place
+    wide = torch.promote_types(dtype, torch.float32)
     made = {
-        k: v.to(dtype).to(device).requires_grad_()
+        k: v.to(device, wide if k in constant else dtype).requires_grad_(k not in constant)
         if isinstance(v, Tensor) and v.is_floating_point()
         else (v.to(device) if isinstance(v, Tensor) else v)
         for k, v in inputs.items()

@@ -16,25 +16,48 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-if INTERPRETING:
-    PLACES = [
-        pytest.param(
-            Place("cpu", torch.float32), id="interpreter-float32", marks=pytest.mark.interpreter
-        )
-    ]
-else:
-    PLACES = [
-        pytest.param(Place("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
-        for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    ] + [
+def places(*cpu: torch.dtype, gpu: tuple[torch.dtype, ...]) -> list:
+    """The CPU and the GPU at these dtypes; in the interpreter, what it can do."""
+    if INTERPRETING:
+        only = Place("cpu", torch.float32)
+        return [pytest.param(only, id="interpreter-float32", marks=pytest.mark.interpreter)]
+    return [pytest.param(Place("cpu", dtype), id=f"cpu-{str(dtype)[6:]}") for dtype in cpu] + [
         pytest.param(Place("cuda", dtype), id=f"gpu-{str(dtype)[6:]}", marks=pytest.mark.gpu)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in gpu
     ]
+
+
+FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+PLACES = places(FLOAT32, torch.float64, BFLOAT16, gpu=(FLOAT32, BFLOAT16))
+EVERY_PLACE = places(FLOAT32, torch.float64, BFLOAT16, FLOAT16, gpu=(FLOAT32, BFLOAT16, FLOAT16))
+
+
+def taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """The place; in a process with TRITON_INTERPRET=1, Triton takes its CPU tensors."""
+    if INTERPRETING:
+        monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    return place
 
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A device and a dtype; in a process with TRITON_INTERPRET=1, Triton on CPU tensors."""
-    if INTERPRETING:
-        monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    return request.param
+    """A device and a dtype, for the tests of single ops."""
+    return taken(request.param, monkeypatch)
+
+
+@pytest.fixture(params=EVERY_PLACE)
+def every_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """The same and float16, for the tests that all ops go through."""
+    return taken(request.param, monkeypatch)
+
+
+@pytest.fixture(params=places(FLOAT32, gpu=(FLOAT32,)))
+def float32_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Float32 alone, for tests of what does not depend on the dtype."""
+    return taken(request.param, monkeypatch)
+
+
+@pytest.fixture(params=places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,)))
+def compiled_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """One precise and one low dtype, for tests that take a second each."""
+    return taken(request.param, monkeypatch)

@@ -5,10 +5,7 @@ import torch
 
 from ligermodels.kernels import add_rms_norm, rms_norm
 from tests.kernels import formulas
-from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
-
-SHAPES = [(3, 33), (2, 3, 64), (1, 1), (5, 1), (1, 100), (0, 16), (17,)]
-VARIANTS = [("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("llama", 1.0)]
+from tests.kernels.checks import compare, random
 
 
 def inputs(shape: tuple[int, ...], residual: bool) -> dict:
@@ -18,33 +15,10 @@ def inputs(shape: tuple[int, ...], residual: bool) -> dict:
     return made
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("casting, offset", VARIANTS)
-def test_rms_norm(place, shape, casting, offset) -> None:
+@pytest.mark.parametrize("casting, offset", [("gemma", 0.0), ("llama", 1.0)])
+def test_casting_without_its_offset(place, casting, offset) -> None:
     options = {"casting": casting, "offset": offset, "eps": 1e-5}
-    compare(rms_norm, formulas.rms_norm, inputs(shape, False) | options, place)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("casting, offset", VARIANTS[:2])
-def test_add_rms_norm(place, shape, casting, offset) -> None:
-    options = {"casting": casting, "offset": offset, "eps": 1e-5}
-    compare(add_rms_norm, formulas.add_rms_norm, inputs(shape, True) | options, place)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(place, layout) -> None:
-    compare(rms_norm, formulas.rms_norm, inputs((4, 6, 20), False), place, layout=layout)
-    compare(add_rms_norm, formulas.add_rms_norm, inputs((4, 6, 20), True), place, layout=layout)
-
-
-@pytest.mark.parametrize(
-    "frozen", [("x",), ("weight",), ("residual",), ("x", "residual"), ("x", "weight")], ids=str
-)
-def test_gradient_for_what_requires_it(place, frozen) -> None:
-    compare(add_rms_norm, formulas.add_rms_norm, inputs((5, 24), True), place, frozen=frozen)
-    if set(frozen) < {"x", "weight"}:
-        compare(rms_norm, formulas.rms_norm, inputs((5, 24), False), place, frozen=frozen)
+    compare(rms_norm, formulas.rms_norm, inputs((3, 33), False) | options, place)
 
 
 def test_one_output_unused(place) -> None:
@@ -57,15 +31,6 @@ def test_one_output_unused(place) -> None:
             place,
             frozen=() if used == 0 else ("weight",),
         )
-
-
-def test_more_rows_than_programs(place) -> None:
-    compare(rms_norm, formulas.rms_norm, inputs((40, 8), False), place)
-
-
-def test_twice_over_a_retained_graph(place) -> None:
-    check_repeatable(rms_norm, inputs((3, 8), False), place)
-    check_repeatable(add_rms_norm, inputs((3, 8), True), place)
 
 
 def test_large_values_do_not_overflow(place) -> None:

@@ -1,47 +1,86 @@
-"""torch.compile(fullgraph=True) of single ops: values and gradients are the eager ones."""
+"""torch.compile(fullgraph=True) of every op of the table, and the operators they register."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.checks import as_tuple, random
-from tests.kernels.test_autocast import CASES
+from tests.kernels.conftest import FLOAT32, Place
+from tests.kernels.ops_table import CASES, Case, leaves, outputs_and_gradients
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
     reason="a launch in the interpreter cannot be traced",
 )
-NAMES = [name for name in CASES if "cross_entropy" not in name]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, FLOAT32: 1e-5, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_eager(place, name) -> None:
-    op, _, made = CASES[name]
-    device, dtype = place
-
-    def run(function: Any) -> list[torch.Tensor]:
-        leaves = {
-            k: v.to(device, torch.float32 if k in ("cos", "sin") else dtype, copy=True)
-            if isinstance(v, torch.Tensor)
-            else v
-            for k, v in made.items()
-        }
-        wanted = [
-            leaf.requires_grad_()
-            for k, leaf in leaves.items()
-            if isinstance(leaf, torch.Tensor) and k not in ("cos", "sin")
-        ]
-        outputs = as_tuple(function(**leaves))
-        upstreams = [random(*x.shape, seed=i).to(x) for i, x in enumerate(outputs)]
-        return [*outputs, *torch.autograd.grad(outputs, wanted, upstreams)]
-
+def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.reset()
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    compiled = torch.compile(lambda **kwargs: op(**kwargs), fullgraph=True, backend=backend)
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    for ours, eager in zip(run(compiled), run(op)):
-        torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+    backend = "inductor" if place.device == "cuda" else "aot_eager"
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None:
+    """One compiled function against the op itself, at one size after the other."""
+    function = compiled(place, lambda **inputs: case.function(**inputs))
+    tolerance = TOLERANCE[place.dtype]
+    for size in sizes:
+        made = leaves(case, case.inputs(*size), place)
+        expected = outputs_and_gradients(case.function, made)
+        results = outputs_and_gradients(function, made)
+        assert len(results) == len(expected)
+        for ours, eager in zip(results, expected):
+            torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager(compiled_place, name) -> None:
+    """At a first length, and at a second, which torch.compile takes for a symbol."""
+    check(CASES[name], compiled_place, ((2, 3), 24), ((2, 5), 24))
+
+
+def registered() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {name for name in names if name.startswith("ligermodels::")}
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every call of an operator that this package registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "ligermodels":
+
+            def copy(x: Any) -> Any:
+                return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+            copies = tuple(map(copy, args)), {k: copy(v) for k, v in kwargs.items()}
+            self.calls.append((function, *copies))
+        return function(*args, **kwargs)
+
+
+def test_registered_operators(every_place) -> None:
+    """torch.library.opcheck of each as the ops call it: schema, fake tensors, AOT dispatch."""
+    recorder = Recorder()
+    for case in CASES.values():
+        made = leaves(case, case.inputs((5,), 24), every_place)
+        with recorder:
+            outputs_and_gradients(case.function, made)
+    assert registered()
+    assert {function.name().split(".")[0] for function, *_ in recorder.calls} == registered()
+    checked = set()
+    for function, args, kwargs in recorder.calls:
+        kind = function, *(x.shape if isinstance(x, torch.Tensor) else x for x in args)
+        if kind not in checked:
+            torch.library.opcheck(function, args, kwargs)
+            checked.add(kind)

@@ -1,0 +1,312 @@
+"""Every op once, with a formula and inputs of any size: what the tests of all ops go through.
+
+A new op is tested for precision, layouts, frozen inputs, autocast, torch.compile, CUDA graphs and
+host synchronisation by adding it here, and `test_grid.py` fails until it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels import kernels
+from tests.kernels import formulas
+from tests.kernels.checks import as_tuple, random
+
+Inputs = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """An op with one set of options."""
+
+    op: str  # its name in ligermodels.kernels
+    formula: Callable[..., Any]
+    inputs: Callable[[tuple[int, ...], int], Inputs]  # of leading dimensions and a row's length
+    constant: tuple[str, ...] = ()  # float32 tensors without a gradient
+    outputs: int | None = None  # how many of the outputs the formula gives, where not all
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(kernels, self.op)
+
+
+def norm(leading: tuple[int, ...], width: int, residual: bool = False, **options: Any) -> Inputs:
+    made = {
+        "x": random(*leading, width, seed=1, scale=3.0),
+        "weight": random(width, seed=2),
+        # One column is its own norm: only rounding is left of its gradient, divided by eps.
+        "eps": 1e-5 if width > 1 else 1.0,
+        **options,
+    }
+    return made | {"residual": random(*leading, width, seed=3)} if residual else made
+
+
+def layer_norm(
+    leading: tuple[int, ...], width: int, residual: bool = False, affine: str = "weight bias"
+) -> Inputs:
+    made = norm(leading, width, residual) | {"bias": random(width, seed=4)}
+    for name in ("weight", "bias"):
+        if name not in affine:
+            made[name] = None
+    return made
+
+
+def angles(leading: tuple[int, ...], half: int, each_row: bool = False) -> Inputs:
+    batch, seq = batch_and_seq(leading)
+    angle = random(batch if each_row else 1, seq, half, seed=5, scale=3.0)
+    return {"cos": angle.cos(), "sin": angle.sin()}
+
+
+def batch_and_seq(leading: tuple[int, ...]) -> tuple[int, int]:
+    batch, seq = (1, 1, *leading)[-2:]
+    return batch, seq
+
+
+def rope(leading: tuple[int, ...], half: int, each_row: bool = False) -> Inputs:
+    """Heads of 2 * half columns."""
+    heads, kv_heads = 3, 1
+    columns = (heads + 2 * kv_heads) * 2 * half
+    return {
+        "qkv": random(*batch_and_seq(leading), columns, seed=6, scale=3.0),
+        **angles(leading, half, each_row),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+    }
+
+
+def qk_norm_rope(leading: tuple[int, ...], half: int, **options: Any) -> Inputs:
+    weights = {f"{name}_weight": random(2 * half, seed=i) for i, name in enumerate("qk")}
+    return rope(leading, half) | weights | {"eps": 1e-5} | options
+
+
+def glu(leading: tuple[int, ...], width: int, **options: Any) -> Inputs:
+    return {"gate_up": random(*leading, 2 * width, seed=7, scale=2.0), **options}
+
+
+def linear(width: int, out: int, bias: bool = True) -> Inputs:
+    return {
+        "weight": random(out, width, seed=8, scale=width**-0.5),
+        "bias": random(out, seed=9) if bias else None,
+    }
+
+
+def glu_linear(leading: tuple[int, ...], width: int, bias: bool = True, **options: Any) -> Inputs:
+    return glu(leading, width, **options) | linear(width, 5, bias)
+
+
+def norm_linear(
+    leading: tuple[int, ...], width: int, out: int = 5, full: bool = True, **options: Any
+) -> Inputs:
+    """With a residual and a bias, or without."""
+    made = norm(leading, width, residual=True, **options)
+    made["norm_weight"] = made.pop("weight")
+    if not full:
+        made["residual"] = None
+    return made | linear(width, out, full)
+
+
+def norm_qkv_rope(leading: tuple[int, ...], width: int, full: bool = True) -> Inputs:
+    heads, kv_heads, half = 3, 1, 4
+    out = (heads + 2 * kv_heads) * 2 * half
+    made = norm_linear(batch_and_seq(leading), width, out, full)
+    return made | angles(leading, half) | {"num_heads": heads, "num_kv_heads": kv_heads}
+
+
+def targets(leading: tuple[int, ...], vocab: int, ignore_index: int = -100) -> Tensor:
+    """The last class first, every third target ignored."""
+    rows = torch.Size(leading).numel()
+    made = vocab - 1 - torch.arange(rows) * 7 % vocab
+    made[2::3] = ignore_index
+    return made.view(leading)
+
+
+def loss_options(vocab: int) -> Inputs:
+    """Every option that changes the loss."""
+    return {
+        "label_smoothing": 0.2,
+        "z_loss": 0.02,
+        "softcap": 4.0,
+        "logit_scale": 1.7,
+        "class_weights": random(vocab, seed=10).abs() + 0.1,
+    }
+
+
+def cross_entropy(
+    leading: tuple[int, ...], vocab: int, full: bool = False, **options: Any
+) -> Inputs:
+    made = {
+        "logits": random(*leading, vocab, seed=11, scale=2.0),
+        "targets": targets(leading, vocab),
+        **options,
+    }
+    return made | loss_options(vocab) if full else made
+
+
+def linear_cross_entropy(
+    leading: tuple[int, ...], vocab: int, full: bool = False, **options: Any
+) -> Inputs:
+    """A vocabulary of a row's length, over a few hidden columns, in several chunks."""
+    hidden = 32
+    made = cross_entropy(leading, vocab, full, **options)
+    del made["logits"]
+    made["hidden"] = random(*leading, hidden, seed=12)
+    return made | linear(hidden, vocab, full) | {"chunk_size": 2}
+
+
+def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
+    made = linear_cross_entropy(leading, vocab, **options)
+    return made | linear(made["hidden"].shape[-1], vocab)
+
+
+def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula that computes all rows at once, called as the op that does not."""
+    return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
+
+
+ANGLES, GEMMA = ("cos", "sin"), {"casting": "gemma", "offset": 1.0}
+WEIGHTS = ("class_weights",)
+LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
+LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
+
+CASES = {
+    "rms_norm": Case("rms_norm", formulas.rms_norm, norm),
+    "rms_norm of Gemma": Case("rms_norm", formulas.rms_norm, partial(norm, **GEMMA)),
+    "add_rms_norm": Case("add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True)),
+    "add_rms_norm of Gemma": Case(
+        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True, **GEMMA)
+    ),
+    "layer_norm": Case("layer_norm", formulas.layer_norm, layer_norm),
+    "layer_norm without bias": Case(
+        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="weight")
+    ),
+    "layer_norm without weight": Case(
+        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="bias")
+    ),
+    "layer_norm alone": Case("layer_norm", formulas.layer_norm, partial(layer_norm, affine="")),
+    "add_layer_norm": Case(
+        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True)
+    ),
+    "add_layer_norm alone": Case(
+        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True, affine="")
+    ),
+    "glu": Case("glu", formulas.glu, partial(glu, activation="gelu")),
+    "swiglu": Case("swiglu", formulas.glu, glu),
+    "geglu": Case("geglu", partial(formulas.glu, activation="gelu_tanh"), glu),
+    "rope": Case("rope", formulas.rope, rope, ANGLES),
+    "rope with angles of each row": Case(
+        "rope", formulas.rope, partial(rope, each_row=True), ANGLES
+    ),
+    "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, ANGLES),
+    "qk_norm_rope of Gemma": Case(
+        "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), ANGLES
+    ),
+    "norm_linear": Case("norm_linear", formulas.norm_linear, norm_linear),
+    "norm_linear of Gemma": Case(
+        "norm_linear", formulas.norm_linear, partial(norm_linear, **GEMMA)
+    ),
+    # Without a residual the sum is x itself, a leaf, which has no gradient of its own.
+    "norm_linear alone": Case(
+        "norm_linear", formulas.norm_linear, partial(norm_linear, full=False), outputs=1
+    ),
+    "norm_qkv_rope": Case("norm_qkv_rope", formulas.norm_qkv_rope, norm_qkv_rope, ANGLES),
+    "norm_qkv_rope alone": Case(
+        "norm_qkv_rope", formulas.norm_qkv_rope, partial(norm_qkv_rope, full=False), ANGLES, 3
+    ),
+    "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear),
+    "glu_linear with gelu_tanh": Case(
+        "glu_linear", formulas.glu_linear, partial(glu_linear, bias=False, activation="gelu_tanh")
+    ),
+    "cross_entropy": Case("cross_entropy", formulas.cross_entropy, cross_entropy, outputs=2),
+    "cross_entropy of each row": Case(
+        "cross_entropy",
+        formulas.cross_entropy,
+        partial(cross_entropy, full=True, reduction="none"),
+        WEIGHTS,
+        2,
+    ),
+    "linear_cross_entropy": Case(
+        "linear_cross_entropy", LINEAR_CROSS_ENTROPY, linear_cross_entropy, outputs=2
+    ),
+    "linear_cross_entropy with options": Case(
+        "linear_cross_entropy",
+        LINEAR_CROSS_ENTROPY,
+        partial(linear_cross_entropy, full=True),
+        WEIGHTS,
+        2,
+    ),
+    "linear_cross_entropy of each row": Case(
+        "linear_cross_entropy",
+        LINEAR_CROSS_ENTROPY,
+        partial(linear_cross_entropy, full=True, reduction="none"),
+        WEIGHTS,
+        2,
+    ),
+    "linear_log_probs": Case(
+        "linear_log_probs",
+        LINEAR_LOG_PROBS,
+        partial(linear_log_probs, entropy=True, softcap=4.0, logit_scale=1.7),
+    ),
+    "linear_log_probs without entropy": Case(
+        "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, outputs=1
+    ),
+}
+NOT_FUSED = {"split_qkv"}  # views, no arithmetic
+
+# Leading dimensions and the length of a row.
+SIZES: dict[str, tuple[tuple[int, ...], int]] = {
+    "one row": ((1,), 100),
+    "one column": ((9,), 1),
+    "odd": ((3,), 33),
+    "batch": ((2, 3), 64),
+    "more rows than programs": ((40,), 8),
+    "more columns than a block": ((2,), 1100),
+    "no rows": ((0,), 16),
+    "empty batch": ((0, 3), 8),
+    "no leading dimension": ((), 17),
+}
+
+
+def differentiable(case: Case) -> list[str]:
+    """The names of the inputs that take a gradient."""
+    return [
+        name
+        for name, value in case.inputs((1,), 2).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in case.constant
+    ]
+
+
+def leaves(case: Case, inputs: Inputs, place: Any) -> Inputs:
+    """The inputs at a place, all requiring a gradient that may."""
+    device, dtype = place
+    wide = torch.promote_types(dtype, torch.float32)
+    made = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            made[name] = value.to(device, copy=True)
+        elif isinstance(value, Tensor):
+            kept = wide if name in case.constant else dtype
+            made[name] = value.to(device, kept, copy=True)
+            made[name].requires_grad_(name not in case.constant)
+    return made
+
+
+def upstreams(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """A random upstream gradient for every output."""
+    return [random(*x.shape, seed=20 + i).to(x) for i, x in enumerate(outputs)]
+
+
+def gradients(outputs: Sequence[Tensor], made: Inputs, upstream: list[Tensor]) -> list[Tensor]:
+    """Gradients of all inputs that require one; nothing here waits for a GPU."""
+    used = [(x, y) for x, y in zip(outputs, upstream) if x.requires_grad]
+    wanted = [v for v in made.values() if isinstance(v, Tensor) and v.requires_grad]
+    return list(torch.autograd.grad([x for x, _ in used], wanted, [y for _, y in used]))
+
+
+def outputs_and_gradients(function: Callable[..., Any], made: Inputs) -> list[Tensor]:
+    """All that an op computes, for random upstream gradients."""
+    outputs = as_tuple(function(**made))
+    return [x.detach() for x in outputs] + gradients(outputs, made, upstreams(outputs))
