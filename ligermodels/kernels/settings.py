@@ -14,6 +14,7 @@ class Launch(NamedTuple):
     num_stages: int = 2  # above 1, the norms' backwards load 16-bit rows a tile ahead
     rows: int = 1  # rows that a program handles at once
     programs: int = 1  # for each multiprocessor, where a program handles many rows in turn
+    pieces: int = 1  # of `block` elements that a program reads at once, where it takes more
 
 
 # Op -> (largest row length, launch), first fit wins; None means any length.
@@ -54,7 +55,18 @@ NVIDIA: Table = {
     "qk_norm_rope_backward": ((None, Launch(512, 1, programs=8)),),
     "glu_forward": ((None, Launch(2048, 8)),),
     "glu_backward": ((None, Launch(2048, 8)),),
-    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
+    "cross_entropy_loss": ((4096, Launch(1024, 4)), (None, Launch(2048, 8, pieces=4))),
+    "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
+    "cross_entropy_both": (
+        (4096, Launch(1024, 4)),
+        (65536, Launch(2048, 8, pieces=4)),
+        (None, Launch(8192, 32, pieces=4)),
+    ),
+    # With class weights, smoothing, a soft cap or statistics: these take registers.
+    "cross_entropy_both_and_more": (
+        (4096, Launch(1024, 4)),
+        (None, Launch(4096, 16, pieces=4)),
+    ),
 }
 
 # The norms' backwards have registers for one tile only on AMD; more programs hide the latency.
@@ -87,7 +99,10 @@ AMD: Table = {
     "qk_norm_rope_backward": ((None, Launch(512, 4, programs=8)),),
     "glu_forward": ((None, Launch(2048, 4)),),
     "glu_backward": ((None, Launch(1024, 4)),),
-    "cross_entropy": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+    "cross_entropy_loss": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+    "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+    "cross_entropy_both": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+    "cross_entropy_both_and_more": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }
 
 MAX_NORM_WIDTH = 65536

@@ -60,11 +60,15 @@ def cross_entropy_kernel(
     HAS_WEIGHTS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Loss, z-loss and logsumexp of one row a program, its statistics, and its gradient.
 
     The logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
+    They are read in tiles of PIECES x BLOCK: a lane takes one maximum of its pieces, so that an
+    element costs little more than one exponential. Where the row is read twice, the cache is told
+    to keep it the first time.
     """
     # torch.compile passes Python floats as float64.
     label_smoothing = tl.cast(label_smoothing, tl.float32)
@@ -77,7 +81,10 @@ def cross_entropy_kernel(
     valid = target != ignore_index
     inside = (target >= 0) & (target < vocab)
     index = tl.where(inside, target, 0)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, PIECES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    TWICE: tl.constexpr = WANT_GRAD and not HAS_LSE
+    FIRST: tl.constexpr = "evict_last" if TWICE else ""
+    LAST: tl.constexpr = "evict_first" if TWICE else ""
     infinity = float("inf")
     # NaN in a valid row whose target is outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
@@ -91,43 +98,45 @@ def cross_entropy_kernel(
     if HAS_LSE:
         lse = tl.load(lse_ptr + row)
     else:
-        highest = tl.full((BLOCK,), -infinity, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        weighted = tl.zeros((BLOCK,), tl.float32)
-        below = tl.zeros((BLOCK,), tl.float32)  # sum of exp(t - highest) * (t - highest)
-        beaten = tl.zeros((BLOCK,), tl.int32)
+        highest = tl.full((1, BLOCK), -infinity, tl.float32)
+        total = tl.zeros((1, BLOCK), tl.float32)
+        weighted = tl.zeros((1, BLOCK), tl.float32)
+        below = tl.zeros((1, BLOCK), tl.float32)  # sum of exp(t - highest) * (t - highest)
+        beaten = tl.zeros((1, BLOCK), tl.int32)
         # Read before the reductions below, whose barriers keep it ahead of every write in place.
         target_logit = tl.load(logits_ptr + index)
         target_t = _transform(target_logit, softcap, logit_scale, HAS_SOFTCAP)
         target_scaled = target_logit.to(tl.float32) * logit_scale
-        for start in range(0, columns, BLOCK):
+        for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
-            logits = tl.load(logits_ptr + at, mask=mask, other=-infinity)
+            logits = tl.load(logits_ptr + at, mask=mask, other=-infinity, eviction_policy=FIRST)
             t = _transform(logits, softcap, logit_scale, HAS_SOFTCAP)
             t = tl.where(mask, t, -infinity)
-            new = tl.maximum(highest, t)
+            new = tl.maximum(highest, tl.max(t, 0, keep_dims=True))
             shift = tl.where(new == -infinity, 0.0, new)
+            share = tl.exp(t - shift)
             if WANT_STATS:
                 rise = tl.where(highest == -infinity, 0.0, highest - shift)
                 gap = tl.where(t == -infinity, 0.0, t - shift)
-                below = tl.exp(rise) * (below + rise * total) + tl.exp(t - shift) * gap
+                below = tl.exp(rise) * (below + rise * total)
+                below += tl.sum(share * gap, 0, keep_dims=True)
                 # Compared before the softcap, which may round unequal logits to equal ones.
                 scaled = logits.to(tl.float32) * logit_scale
                 wins = (scaled > target_scaled) | ((scaled == target_scaled) & (at < index))
-                beaten |= tl.where(mask & wins, 1, 0)
-            total = total * tl.exp(highest - shift) + tl.exp(t - shift)
+                beaten |= tl.max(tl.where(mask & wins, 1, 0), 0, keep_dims=True)
+            total = total * tl.exp(highest - shift) + tl.sum(share, 0, keep_dims=True)
             highest = new
             if HAS_SMOOTHING:
                 if HAS_WEIGHTS:
                     t *= tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                weighted += tl.where(mask, t, 0.0)
-        top = tl.max(highest, 0)
-        total_sum = tl.sum(total * tl.exp(highest - top), 0)
+                weighted += tl.sum(tl.where(mask, t, 0.0), 0, keep_dims=True)
+        top = tl.max(highest)
+        total_sum = tl.sum(total * tl.exp(highest - top))
         lse = top + tl.log(total_sum)
         loss = target_weight * (lse - target_t)
         if HAS_SMOOTHING:
-            loss += smooth * (lse * weight_sum - tl.sum(weighted, 0))
+            loss += smooth * (lse * weight_sum - tl.sum(weighted))
         z = z_loss * lse * lse
         tl.store(lse_ptr + row, lse)
         tl.store(loss_ptr + row, tl.where(valid, loss + z + poison, 0.0))
@@ -136,10 +145,10 @@ def cross_entropy_kernel(
             log_prob = target_t - lse + poison
             tl.store(log_prob_ptr + row, tl.where(valid, log_prob, 0.0))
             rise = tl.where(highest == -infinity, 0.0, highest - top)
-            below_sum = tl.sum(tl.exp(rise) * (below + rise * total), 0)
+            below_sum = tl.sum(tl.exp(rise) * (below + rise * total))
             entropy = tl.log(total_sum) - below_sum / total_sum + poison
             tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0))
-            correct = valid & inside & (tl.max(beaten, 0) == 0) & (target_scaled == target_scaled)
+            correct = valid & inside & (tl.max(beaten) == 0) & (target_scaled == target_scaled)
             tl.store(correct_ptr + row, correct)
 
     if WANT_GRAD:
@@ -155,11 +164,12 @@ def cross_entropy_kernel(
         here = index - first_column  # outside [0, columns) where another block has the target
         if HAS_WEIGHTS:
             class_weights_ptr += first_column
-        for start in range(0, columns, BLOCK):
+        for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
-            t = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32) * logit_scale
-            slope = tl.full((BLOCK,), 1.0, tl.float32)
+            logits = tl.load(logits_ptr + at, mask=mask, other=0.0, eviction_policy=LAST)
+            t = logits.to(tl.float32) * logit_scale
+            slope = tl.full((PIECES, BLOCK), 1.0, tl.float32)
             if HAS_SOFTCAP:
                 tanh = _tanh(t / softcap)
                 slope = 1.0 - tanh * tanh
@@ -182,7 +192,8 @@ def cross_entropy_kernel(
                 grad -= entropy_scale * tl.where(p > 0.0, p * (t - lse + entropy), 0.0)
             # An ignored row gets exact zeros even where its logits are not finite.
             grad = tl.where(valid, grad * slope, 0.0)
-            tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+            grad = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + at, grad, mask=mask, eviction_policy=LAST)
 
 
 def cross_entropy_rows(
@@ -221,7 +232,14 @@ def cross_entropy_rows(
         log_prob_scale, entropy_scale, entropy = stats_scale
     elif stats is not None:
         entropy = stats.entropy
-    block, num_warps, num_stages, *_ = launch("cross_entropy", columns)
+    if grad is None:
+        setting = launch("cross_entropy_loss", columns)
+    elif have_lse:
+        setting = launch("cross_entropy_gradient", columns)
+    else:
+        smooth_or_capped = options.label_smoothing > 0 or options.softcap is not None
+        more = smooth_or_capped or class_weights is not None or stats is not None
+        setting = launch("cross_entropy_both_and_more" if more else "cross_entropy_both", columns)
     cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),
@@ -256,8 +274,9 @@ def cross_entropy_rows(
         HAS_WEIGHTS=class_weights is not None,
         HAS_SMOOTHING=options.label_smoothing > 0,
         HAS_SOFTCAP=options.softcap is not None,
-        BLOCK=block,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        PIECES=setting.pieces,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
     )
     return loss, z_loss, lse, grad
