@@ -52,12 +52,14 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         ValueError: the budget does not hold a row and a column of logits; says what would.
     """
     rows, vocab, logit_bytes, hidden_bytes, accumulator_bytes, held_bytes, fixed_bytes = sizes
+    if rows == 0:
+        return Plan(1)
     # The hidden states of a chunk and their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
         if rows * row_bytes <= default:
-            return Plan(max(rows, 1))
+            return Plan(rows)
         return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
     free = max_scratch_bytes - fixed_bytes
@@ -66,14 +68,14 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         # One column of one row, gathered, and of the float32 sum over the rows.
         column_bytes = accumulator_bytes // vocab
         least = max(least, logit_bytes + hidden_bytes + column_bytes)
-    if free < (least if rows else 0):
+    if free < least:
         raise ValueError(
             f"linear_cross_entropy: max_scratch_bytes={max_scratch_bytes} is too small for "
             f"{rows} tokens; it must hold a row of logits and {fixed_bytes} bytes beside it: "
             f"at least {fixed_bytes + least}"
         )
     if max(rows * row_bytes, held_bytes) <= free:
-        return Plan(max(rows, 1))
+        return Plan(rows)
     beside = (free - accumulator_bytes) // row_bytes
     if not accumulator_bytes or beside >= MIN_ACCUMULATED_ROWS:
         return Plan(_even(beside))

@@ -15,6 +15,7 @@ from ligermodels.kernels.reference import (
     TokenStats,
     compute_dtype,
 )
+from ligermodels.kernels.valid_rows import take_rows
 
 
 class Head(NamedTuple):
@@ -24,9 +25,16 @@ class Head(NamedTuple):
     weight: Tensor  # (vocab, in)
     bias: Tensor | None  # (vocab)
     targets: Tensor  # (rows) int64
+    taken: Tensor | None  # (rows) positions of the rows taken, or all; see `valid_rows`
     class_weights: Tensor | None  # (vocab)
     options: CrossEntropyOptions
     plan: Plan
+
+    def rows(self, part: slice) -> Tensor:
+        """The hidden states of some rows."""
+        if self.taken is None:
+            return self.hidden[part]
+        return take_rows(self.hidden, self.taken[part])
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """The logits of some rows of hidden for some classes."""
@@ -80,7 +88,7 @@ def row_loop(
     weight's dtype from a single chunk and as a float32 sum from several; where the plan has
     columns, it and the bias's are left to `column_loop`. stats is filled where given.
     """
-    hidden, weight, targets = head.hidden, head.weight, head.targets
+    hidden, weight, targets, taken = head.hidden, head.weight, head.targets, head.taken
     rows, chunk, everything = len(targets), head.plan.rows, slice(None)
     ops, dtype = select(hidden), compute_dtype(hidden)
     if head.plan.columns is not None:
@@ -88,8 +96,10 @@ def row_loop(
     if upstream is None or not any(wants):
         upstream, wants = None, Wants(False, False, False)
     grad_hidden = grad_weight = grad_bias = None
-    if wants.hidden:
+    if wants.hidden and taken is None:
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    elif wants.hidden:  # one row to spare for the padding
+        grad_hidden = hidden.new_zeros(len(hidden) + 1, hidden.shape[1])
     if wants.weight and rows == 0:
         grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     if wants.bias:
@@ -97,7 +107,7 @@ def row_loop(
     losses, z_losses, lses = [], [], []
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        part_hidden = hidden[part]
+        part_hidden = head.rows(part)
         logits = head.logits(part_hidden, everything)
         scale = None if upstream is None else upstream.part(part)
         loss, z_loss, part_lse, grad = ops.cross_entropy_rows(
@@ -115,21 +125,25 @@ def row_loop(
         z_losses.append(z_loss)
         lses.append(part_lse)
         if grad is not None:
-            if grad_hidden is not None:
+            if grad_hidden is not None and taken is None:
                 _product_into(grad_hidden, part, grad, weight)
+            elif grad_hidden is not None and taken is not None:
+                grad_hidden.index_copy_(0, taken[part], grad @ weight)
             if wants.weight and chunk >= rows:
                 grad_weight = grad.t() @ part_hidden
             elif wants.weight:
                 grad_weight = add_product(grad_weight, grad.t(), part_hidden)
             if grad_bias is not None:
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
-        del logits, grad  # before the next chunk's logits are made
+        del part_hidden, logits, grad  # before the next chunk's logits are made
 
     def join(parts: list[Tensor]) -> Tensor:
         if not parts:
             return torch.zeros(0, dtype=dtype, device=hidden.device)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden[: len(hidden)]
     made = join(losses), join(z_losses), join(lses)
     return Rows(*made, grad_hidden, grad_weight, grad_bias)
 
@@ -156,7 +170,7 @@ def column_loop(
         total = bias_total = None
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
-            part_hidden = hidden[part]
+            part_hidden = head.rows(part)
             logits = head.logits(part_hidden, block)
             scale = upstream.part(part)
             *_, grad = ops.cross_entropy_rows(
@@ -178,7 +192,7 @@ def column_loop(
             if grad_bias is not None:
                 part_bias = grad.sum(0, dtype=dtype)
                 bias_total = part_bias if bias_total is None else bias_total + part_bias
-            del logits, grad  # before the next block's logits are made
+            del part_hidden, logits, grad  # before the next block's logits are made
         if total is not None:
             grad_weight[block] = total
         if grad_bias is not None and bias_total is not None:

@@ -29,6 +29,7 @@ from ligermodels.kernels.reference import (
     TokenStats,
     compute_dtype,
 )
+from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -51,7 +52,18 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, divisor, class_weights, options, plan, wants, with_stats
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        taken,
+        class_weights,
+        options,
+        plan,
+        wants,
+        with_stats,
+        divisor,
     ):
         # float16 gradients of a mean over many tokens would underflow; there the division waits
         # for backward, where the loss scale of float16 training is at hand.
@@ -59,13 +71,13 @@ class _ReducedLoss(torch.autograd.Function):
         upstream = None
         if any(wants):
             upstream = Upstream((torch.ones_like(divisor) if late else 1 / divisor).view(1))
-        head = Head(hidden, weight, bias, targets, class_weights, options, plan)
+        head = Head(hidden, weight, bias, targets, taken, class_weights, options, plan)
         stats = TokenStats.empty(len(targets), hidden) if with_stats else None
         rows = row_loop(head, wants, upstream, stats=stats)
         grads = rows.grad_hidden, rows.grad_weight, rows.grad_bias
         by_columns = plan.columns is not None and wants.weight
         ctx.save_for_backward(
-            *grads, divisor, *((*head[:5], rows.lse) if by_columns else [None] * 6)
+            *grads, divisor, *((*head[:6], rows.lse) if by_columns else [None] * 7)
         )
         ctx.options, ctx.plan, ctx.wants, ctx.late = options, plan, wants, late
         ctx.by_columns = by_columns
@@ -79,16 +91,18 @@ class _ReducedLoss(torch.autograd.Function):
     def backward(ctx, upstream, *_):
         refuse_double_backward("linear_cross_entropy")
         if upstream is None:
-            return (None,) * 10
-        *grads, divisor, hidden, weight, bias, targets, class_weights, lse = ctx.saved_tensors
+            return (None,) * 11
+        *grads, divisor, hidden, weight, bias, targets, taken, class_weights, lse = (
+            ctx.saved_tensors
+        )
         scale = upstream / divisor if ctx.late else upstream
         scaled = [_scaled(grad, scale, dtype) for grad, dtype in zip(grads, ctx.dtypes)]
         if ctx.by_columns:
-            head = Head(hidden, weight, bias, targets, class_weights, ctx.options, ctx.plan)
+            head = Head(hidden, weight, bias, targets, taken, class_weights, ctx.options, ctx.plan)
             row_scale = Upstream((upstream / divisor).view(1))
             with without_autocast(hidden):
                 scaled[1:] = column_loop(head, ctx.wants, row_scale, lse)
-        return *scaled, *[None] * 7
+        return *scaled, *[None] * 8
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -99,13 +113,13 @@ class _TokenOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, class_weights, options, plan, wants, with_stats
+        ctx, hidden, weight, bias, targets, taken, class_weights, options, plan, wants, with_stats
     ):
-        head = Head(hidden, weight, bias, targets, class_weights, options, plan)
+        head = Head(hidden, weight, bias, targets, taken, class_weights, options, plan)
         stats = TokenStats.empty(len(targets), hidden) if with_stats else None
         rows = row_loop(head, wants, stats=stats)
         entropy = None if stats is None else stats.entropy
-        ctx.save_for_backward(*head[:5], rows.lse, entropy)
+        ctx.save_for_backward(*head[:6], rows.lse, entropy)
         ctx.options, ctx.plan, ctx.wants = options, plan, wants
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.z_loss, *(() if stats is None else (stats.correct,)))
@@ -115,9 +129,9 @@ class _TokenOutputs(torch.autograd.Function):
     def backward(ctx, grad_loss, _, grad_log_probs, grad_entropy, *__):
         refuse_double_backward("linear_cross_entropy")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
-        hidden, weight, bias, targets, class_weights, lse, entropy = ctx.saved_tensors
-        head = Head(hidden, weight, bias, targets, class_weights, ctx.options, ctx.plan)
+            return (None,) * 10
+        hidden, weight, bias, targets, taken, class_weights, lse, entropy = ctx.saved_tensors
+        head = Head(hidden, weight, bias, targets, taken, class_weights, ctx.options, ctx.plan)
         upstream = Upstream(*token_upstream(grad_loss, grad_log_probs, grad_entropy, entropy, lse))
         grad_hidden = grad_weight = grad_bias = None
         with without_autocast(hidden):
@@ -131,7 +145,7 @@ class _TokenOutputs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None and bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
 class Call(NamedTuple):
@@ -140,13 +154,14 @@ class Call(NamedTuple):
     hidden: Tensor  # (rows, in)
     weight: Tensor
     bias: Tensor | None
-    targets: Tensor  # (rows)
+    targets: Tensor  # (rows taken)
+    taken: Tensor | None  # positions of the rows taken, or all
     class_weights: Tensor | None
     options: CrossEntropyOptions
     plan: Plan
     wants: Wants
     with_stats: bool
-    shape: torch.Size  # of the targets as they were given
+    all_targets: Tensor  # (...), as they were given
 
     def token_outputs(self) -> CrossEntropyOutput:
         """Everything of each token, differentiable for any upstream gradient."""
@@ -156,11 +171,13 @@ class Call(NamedTuple):
         return CrossEntropyOutput(loss, self.shaped(others[0]), loss, *self.each(others[1:]))
 
     def shaped(self, x: Tensor) -> Tensor:
-        """Values of each row in the targets' shape."""
-        return x.view(self.shape)
+        """Values of each row taken, in the shape of all targets."""
+        if self.taken is not None:
+            x = put_rows(x, self.taken, self.all_targets.flatten(), self.options.ignore_index)
+        return x.view(self.all_targets.shape)
 
     def each(self, stats: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Statistics of each row in the targets' shape; None stays."""
+        """The same of several; None stays."""
         return [None if x is None else self.shaped(x) for x in stats]
 
 
@@ -173,6 +190,8 @@ def prepare(
     options: CrossEntropyOptions,
     chunk_size: int | None,
     max_scratch_bytes: int | None,
+    skip_ignored: bool,
+    num_valid: int | None,
     reduction: str,
     with_stats: bool,
 ) -> Call:
@@ -196,18 +215,22 @@ def prepare(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    rows = targets.numel()
+    all_targets, targets = targets, targets.flatten()
+    taken = valid_rows(targets, options.ignore_index, skip_ignored, num_valid)
+    if taken is not None:
+        targets = take_targets(targets, taken, options.ignore_index)
     if chunk_size is None:
         # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
         copies = 0 if select(hidden).__name__.endswith(".triton") else 6
         wide = compute_dtype(hidden).itemsize
         sizes = Sizes(
-            rows,
+            len(targets),
             vocab,
             logit_bytes=hidden.element_size() + wide * copies,
+            hidden_bytes=0 if taken is None else width * hidden.element_size(),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
             held_bytes=weight.nbytes if wants.weight and reduction != "none" else 0,
-            fixed_bytes=(2 if with_stats else 1) * TOKEN_BYTES * rows
+            fixed_bytes=TOKEN_BYTES * all_targets.numel() * (1 + with_stats + skip_ignored)
             + (3 * wide * vocab if wants.bias else 0),
         )
         plan = plan_chunks(sizes, max_scratch_bytes)
@@ -219,13 +242,14 @@ def prepare(
         hidden.reshape(-1, width),
         weight,
         bias,
-        targets.flatten(),
+        targets,
+        taken,
         class_weights,
         options,
         plan,
         wants,
         with_stats,
-        targets.shape,
+        all_targets,
     )
 
 
@@ -245,6 +269,8 @@ def linear_cross_entropy(
     class_weights: Tensor | None = None,
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
+    skip_ignored: bool = False,
+    num_valid: int | None = None,
     return_token_stats: bool = False,
 ) -> CrossEntropyOutput:
     """Cross entropy of softcap(logit_scale * (hidden weight^T + bias)) within a scratch budget.
@@ -270,12 +296,19 @@ def linear_cross_entropy(
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
             twice the sum. The hidden gradient made in forward is kept for backward and counts as
             a gradient.
+        skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
+            costs one host synchronisation, and is refused under torch.compile and graph capture,
+            unless num_valid is given.
+        num_valid: an upper bound on the number of targets that are not ignored, known on the
+            host, for skip_ignored; products are made for as many rows. Too small a bound is an
+            error on CPU in eager mode; elsewhere the loss is NaN.
         return_token_stats: also give log-probability, entropy and correctness of each token.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
         "none" the log-probabilities and the entropy as well. All targets ignored: loss 0, zero
         gradients. The weight gradient is accumulated in float32.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
+        RuntimeError: skip_ignored without num_valid under torch.compile or graph capture.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
@@ -290,6 +323,8 @@ def linear_cross_entropy(
         options,
         chunk_size,
         max_scratch_bytes,
+        skip_ignored,
+        num_valid,
         reduction,
         return_token_stats,
     )
@@ -297,17 +332,9 @@ def linear_cross_entropy(
         return call.token_outputs()
     dtype = compute_dtype(call.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
+    if num_valid is not None:
+        too_many = (targets != ignore_index).sum() > num_valid
+        divisor = torch.where(too_many, float("nan"), divisor)
     with without_autocast(hidden):
-        loss, z, token_loss, *stats = _ReducedLoss.apply(
-            call.hidden,
-            call.weight,
-            call.bias,
-            call.targets,
-            divisor,
-            class_weights,
-            options,
-            call.plan,
-            call.wants,
-            return_token_stats,
-        )
+        loss, z, token_loss, *stats = _ReducedLoss.apply(*call[:-1], divisor)
     return CrossEntropyOutput(loss, z, call.shaped(token_loss), *call.each(stats))

@@ -22,6 +22,8 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
+    skip_ignored: bool = False,
+    num_valid: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p at each target and the entropy of p = softmax(t), both differentiable.
 
@@ -35,12 +37,14 @@ def linear_log_probs(
         targets: (...) int64, aligned with hidden: no shift here.
         bias: (vocab).
         entropy: whether to give it.
-        ignore_index, softcap, logit_scale, chunk_size, max_scratch_bytes: as in
-            `linear_cross_entropy`. logit_scale is one over a sampling temperature.
+        logit_scale: as in `linear_cross_entropy`; one over a sampling temperature.
+        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, num_valid: as in
+            `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, float32 (float64 for float64
         inputs), both differentiable, 0 where the target is ignored.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
+        RuntimeError: skip_ignored without num_valid under torch.compile or graph capture.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
@@ -53,6 +57,8 @@ def linear_log_probs(
         options,
         chunk_size,
         max_scratch_bytes,
+        skip_ignored,
+        num_valid,
         "none",
         entropy,
     )

@@ -18,6 +18,7 @@ from ligermodels.kernels.cross_entropy import (
     check_reduction,
     loss_divisor,
 )
+from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
 
 
@@ -58,8 +59,8 @@ class LossHead(nn.Module):
             parameter of its own. It is looked up at every call: tie again after replacing it.
         loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
-            ignore_index, chunk_size, max_scratch_bytes, return_token_stats); any call may override
-            them.
+            ignore_index, chunk_size, max_scratch_bytes, skip_ignored, num_valid,
+            return_token_stats); any call may override them.
     """
 
     def __init__(
@@ -204,10 +205,14 @@ class LossHead(nn.Module):
         normalizer: float | Tensor | None = None,
         chunk_size: int | None = None,
         max_scratch_bytes: int | None = None,
+        skip_ignored: bool = False,
+        num_valid: int | None = None,
         **options: Any,
     ) -> CrossEntropyOutput:
         """The loss through a projection that was swapped: called chunk by chunk, logits made again
-        in backward. Its gradients are its own affair, their accumulation autograd's."""
+        in backward. Its gradients are its own affair, their accumulation autograd's. Under
+        skip_ignored the rows that count are gathered at once."""
+        ignore_index = options.get("ignore_index", -100)
         check_reduction(reduction, normalizer)
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(
@@ -216,11 +221,17 @@ class LossHead(nn.Module):
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"LossHead: chunk_size={chunk_size} must be at least 1")
         rows, row_targets = hidden.flatten(0, -2), targets.flatten()
+        taken = valid_rows(row_targets, ignore_index, skip_ignored, num_valid)
+        if taken is not None:
+            rows, row_targets = (
+                take_rows(rows, taken),
+                take_targets(row_targets, taken, ignore_index),
+            )
         if chunk_size is None:
             # Logits, their gradient and float32 copies of either.
             logit_bytes = 2 * hidden.element_size() + 16
             sizes = Sizes(
-                len(rows), self.vocab_size, logit_bytes, fixed_bytes=TOKEN_BYTES * len(rows)
+                len(rows), self.vocab_size, logit_bytes, fixed_bytes=TOKEN_BYTES * targets.numel()
             )
             chunk_size = plan_chunks(sizes, max_scratch_bytes).rows
 
@@ -233,7 +244,10 @@ class LossHead(nn.Module):
             for part, part_targets in zip(rows.split(chunk_size), row_targets.split(chunk_size))
         ]
         asked = [x for x in zip(*parts) if x[0] is not None]
-        loss, z_loss, *stats = (torch.cat(x).view(targets.shape) for x in asked)
+        tokens = [torch.cat(x) for x in asked]
+        if taken is not None:
+            tokens = [put_rows(x, taken, targets.flatten(), ignore_index) for x in tokens]
+        loss, z_loss, *stats = (x.view(targets.shape) for x in tokens)
         z_loss = z_loss.detach()
         if reduction == "none":
             return CrossEntropyOutput(loss, z_loss, loss, *stats)
@@ -242,7 +256,7 @@ class LossHead(nn.Module):
             reduction,
             normalizer,
             options.get("class_weights"),
-            options.get("ignore_index", -100),
+            ignore_index,
             loss.dtype,
         )
         stats = [x.detach() for x in stats]

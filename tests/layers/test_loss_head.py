@@ -222,6 +222,31 @@ def test_log_probs(kind: str, entropy: bool) -> None:
         head.log_probs(hidden, targets, z_loss=0.1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("num_valid", [None, 25])
+def test_skipping_ignored_targets(kind: str, reduction: str, num_valid: int | None) -> None:
+    """Whatever the projection: the same outputs and gradients from the rows that count."""
+    head, weight, _ = build(kind, z_loss=0.1, reduction=reduction, chunk_size=10)
+    hidden, targets = data()
+    results = []
+    for options in ({}, {"skip_ignored": True, "num_valid": num_valid}):
+        out = head(hidden, targets, return_token_stats=True, **options)
+        grads = torch.autograd.grad(out.loss.sum(), [hidden, weight])
+        log_probs, entropy = head.log_probs(hidden, targets, entropy=True, **options)
+        floats = (out.loss, out.z_loss, out.token_loss, out.token_log_probs, out.token_entropy)
+        results.append((*floats, *grads, log_probs, entropy))
+        assert out.num_valid == 24
+    for plain, skipped in zip(*results):
+        assert relative(skipped, plain) <= 1e-6
+    if "swapped" in kind:
+        assert max(head.proj.rows) <= 10
+        rows = head.proj.rows
+        assert sum(rows) == 3 * BATCH * SEQ + 3 * (num_valid or 24)
+    with pytest.raises(ValueError, match="num_valid=23, but 24 targets"):
+        head(hidden, targets, skip_ignored=True, num_valid=23)
+
+
 def test_token_stats_through_a_model() -> None:
     """A wrapped model is asked through forward: then log-probabilities have their gradients too."""
     torch.manual_seed(0)

@@ -1,0 +1,68 @@
+"""Leaving out the rows whose target is ignored: instruction tuning ignores most of them."""
+
+import torch
+from torch import Tensor
+
+
+def valid_rows(
+    targets: Tensor, ignore_index: int, skip_ignored: bool, num_valid: int | None
+) -> Tensor | None:
+    """Positions of the targets that count, or None where all rows are to be taken.
+
+    Args: targets (rows) int64; num_valid, an upper bound on how many count that the host knows.
+    Returns: (valid) int64, found with one synchronisation; or (min(num_valid, rows)) without any,
+        `rows` itself behind the valid ones. What a bound too small leaves out is NaN in `put_rows`.
+    Raises:
+        ValueError: num_valid is no count, has nothing to bound, or (on CPU in eager mode) is too
+            small.
+        RuntimeError: the count would have to be read back under torch.compile or graph capture.
+    """
+    if num_valid is not None:
+        if not skip_ignored:
+            raise ValueError(
+                f"cross entropy: num_valid={num_valid} bounds the rows taken under skip_ignored; "
+                "set skip_ignored=True"
+            )
+        if not isinstance(num_valid, int) or num_valid < 0:
+            raise ValueError(f"cross entropy: num_valid={num_valid!r} must be 0 or more targets")
+    rows = len(targets)
+    if not skip_ignored or rows == 0:
+        return None
+    valid = targets != ignore_index
+    compiling = torch.compiler.is_compiling()
+    if num_valid is None:
+        if compiling or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                "cross entropy: skip_ignored counts the valid targets on the host, which "
+                "torch.compile and CUDA graph capture cannot do; pass num_valid, an upper bound"
+            )
+        return valid.nonzero().squeeze(1)
+    if targets.device.type == "cpu" and not compiling and int(valid.sum()) > num_valid:
+        raise ValueError(
+            f"cross entropy: num_valid={num_valid}, but {int(valid.sum())} targets are not "
+            f"ignore_index={ignore_index}"
+        )
+    return torch.nonzero_static(valid, size=min(num_valid, rows), fill_value=rows).squeeze(1)
+
+
+def take_targets(targets: Tensor, index: Tensor, ignore_index: int) -> Tensor:
+    """The targets at these positions, ignore_index at the padding behind them."""
+    rows = len(targets)
+    taken = targets[index.clamp(max=rows - 1)]
+    return torch.where(index < rows, taken, ignore_index)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of x at these positions; padding repeats the last, for no target."""
+    return x.index_select(0, index.clamp(max=len(x) - 1))
+
+
+def put_rows(values: Tensor, index: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Values of the rows taken, back in the place of each; 0 where the target is ignored.
+
+    Differentiable in values. A valid target that was left out gets NaN.
+    """
+    rows = values.new_zeros(len(targets) + 1)  # one to spare for the padding
+    if values.is_floating_point():
+        rows[:-1].masked_fill_(targets != ignore_index, float("nan"))
+    return rows.index_copy(0, index, values)[:-1]

@@ -1,0 +1,264 @@
+"""Rows whose target is ignored cost nothing under skip_ignored, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy, linear_log_probs
+from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
+from tests.kernels.checks import check_repeatable, compare, random
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.test_cross_entropy import OPTIONS
+from tests.kernels.test_linear_cross_entropy import (
+    CONSTANT,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    formula,
+    inputs,
+    on,
+    small_budget,
+)
+from tests.kernels.test_token_stats import linear_formula, linear_stats
+
+# Some valid targets more than there are, so that padding is among the rows taken.
+BOUNDS = {"counted": None, "exact": 16, "padded": 18, "more than rows": 1000}
+LEAVES = ("hidden", "weight", "bias")
+
+
+def skipping(**kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    return linear_cross_entropy(**kwargs, skip_ignored=True)[:2]
+
+
+def valid(made: dict) -> int:
+    return int((made["targets"] != made.get("ignore_index", -100)).sum())
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_against_the_formula(place, name, reduction, chunk_size, bound) -> None:
+    made = inputs(name=name)
+    assert valid(made) <= 16
+    made |= {"reduction": reduction, "chunk_size": chunk_size}
+    compare(
+        lambda **kwargs: skipping(**kwargs, num_valid=BOUNDS[bound]),
+        formula,
+        made,
+        place,
+        constant=CONSTANT,
+    )
+
+
+@pytest.mark.parametrize("extra", [0, 12])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("bound", ["counted", "padded"])
+def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
+    """Tiles of gathered rows by columns: as many as a budget near the least makes."""
+    made = inputs(name="everything")
+    options = {"skip_ignored": True, "num_valid": BOUNDS[bound], "reduction": reduction}
+    budget = small_budget(made, place, extra, **options)
+    compare(
+        lambda **kwargs: skipping(**kwargs, num_valid=BOUNDS[bound], max_scratch_bytes=budget),
+        formula,
+        made | {"reduction": reduction},
+        place,
+        constant=CONSTANT,
+    )
+
+
+@pytest.mark.parametrize("bound", ["counted", "padded"])
+def test_token_stats(place, bound) -> None:
+    options = {"skip_ignored": True, "num_valid": BOUNDS[bound]}
+    made = inputs(name="softcap") | {"reduction": "none", "chunk_size": 5}
+    compare(lambda **kwargs: linear_stats(**kwargs, **options), linear_formula, made, place)
+
+
+@pytest.mark.parametrize("bound", ["counted", "padded"])
+def test_log_probs(place, bound) -> None:
+    results = []
+    for options in ({}, {"skip_ignored": True, "num_valid": BOUNDS[bound]}):
+        made = on(place, inputs((4, 6)))
+        outputs = linear_log_probs(**made, **options, entropy=True, chunk_size=5)
+        upstreams = [random(*x.shape, seed=4).to(x) for x in outputs]
+        torch.autograd.backward(outputs, upstreams)
+        results.append((*outputs, *(made[k].grad for k in LEAVES)))
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_one_chunk_gives_the_same_tokens(place, bound) -> None:
+    made = on(place, inputs((4, 6), name="z-loss"))
+    plain = linear_cross_entropy(**made, return_token_stats=True)
+    skipped = linear_cross_entropy(
+        **made, return_token_stats=True, skip_ignored=True, num_valid=BOUNDS[bound]
+    )
+    for a, b in zip(plain, skipped):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if a.dtype == torch.bool:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_gradient_for_what_requires_it(place, frozen, reduction) -> None:
+    made = inputs() | {"reduction": reduction, "chunk_size": 5}
+    compare(skipping, formula, made, place, frozen=frozen)
+
+
+def test_products_are_for_valid_rows_alone(place) -> None:
+    made = on(place, inputs(bias=False))
+    taken = valid(made)
+    assert taken < ROWS * 3 / 4
+    for num_valid, rows in ((None, taken), (18, 18), (1000, ROWS)):
+        options = {"skip_ignored": True, "num_valid": num_valid}
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(**made, **options)[0].backward()
+        assert counter.get_total_flops() == 3 * 2 * rows * WIDTH * VOCAB
+    options["num_valid"] = 16
+    options["max_scratch_bytes"] = small_budget(inputs(bias=False), place, 2, **options)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(**made, **options)[0].backward()
+    assert counter.get_total_flops() == 4 * 2 * 16 * WIDTH * VOCAB
+    with FlopCounterMode(display=False) as counter:
+        linear_log_probs(**made, skip_ignored=True)[0].sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * taken * WIDTH * VOCAB
+
+
+@pytest.mark.parametrize("num_valid", [None, 0, 3])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("budget", [None, "small"])
+def test_all_ignored(place, reduction, num_valid, budget) -> None:
+    made = inputs()
+    made["targets"] = torch.full_like(made["targets"], -100)
+    options = {"skip_ignored": True, "num_valid": num_valid, "reduction": reduction}
+    options |= {"z_loss": 0.1, "return_token_stats": True}
+    if budget and num_valid:
+        options["max_scratch_bytes"] = small_budget(made, place, 0, **options)
+    made = on(place, made)
+    out = linear_cross_entropy(**made, **options)
+    out.loss.sum().backward()
+    assert not out.correct.any()
+    for x in (*out[:5], *(made[k].grad for k in LEAVES)):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0, 3)])
+@pytest.mark.parametrize("num_valid", [None, 0, 2])
+def test_few_tokens(place, shape, num_valid) -> None:
+    made = on(place, inputs(shape, 3, 4))
+    if num_valid is not None:
+        num_valid = max(num_valid, valid(made))
+    out = linear_cross_entropy(**made, skip_ignored=True, num_valid=num_valid)
+    want = linear_cross_entropy(**made)
+    torch.testing.assert_close(out.loss, want.loss)
+    assert out.token_loss.shape == shape
+    grads = [torch.autograd.grad(x, [made[k] for k in LEAVES]) for x in (out.loss, want.loss)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_twice_over_a_retained_graph(place) -> None:
+    for reduction in ("none", "mean"):
+        made = inputs() | {"reduction": reduction, "chunk_size": 5, "num_valid": 18}
+        check_repeatable(skipping, made, place)
+
+
+def test_ignored_rows_are_never_read(place) -> None:
+    made = on(place, inputs())
+    ignored = made["targets"] == -100
+    made["hidden"].data[ignored] = float("nan")
+    for num_valid in (None, valid(made)):
+        loss = linear_cross_entropy(**made, skip_ignored=True, num_valid=num_valid).loss
+        grads = torch.autograd.grad(loss, [made[k] for k in LEAVES])
+        for x in (loss, *grads):
+            assert torch.isfinite(x).all()
+        assert (grads[0][ignored] == 0).all()
+
+
+def test_a_bound_too_small_is_an_error_on_the_cpu() -> None:
+    made = inputs()
+    count = valid(made)
+    with pytest.raises(ValueError, match=rf"num_valid={count - 1}, but {count} targets"):
+        linear_cross_entropy(**made, skip_ignored=True, num_valid=count - 1)
+
+
+def test_what_a_bound_too_small_leaves_out_is_nan() -> None:
+    """What a GPU answers: the parts of the op stand in for it here."""
+    targets = torch.tensor([4, -100, 5, 6, -100])
+    taken = torch.nonzero_static(targets != -100, size=2, fill_value=5).squeeze(1)
+    values = put_rows(torch.tensor([1.0, 2.0]), taken, targets, -100)
+    assert values[3].isnan()
+    assert values[:3].tolist() == [1.0, 0.0, 2.0] and values[4] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_bound_too_small_is_nan_on_a_gpu(reduction) -> None:
+    made = {k: v.cuda() for k, v in inputs().items()}
+    options = {"skip_ignored": True, "num_valid": valid(made) - 1, "reduction": reduction}
+    out = linear_cross_entropy(**made, **options)
+    assert out.loss.isnan().any() and out.token_loss.isnan().sum() == 1
+    log_probs, _ = linear_log_probs(**made, skip_ignored=True, num_valid=options["num_valid"])
+    assert log_probs.isnan().sum() == 1
+
+
+def test_rows_out_and_back() -> None:
+    targets = torch.tensor([-100, 3, -100, 1, 2])
+    taken = valid_rows(targets, -100, True, 4)
+    assert taken.tolist() == [1, 3, 4, 5]
+    assert take_targets(targets, taken, -100).tolist() == [3, 1, 2, -100]
+    x = random(5, 2).requires_grad_()
+    assert torch.equal(take_rows(x, taken), x[[1, 3, 4, 4]])
+    values = random(4, seed=3).requires_grad_()
+    back = put_rows(values, taken, targets, -100)
+    assert torch.equal(back[[1, 3, 4]], values[:3]) and (back[[0, 2]] == 0).all()
+    (grad,) = torch.autograd.grad(back, values, torch.arange(5.0).double())
+    assert grad.tolist() == [1, 3, 4, 0]
+    assert valid_rows(targets, -100, False, None) is None
+    assert valid_rows(targets[:0], -100, True, None) is None
+
+
+def test_refusals() -> None:
+    made = inputs()
+    for op in (linear_cross_entropy, linear_log_probs):
+        with pytest.raises(ValueError, match="num_valid=3 bounds the rows taken under skip"):
+            op(**made, num_valid=3)
+        for wrong in (-1, 2.5, torch.tensor(3)):
+            with pytest.raises(ValueError, match="must be 0 or more targets"):
+                op(**made, skip_ignored=True, num_valid=wrong)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("num_valid", [16, 18])
+def test_compiled_equals_eager(place, reduction, num_valid) -> None:
+    if place.dtype == torch.float64:
+        pytest.skip("float32 tells")
+    torch._dynamo.reset()
+    backend = "inductor" if place.device == "cuda" else "aot_eager"
+    options = {"reduction": reduction, "chunk_size": 5, "num_valid": num_valid}
+    results = []
+    for function in (skipping, torch.compile(skipping, fullgraph=True, backend=backend)):
+        made = on(place, inputs())
+        loss, z_loss = function(**made, **options)
+        loss.backward(random(*loss.shape, seed=5).to(loss))
+        results.append((loss, z_loss, *(made[k].grad for k in LEAVES)))
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+def test_counting_is_refused_under_compile() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(skipping, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="pass num_valid"):
+        compiled(**inputs())
