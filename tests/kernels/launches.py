@@ -7,11 +7,12 @@ import subprocess
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.kernels.settings import Table, launch_for
+from ligermodels.kernels.settings import Launch, Table, launch_for
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -20,6 +21,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.bool: "*i1",
 }
 
 
@@ -77,20 +79,44 @@ class _Recorder:
         self.into.append(Recorded(self.kernel, signature, constants, attributes, options))
 
 
-def recorder(monkeypatch: Any, table: Table) -> list[Recorded]:
-    """Patch every launcher to record instead of launch, with the launch settings of `table`."""
-    from triton.runtime import JITFunction
+class Recording(NamedTuple):
+    launches: list[Recorded]
+    settings: set[tuple[str, int | None]]  # op and limit of the rows of the table that were taken
 
+
+def modules() -> list[ModuleType]:
+    """Every module of launchers, found and not listed: a new one cannot be forgotten."""
     import ligermodels.kernels.triton as launchers
 
-    recorded: list[Recorded] = []
-    for _, name, _ in iter_modules(launchers.__path__, f"{launchers.__name__}."):
-        module = import_module(name)
-        for key, value in list(vars(module).items()):
-            if isinstance(value, JITFunction) and not key.startswith("_"):
-                monkeypatch.setattr(module, key, _Recorder(value, recorded))
-        monkeypatch.setattr(module, "launch", lambda op, length: launch_for(table, op, length))
-    return recorded
+    found = iter_modules(launchers.__path__, f"{launchers.__name__}.")
+    return [import_module(name) for _, name, _ in found]
+
+
+def kernels_of(module: ModuleType) -> dict[str, Any]:
+    """The kernels that a module launches; those that begin with _ are parts of others."""
+    from triton.runtime import JITFunction
+
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and not name.startswith("_")
+    }
+
+
+def recorder(monkeypatch: Any, table: Table) -> Recording:
+    """Patch every launcher to record instead of launch, with the launch settings of `table`."""
+    recording = Recording([], set())
+
+    def launch(op: str, length: int) -> Launch:
+        fits = (limit for limit, _ in table[op] if limit is None or length <= limit)
+        recording.settings.add((op, next(fits)))
+        return launch_for(table, op, length)
+
+    for module in modules():
+        for name, kernel in kernels_of(module).items():
+            monkeypatch.setattr(module, name, _Recorder(kernel, recording.launches))
+        monkeypatch.setattr(module, "launch", launch)
+    return recording
 
 
 class Usage(NamedTuple):

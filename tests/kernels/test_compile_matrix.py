@@ -13,16 +13,23 @@ import pytest
 import torch
 
 from ligermodels.kernels.glu import ACTIVATIONS
-from ligermodels.kernels.reference import CrossEntropyOptions
-from ligermodels.kernels.settings import AMD, NVIDIA
-from tests.kernels.launches import Recorded, compile_for, recorder
+from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.settings import AMD, NVIDIA, Table
+from tests.kernels.launches import (
+    Recorded,
+    Recording,
+    compile_for,
+    kernels_of,
+    modules,
+    recorder,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 
-NVIDIA_ARCHES = (80, 90, 100)
+NVIDIA_ARCHES = (90, 80, 100)  # the longest first
 AMD_ARCHES = ("gfx942", "gfx90a")
 # The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
 NVIDIA_SHARED = 99 * 1024
@@ -31,10 +38,27 @@ AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
 # threads have registers for. A little of it may go to the L1 cache there, and nowhere else; most
 # in float32, where the launch is the one that is fastest for bfloat16.
 NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
+# Loss and gradient in one launch, with statistics beside every option, or of float32 logits: the
+# launch is again the one that is fastest for what bfloat16 models train with.
+CROSS_ENTROPY_SPILL = 96
+
+
+# Sixteen strides that divide by nothing known take more scalar registers than there are. These
+# spill to lanes of vector registers, not to memory.
+AMD_SCALAR_SPILL = 12
+
+
+def is_without_divisibility(launch: Recorded) -> bool:
+    """Whether this is qk_norm_rope's backward as torch.compile passes it."""
+    return launch.kernel.__name__ == "qk_norm_rope_backward_kernel" and not launch.attributes
 
 
 def allowed_spill(launch: Recorded) -> int:
     """Bytes a thread may spill on NVIDIA."""
+    if launch.kernel.__name__ == "cross_entropy_kernel":
+        both = launch.constants["WANT_GRAD"] and not launch.constants["HAS_LSE"]
+        wide = launch.constants["WANT_STATS"] or launch.signature["logits_ptr"] == "*fp32"
+        return CROSS_ENTROPY_SPILL if both and wide else 0
     if launch.kernel.__name__ not in NORM_BACKWARDS or launch.constants["BLOCK"] < 8192:
         return 0
     if launch.constants["BLOCK"] == 8192:
@@ -42,8 +66,9 @@ def allowed_spill(launch: Recorded) -> int:
     return 1664 if launch.signature["s_ptr"] == "*fp32" else 640
 
 
-WIDTHS = (576, 2048, 3072, 4096, 5120, 8192, 16384)
+WIDTHS = (576, 1024, 2048, 2304, 3072, 3584, 4096, 5120, 8192, 16384)
 VOCABS = (2048, 32000, 128256, 151936, 256000, 262208)
+PASSES = ("loss", "gradient", "both")
 ROWS = 64
 
 
@@ -132,7 +157,13 @@ def glu(width: int, dtype: torch.dtype):
             glu_backward(gate_up, grad, activation, want_out)
 
 
-def cross_entropy(vocab: int, dtype: torch.dtype, passes: str, features: tuple[bool, bool, bool]):
+def cross_entropy(
+    vocab: int,
+    dtype: torch.dtype,
+    passes: str,
+    features: tuple[bool, bool, bool] = (True, True, True),
+    stats: bool = True,
+):
     from ligermodels.kernels.triton import cross_entropy_rows
 
     weights, smoothing, softcap = features
@@ -140,14 +171,17 @@ def cross_entropy(vocab: int, dtype: torch.dtype, passes: str, features: tuple[b
         label_smoothing=0.1 if smoothing else 0.0, softcap=30.0 if softcap else None
     )
     row = meta(ROWS, dtype=torch.float32)
+    logits, again = meta(ROWS, vocab, dtype=dtype), passes == "gradient"
     cross_entropy_rows(
-        meta(ROWS, vocab, dtype=dtype),
+        logits,
         meta(ROWS, dtype=torch.int64),
         None if passes == "loss" else row,
-        row if passes == "gradient" else None,
+        row if again else None,
         meta(vocab, dtype=torch.float32) if weights else None,
         options,
         True,
+        stats=TokenStats.empty(ROWS, logits) if stats and not again else None,
+        stats_scale=StatsScale(row, row, row) if stats and again else None,
     )
 
 
@@ -159,9 +193,10 @@ def every_flag(dtype: torch.dtype) -> None:
         norm_backward(16384, dtype, dtype, tuple(flags), casting)
     for flags in product((False, True), repeat=3):
         layer_norm(16384, dtype, flags)
-    for passes in ("loss", "gradient", "both"):
+    for passes in PASSES:
         for features in product((False, True), repeat=3):
-            cross_entropy(32000, dtype, passes, features)
+            cross_entropy(32000, dtype, passes, features, stats=False)
+        cross_entropy(32000, dtype, passes, (False, False, False), stats=True)
     for in_place in (False, True):
         rope(32, 8, 128, dtype, in_place)
     for casting, want_weights in product(("llama", "gemma"), (False, True)):
@@ -176,7 +211,9 @@ def every_length(dtype: torch.dtype) -> None:
         norm_backward(width, dtype, dtype, (True, True, True), "llama")
         layer_norm(width, dtype)
     for vocab in VOCABS:
-        cross_entropy(vocab, dtype, "both", (True, True, True))
+        for passes in PASSES:
+            cross_entropy(vocab, dtype, passes)
+        cross_entropy(vocab, dtype, "both", (False, False, False), stats=False)
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
         rope(heads, kv_heads, head_dim, dtype, False)
     for heads, kv_heads, head_dim in ((4, 1, 256), (16, 8, 128), (32, 16, 128), (9, 3, 64)):
@@ -186,7 +223,14 @@ def every_length(dtype: torch.dtype) -> None:
 
 
 def mixed() -> None:
-    """What autocast and float32 weights make: float32 in, bfloat16 out, and odd lengths."""
+    """What autocast and float32 weights make: float32 in, bfloat16 out; float16; odd lengths."""
+    norm_forward(4096, torch.float16, torch.float16, True, "llama")
+    norm_backward(4096, torch.float16, torch.float16, (True, True, True), "llama")
+    layer_norm(4096, torch.float16)
+    rope(32, 8, 128, torch.float16, False)
+    qk_norm_rope(32, 8, 128, torch.float16)
+    glu(14336, torch.float16)
+    cross_entropy(128256, torch.float16, "both")
     norm_forward(4096, torch.float32, torch.bfloat16, True, "llama")
     norm_backward(4096, torch.float32, torch.bfloat16, (True, True, True), "llama")
     layer_norm(4096, torch.float32, out=torch.bfloat16)
@@ -194,7 +238,7 @@ def mixed() -> None:
         norm_forward(length, torch.bfloat16, torch.bfloat16, True, "llama")
         norm_backward(length, torch.bfloat16, torch.bfloat16, (True, True, True), "llama")
         layer_norm(length, torch.bfloat16)
-        cross_entropy(length, torch.bfloat16, "both", (True, True, True))
+        cross_entropy(length, torch.bfloat16, "both")
     rope(1, 1, 2, torch.bfloat16, False)
     for head_dim in (2, 20):
         qk_norm_rope(3, 1, head_dim, torch.bfloat16)
@@ -202,8 +246,9 @@ def mixed() -> None:
     glu(100, torch.float32)
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, table: dict, full: bool) -> list[Recorded]:
-    recorded = recorder(monkeypatch, table)
+def record(monkeypatch: pytest.MonkeyPatch, table: Table, full: bool) -> Recording:
+    recording = recorder(monkeypatch, table)
+    recorded = recording.launches
     if full:
         mixed()
         # torch.compile passes Python floats as float64 and leaves divisibility out.
@@ -211,7 +256,22 @@ def launches(monkeypatch: pytest.MonkeyPatch, table: dict, full: bool) -> list[R
         every_flag(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         every_length(dtype)
+    return recording
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, table: Table, full: bool) -> list[Recorded]:
+    recorded = record(monkeypatch, table, full).launches
     return list({launch.key(): launch for launch in recorded}.values())
+
+
+@pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
+@pytest.mark.parametrize("full", [False, True])
+def test_every_kernel_and_every_setting_is_compiled(monkeypatch, table, full) -> None:
+    kernels = {name for module in modules() for name in kernels_of(module)}
+    recording = record(monkeypatch, table, full)
+    assert {launch.kernel.__name__ for launch in recording.launches} == kernels
+    taken = {(op, limit) for op, rows in table.items() for limit, _ in rows}
+    assert recording.settings == taken
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +285,8 @@ def test_amd(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     wrong = []
     for launch in launches(monkeypatch, AMD, full=arch == "gfx942"):
         usage = compile_for(launch, "hip", arch, 64)
-        if usage.threads > AMD_THREADS or usage.shared > AMD_SHARED or usage.spilled:
+        may_spill = AMD_SCALAR_SPILL if is_without_divisibility(launch) else 0
+        if usage.threads > AMD_THREADS or usage.shared > AMD_SHARED or usage.spilled > may_spill:
             wrong.append((usage, launch.describe()))
     assert not wrong, "\n".join(map(str, wrong))
 
