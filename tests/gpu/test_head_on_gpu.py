@@ -1,0 +1,339 @@
+"""The loss head on a GPU: real vocabularies, memory, synchronisation, graphs, 64-bit offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.kernels import linear_cross_entropy, linear_log_probs
+from tests.kernels import (
+    formulas,
+    test_cross_entropy,
+    test_linear_cross_entropy,
+    test_linear_log_probs,
+)
+from tests.kernels.checks import compare, random
+from tests.kernels.conftest import Place
+
+pytestmark = pytest.mark.gpu
+
+VOCABS = [32000, 128256, 151936, 256000, 262208]
+MIB = 2**20
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place("cuda", request.param)
+
+
+def head(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(rows + width + vocab)
+    on_gpu = {"generator": generator, "device": "cuda"}
+    hidden = torch.randn(rows, width, dtype=torch.bfloat16, **on_gpu).requires_grad_()
+    weight = torch.randn(vocab, width, dtype=torch.bfloat16, **on_gpu) / width**0.5
+    targets = torch.randint(vocab, (rows,), **on_gpu)
+    targets[::5] = -100
+    return hidden, weight.requires_grad_(), targets
+
+
+def close(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Equal but for bfloat16's rounding, by the norm of all elements."""
+    for a, b in zip(ours, want):
+        error, size = (a.double() - b.double()).norm(), b.double().norm()
+        assert error <= 5e-3 * size, f"{error:.3e} of {size:.3e}"
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_vocabularies(place, vocab, name) -> None:
+    """Loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
+
+    def check(op, formula, made: dict) -> None:
+        compare(op, formula, made, place, constant=("class_weights",), exact_place="cuda")
+
+    made = test_linear_cross_entropy.inputs((70,), 256, vocab, name)
+    made["weight"] /= 16
+    for options in (
+        {"chunk_size": 32},
+        {"reduction": "none"},
+        {"max_scratch_bytes": 12 * MIB},  # less than a weight gradient, held or summed
+    ):
+        check(test_linear_cross_entropy.ours, test_linear_cross_entropy.formula, made | options)
+    log_probs = test_linear_log_probs.inputs((70,), 256, vocab, name)
+    log_probs["weight"] /= 16
+    for options in ({"chunk_size": 32}, {"max_scratch_bytes": 12 * MIB}):
+        check(test_linear_log_probs.both, test_linear_log_probs.formula, log_probs | options)
+    made["logits"] = random(70, vocab, seed=8)
+    for key in ("hidden", "weight", "bias"):
+        del made[key]
+    check(test_cross_entropy.cross_entropy, formulas.cross_entropy, made)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def peak_scratch(step: Callable[[], None], leaves: tuple[Tensor, ...]) -> int:
+    """Bytes at the peak of a step beyond what was there and the gradients it leaves."""
+    for _ in range(2):  # the libraries' workspaces are made once
+        for leaf in leaves:
+            leaf.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    gradients = sum(x.nbytes for x in leaves if x.requires_grad)
+    return torch.cuda.max_memory_allocated() - before - gradients
+
+
+BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
+
+
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_scratch_stays_in_the_budget(budget, reduction, frozen) -> None:
+    """Peak memory beyond inputs, outputs and gradients, forward and backward.
+
+    Gradients made in forward are held until backward hands out scaled ones: that of hidden counts
+    as a gradient, that of the weight as scratch.
+    """
+    rows, width, vocab = 8192, 512, 128256
+    hidden, weight, targets = head(rows, width, vocab)
+    if frozen:
+        {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
+
+    def step() -> None:
+        options = {"reduction": reduction, "max_scratch_bytes": budget}
+        linear_cross_entropy(hidden, weight, targets, **options)[0].sum().backward()
+
+    scratch = peak_scratch(step, (hidden, weight))
+    if hidden.requires_grad and reduction == "mean":
+        scratch -= hidden.nbytes
+    accumulator = 0 if frozen == "weight" else weight.numel() * 4
+    allowed = accumulator + 2**30 + 64 * rows if budget is None else budget
+    assert scratch <= allowed, f"{scratch / MIB:.0f} MiB of {allowed / MIB:.0f}"
+
+
+@pytest.mark.parametrize("num_valid", [None, 1000, 8192])
+@pytest.mark.parametrize("budget", [32 * MIB, 300 * MIB, 700 * MIB])
+def test_scratch_of_gathered_rows_is_in_the_budget(budget, num_valid) -> None:
+    rows, width, vocab = 8192, 512, 128256
+    hidden, weight, targets = head(rows, width, vocab)
+    if num_valid == 1000:
+        targets[1000:] = -100
+
+    def step() -> None:
+        options = {"skip_ignored": True, "num_valid": num_valid, "max_scratch_bytes": budget}
+        linear_cross_entropy(hidden, weight, targets, **options).loss.backward()
+
+    scratch = peak_scratch(step, (hidden, weight)) - hidden.nbytes
+    assert scratch <= budget, f"{scratch / MIB:.0f} MiB of {budget / MIB:.0f}"
+
+
+@pytest.mark.parametrize("budget", [32 * MIB, 64 * MIB, 700 * MIB])
+def test_scratch_of_log_probs_is_in_the_budget(budget) -> None:
+    hidden, weight, targets = head(8192, 512, 128256)
+
+    def step() -> None:
+        outputs = linear_log_probs(hidden, weight, targets, entropy=True, max_scratch_bytes=budget)
+        sum(x.sum() for x in outputs).backward()
+
+    scratch = peak_scratch(step, (hidden, weight))
+    assert scratch <= budget, f"{scratch / MIB:.0f} MiB of {budget / MIB:.0f}"
+
+
+def test_a_small_budget_gives_the_same() -> None:
+    hidden, weight, targets = head(4096, 512, 128256)
+    results = []
+    for budget in (None, 16 * MIB, 64 * MIB):
+        loss = linear_cross_entropy(hidden, weight, targets, max_scratch_bytes=budget).loss
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    for result in results[1:]:
+        close(result, results[0])
+
+
+# --- the host ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def loss_step(**options) -> Callable[..., Tensor]:
+    """Forward and backward of the loss under some options; the loss."""
+
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        made = linear_cross_entropy(hidden, weight, targets, **options)
+        made.loss.sum().backward()
+        return made.loss
+
+    return step
+
+
+def log_probs_step(**options) -> Callable[..., Tensor]:
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, entropy=True, **options)
+        (log_probs.square() + entropy).sum().backward()
+        return log_probs
+
+    return step
+
+
+SMALL = 160_000  # for 512 rows of 64 and a vocabulary of 1000: less than its weight gradient
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "default": loss_step(),
+    "chunks": loss_step(chunk_size=100),
+    "small budget": loss_step(max_scratch_bytes=SMALL),
+    "sum": loss_step(chunk_size=100, reduction="sum"),
+    "none": loss_step(chunk_size=100, reduction="none"),
+    "none, small budget": loss_step(max_scratch_bytes=SMALL, reduction="none"),
+    "number": loss_step(chunk_size=100, normalizer=17),
+    "options": loss_step(chunk_size=100, label_smoothing=0.1, z_loss=1e-4, softcap=30.0),
+    "stats": loss_step(chunk_size=100, return_token_stats=True),
+    "skipping": loss_step(chunk_size=100, skip_ignored=True, num_valid=450),
+    "skipping, small budget": loss_step(max_scratch_bytes=SMALL, skip_ignored=True, num_valid=450),
+    "log-probabilities": log_probs_step(chunk_size=100),
+    "log-probabilities, small budget": log_probs_step(max_scratch_bytes=SMALL),
+    "log-probabilities, skipping": log_probs_step(chunk_size=100, skip_ignored=True, num_valid=450),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_host_synchronisation(name) -> None:
+    hidden, weight, targets = head(512, 64, 1000)
+    STEPS[name](hidden, weight, targets)  # compiles
+    with no_synchronisation():
+        STEPS[name](hidden, weight, targets)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_no_host_synchronisation_with_tensor_options(weighted) -> None:
+    hidden, weight, targets = head(512, 64, 1000)
+    options = {"normalizer": torch.tensor(17.0)}
+    if weighted:
+        options = {"class_weights": torch.rand(1000, device="cuda")}
+    step = loss_step(chunk_size=100, **options)
+    step(hidden, weight, targets)
+    with no_synchronisation():
+        step(hidden, weight, targets)
+
+
+def test_counting_the_valid_targets_synchronises() -> None:
+    hidden, weight, targets = head(512, 64, 1000)
+    step = loss_step(skip_ignored=True)
+    step(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
+        step(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_captured_in_a_cuda_graph(name) -> None:
+    """Captured once, replayed on other hidden states and targets: equal to eager on those."""
+    hidden, weight, targets = head(512, 64, 1000)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            hidden.grad = weight.grad = None
+            STEPS[name](hidden, weight, targets)
+    torch.cuda.current_stream().wait_stream(side)
+    hidden.grad = weight.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = STEPS[name](hidden, weight, targets)
+    with torch.no_grad():
+        hidden.copy_(hidden.flip(0))
+        targets.copy_(targets.roll(3))
+    graph.replay()
+    replayed = made.detach().clone(), hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    expected = STEPS[name](hidden, weight, targets)
+    close(replayed, (expected.detach(), hidden.grad, weight.grad))
+
+
+def test_counting_is_refused_under_capture() -> None:
+    hidden, weight, targets = head(512, 64, 1000)
+    step = loss_step(skip_ignored=True)
+    step(hidden, weight, targets)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="pass num_valid"), torch.cuda.graph(graph):
+        step(hidden, weight, targets)
+
+
+# --- size ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_bitwise_the_same_from_run_to_run(name) -> None:
+    hidden, weight, targets = head(4096, 256, 32000)
+    if "small budget" in name or "skipping" in name:  # their numbers are for 512 rows
+        hidden, weight, targets = head(512, 64, 1000)
+    runs = []
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        made = STEPS[name](hidden, weight, targets)
+        runs.append((made.detach(), hidden.grad, weight.grad))
+    for a, b in zip(*runs):
+        assert torch.equal(a, b)
+
+
+def test_a_chunk_past_two_to_the_31_logits() -> None:
+    """Row offsets are 64 bits wide: one chunk of more than 2^31 logits equals many small ones."""
+    rows, width, vocab = 8400, 64, 256000
+    assert rows * vocab > 2**31
+    hidden, weight, targets = head(rows, width, vocab)
+    results = []
+    for chunk_size in (rows, 1000):
+        out = linear_cross_entropy(
+            hidden, weight, targets, chunk_size=chunk_size, return_token_stats=True
+        )
+        grads = torch.autograd.grad(out.loss, (hidden, weight))
+        assert torch.isfinite(out.token_loss).all()
+        results.append((out, grads))
+    (whole, grads), (parts, wanted) = results
+    close(whole[:5], parts[:5])
+    assert (whole.correct != parts.correct).sum() <= 2  # products of two heights may round apart
+    close(grads, wanted)
+    close((grads[0][-10:],), (wanted[0][-10:],))  # the last rows lie beyond 2^31
+    assert (grads[0][-10:].abs().sum(1) > 0).any()
+
+
+def test_log_probs_past_two_to_the_31_logits() -> None:
+    rows, width, vocab = 8400, 64, 256000
+    hidden, weight, targets = head(rows, width, vocab)
+    upstream = torch.randn(2, rows, device="cuda")
+    results = []
+    for chunk_size in (rows, 1000):
+        outputs = linear_log_probs(hidden, weight, targets, entropy=True, chunk_size=chunk_size)
+        grads = torch.autograd.grad(outputs, (hidden, weight), tuple(upstream))
+        results.append((*outputs, *grads))
+    close(*results)
+    whole, parts = results
+    close((whole[0][-10:], whole[2][-10:]), (parts[0][-10:], parts[2][-10:]))
+
+
+def test_blocks_of_columns_past_two_to_the_31_logits() -> None:
+    """Many rows by a wide block: the second loop's offsets. The last rows alone have targets."""
+    rows, width, vocab = 16384, 8192, 262144
+    columns = 131072 + 256
+    assert rows * columns > 2**31
+    hidden, weight, targets = head(rows, width, vocab)
+    hidden.requires_grad_(False)
+    targets[:-20] = -100
+    budget = 64 * rows + 2 * rows * columns  # half of the float32 sum of the gradient
+    results = []
+    for options in ({"max_scratch_bytes": budget}, {"chunk_size": 4096}):
+        loss = linear_cross_entropy(hidden, weight, targets, **options).loss
+        grad = torch.autograd.grad(loss, weight)[0]
+        results.append((loss, grad[:500], grad[columns - 500 : columns + 500], grad[-500:]))
+    close(*results)

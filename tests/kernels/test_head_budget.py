@@ -1,0 +1,138 @@
+"""The loss head within a budget: what is made, in how many products, and with what results."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy
+from ligermodels.kernels.chunks import Plan
+from tests.kernels.checks import compare, random
+from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
+from tests.kernels.test_linear_cross_entropy import (
+    ROWS,
+    VOCAB,
+    WIDTH,
+    formula,
+    inputs,
+    on,
+    ours,
+    small_budget,
+)
+
+
+def spy_on_the_plan(monkeypatch) -> list[Plan]:
+    """The plans of the calls to come."""
+    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    plans: list[Plan] = []
+    inner = module.row_loop
+
+    def spy(head, *args, **kwargs):
+        plans.append(head.plan)
+        return inner(head, *args, **kwargs)
+
+    monkeypatch.setattr(module, "row_loop", spy)
+    return plans
+
+
+def least_budget(made: dict, **options) -> int:
+    """The least max_scratch_bytes, as the error names it."""
+    with pytest.raises(ValueError, match="at least") as error:
+        linear_cross_entropy(**made, **options, max_scratch_bytes=1)
+    return int(str(error.value).split()[-1])
+
+
+def test_budget_reaches_the_chunks(place, monkeypatch) -> None:
+    made = on(place, inputs((40,)))
+    plans = spy_on_the_plan(monkeypatch)
+    least = least_budget(made)
+    with pytest.raises(ValueError, match="at least"):
+        linear_cross_entropy(**made, max_scratch_bytes=least - 1)
+    linear_cross_entropy(**made, max_scratch_bytes=least)
+    linear_cross_entropy(**made, max_scratch_bytes=2**40)
+    linear_cross_entropy(**made, max_scratch_bytes=1, chunk_size=9)
+    assert plans[0].rows == 1 and plans[0].columns is not None
+    assert plans[1:] == [Plan(40), Plan(9)]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 4, 12])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_budgets_without_an_accumulator(place, monkeypatch, name, reduction, extra) -> None:
+    """The weight gradient block by block of the vocabulary: the same results, every option."""
+    made = inputs(name=name)
+    budget = small_budget(made, place, extra, reduction=reduction)
+    plans = spy_on_the_plan(monkeypatch)
+    made |= {"reduction": reduction, "max_scratch_bytes": budget}
+    compare(ours, formula, made, place, constant=CONSTANT)
+    assert all(plan.columns is not None for plan in plans)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("frozen", [("hidden",), ("bias",), ("hidden", "bias")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_frozen_without_an_accumulator(place, frozen, reduction, bias) -> None:
+    made = inputs(bias=bias)
+    if not bias:
+        frozen = tuple(name for name in frozen if name != "bias")
+    leaves = on(place, made)
+    for key in frozen:
+        leaves[key].requires_grad_(False)
+    made |= {
+        "reduction": reduction,
+        "max_scratch_bytes": least_budget(leaves, reduction=reduction) + 500,
+    }
+    compare(ours, formula, made, place, frozen=frozen)
+
+
+@pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("hidden", "weight")], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_products_made_without_an_accumulator(place, frozen, reduction) -> None:
+    """One product more, for the logits of the second loop."""
+    made = on(place, inputs(bias=False))
+    for name in frozen:
+        made[name].requires_grad_(False)
+    options = {"reduction": reduction}
+    options["max_scratch_bytes"] = least_budget(made, **options)
+    with FlopCounterMode(display=False) as counter:
+        loss, *_ = linear_cross_entropy(**made, **options)
+        if loss.requires_grad:
+            loss.sum().backward()
+    products = {
+        ("mean", ()): 4,
+        ("mean", ("hidden",)): 3,
+        ("mean", ("weight",)): 2,
+        ("none", ()): 5,
+        ("none", ("hidden",)): 3,
+        ("none", ("weight",)): 3,
+    }.get((reduction, frozen), 1)
+    assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB
+
+
+def test_products_of_several_chunks(place) -> None:
+    """Three, whether they are summed in torch's own product or in a registered op."""
+    made = on(place, inputs(bias=False))
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(**made, chunk_size=9)[0].backward()
+    assert counter.get_total_flops() == 3 * 2 * ROWS * WIDTH * VOCAB
+
+
+def test_registered_products(place) -> None:
+    """The ops as torch.library wants them, and their results in float32."""
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.float64 if place.dtype == torch.float64 else torch.float32
+    total = random(5, 3, seed=4).to(place.device, wide)
+    ops = torch.ops.ligermodels
+    torch.library.opcheck(ops.wide_product, (a, b))
+    torch.library.opcheck(ops.accumulate_product, (total.clone(), a, b))
+    expected = a.to(wide) @ b.to(wide)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    product = ops.wide_product(a, b)
+    assert product.dtype == wide
+    torch.testing.assert_close(product, expected, **tolerance)
+    before = total.clone()
+    ops.accumulate_product(total, a, b)
+    torch.testing.assert_close(total, before + expected, **tolerance)
