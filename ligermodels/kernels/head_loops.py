@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.backend import select
 from ligermodels.kernels.chunks import Plan
@@ -240,16 +239,3 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-# FLOP counters see the op, not the product within.
-
-
-@register_flop_formula(torch.ops.ligermodels.wide_product)
-def _wide_product_flop(a: torch.Size, b: torch.Size, **_: object) -> int:
-    return 2 * a[0] * a[1] * b[1]
-
-
-@register_flop_formula(torch.ops.ligermodels.accumulate_product)
-def _accumulate_product_flop(_: torch.Size, a: torch.Size, b: torch.Size, **__: object) -> int:
-    return 2 * a[0] * a[1] * b[1]

@@ -32,21 +32,6 @@ from ligermodels.kernels.reference import (
 from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
 
 
-def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """grad * scale in dtype, out of place: backward may run twice over a retained graph.
-
-    The product is float32 (a scale of one dimension or more takes part in the promotion), else
-    bfloat16 would round the scale and with it all gradients alike.
-    """
-    if grad is None:
-        return None
-    scale = scale.view([1] * grad.ndim)
-    if torch.compiler.is_compiling():
-        return (grad * scale).to(dtype)
-    # Straight into dtype: a scaled float32 weight gradient is never held beside its accumulator.
-    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
-
-
 class _ReducedLoss(torch.autograd.Function):
     """sum(loss) / divisor, with the gradients made on the way, but for those by columns."""
 
@@ -96,7 +81,11 @@ class _ReducedLoss(torch.autograd.Function):
             ctx.saved_tensors
         )
         scale = upstream / divisor if ctx.late else upstream
-        scaled = [_scaled(grad, scale, dtype) for grad, dtype in zip(grads, ctx.dtypes)]
+        # Out of place: backward may run twice over a retained graph.
+        scaled = [
+            None if grad is None else select(grad).scaled(grad, scale, dtype)
+            for grad, dtype in zip(grads, ctx.dtypes)
+        ]
         if ctx.by_columns:
             head = Head(hidden, weight, bias, targets, taken, class_weights, ctx.options, ctx.plan)
             row_scale = Upstream((upstream / divisor).view(1))
@@ -221,7 +210,7 @@ def prepare(
         targets = take_targets(targets, taken, options.ignore_index)
     if chunk_size is None:
         # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
-        copies = 0 if select(hidden).__name__.endswith(".triton") else 6
+        copies = 0 if select(hidden).__name__.endswith(".triton") else 6 + 3 * with_stats
         wide = compute_dtype(hidden).itemsize
         sizes = Sizes(
             len(targets),
@@ -291,7 +280,8 @@ def linear_cross_entropy(
         ignore_index: the target that counts for nothing.
         chunk_size: rows of logits at a time; overrides the budget.
         max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients, down to a row
-            of logits and 64 bytes a token. Where it holds no float32 sum of the weight gradient
+            of logits and 64 bytes a token (64 more for return_token_stats, as many for
+            skip_ignored). Where it holds no float32 sum of the weight gradient
             (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
             twice the sum. The hidden gradient made in forward is kept for backward and counts as
