@@ -184,6 +184,8 @@ def check_cross_entropy(
         raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
     if options.softcap is not None and not options.softcap > 0:
         raise ValueError(f"cross entropy: softcap={options.softcap} must be positive or None")
+    if not 0 < options.logit_scale < float("inf"):
+        raise ValueError(f"cross entropy: logit_scale={options.logit_scale} must be positive")
     if not options.z_loss >= 0:
         raise ValueError(f"cross entropy: z_loss={options.z_loss} must not be negative")
     if class_weights is not None and class_weights.shape != (vocab,):

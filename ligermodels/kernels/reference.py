@@ -419,3 +419,11 @@ def cross_entropy_rows(
     # An ignored row gets exact zeros even where its logits are not finite.
     grad = torch.where(valid[:, None], grad * logit_scale, 0.0).to(logits.dtype)
     return loss, z, lse, logits.copy_(grad) if in_place else grad
+
+
+def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in dtype, for a scale of one element; multiplied in float32 or wider.
+
+    In x's own low precision the scale would be rounded first, and with it every element alike.
+    """
+    return (x.to(compute_dtype(x)) * scale).to(dtype)

@@ -50,23 +50,15 @@ NVIDIA: Table = {
         (None, Launch(0, 16, 1)),
     ),
     "column_sums": ((None, Launch(16, 4, rows=64)),),
+    "scaled": ((None, Launch(4096, 8)),),
     "rope": ((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
     "qk_norm_rope_forward": ((64, Launch(512, 4)), (None, Launch(1024, 2))),
     "qk_norm_rope_backward": ((None, Launch(512, 1, programs=8)),),
     "glu_forward": ((None, Launch(2048, 8)),),
     "glu_backward": ((None, Launch(2048, 8)),),
-    "cross_entropy_loss": ((4096, Launch(1024, 4)), (None, Launch(2048, 8, pieces=4))),
+    "cross_entropy_loss": ((None, Launch(1024, 4, pieces=4)),),
     "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
-    "cross_entropy_both": (
-        (4096, Launch(1024, 4)),
-        (65536, Launch(2048, 8, pieces=4)),
-        (None, Launch(8192, 32, pieces=4)),
-    ),
-    # With class weights, smoothing, a soft cap or statistics: these take registers.
-    "cross_entropy_both_and_more": (
-        (4096, Launch(1024, 4)),
-        (None, Launch(4096, 16, pieces=4)),
-    ),
+    "cross_entropy_both": ((4096, Launch(1024, 4)), (None, Launch(4096, 16, pieces=4))),
 }
 
 # The norms' backwards have registers for one tile only on AMD; more programs hide the latency.
@@ -94,6 +86,7 @@ AMD: Table = {
         (None, Launch(0, 16, 1, programs=4)),
     ),
     "column_sums": ((None, Launch(32, 4, rows=64)),),
+    "scaled": ((None, Launch(4096, 8)),),
     "rope": ((None, Launch(1024, 4)),),
     "qk_norm_rope_forward": ((None, Launch(512, 4)),),
     "qk_norm_rope_backward": ((None, Launch(512, 4, programs=8)),),
@@ -102,7 +95,6 @@ AMD: Table = {
     "cross_entropy_loss": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
     "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
     "cross_entropy_both": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
-    "cross_entropy_both_and_more": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }
 
 MAX_NORM_WIDTH = 65536

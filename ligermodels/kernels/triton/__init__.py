@@ -9,6 +9,7 @@ from ligermodels.kernels.triton.layer_norm import layer_norm_backward, layer_nor
 from ligermodels.kernels.triton.qk_norm_rope import qk_norm_rope_backward, qk_norm_rope_forward
 from ligermodels.kernels.triton.rms_norm import rms_norm_backward, rms_norm_forward
 from ligermodels.kernels.triton.rope import rope_packed
+from ligermodels.kernels.triton.scaled import scaled
 
 __all__ = [
     "cross_entropy_rows",
@@ -21,4 +22,5 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "rope_packed",
+    "scaled",
 ]

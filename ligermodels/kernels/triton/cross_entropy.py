@@ -8,6 +8,9 @@ from torch import Tensor
 from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
 from ligermodels.kernels.settings import launch
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def _tanh(x):
@@ -18,11 +21,12 @@ def _tanh(x):
 
 
 @triton.jit
-def _transform(logit, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
-    t = logit.to(tl.float32) * logit_scale
+def _transform(logit, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """outer * logit, or with a softcap outer * tanh(inner * logit)."""
+    t = logit.to(tl.float32)
     if HAS_SOFTCAP:
-        t = softcap * _tanh(t / softcap)
-    return t
+        t = _tanh(t * inner)
+    return t * outer
 
 
 @triton.jit
@@ -67,27 +71,46 @@ def cross_entropy_kernel(
 
     The logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
     They are read in tiles of PIECES x BLOCK: a lane takes one maximum of its pieces, so that an
-    element costs little more than one exponential. Where the row is read twice, the cache is told
-    to keep it the first time.
+    element costs little more than one exponential, of base 2. Where the row is read twice, the
+    cache is told to keep it the first time. An ignored row is not read.
     """
     # torch.compile passes Python floats as float64.
     label_smoothing = tl.cast(label_smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     logit_scale = tl.cast(logit_scale, tl.float32)
+    infinity = float("inf")
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    target = tl.load(targets_ptr + row)
-    valid = target != ignore_index
-    inside = (target >= 0) & (target < vocab)
-    index = tl.where(inside, target, 0)
+    grad_ptr += row * grad_stride
     column = tl.arange(0, PIECES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    target = tl.load(targets_ptr + row)
+    if target == ignore_index:
+        if not HAS_LSE:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(z_loss_ptr + row, 0.0)
+            tl.store(lse_ptr + row, 0.0)
+        if WANT_STATS:
+            tl.store(log_prob_ptr + row, 0.0)
+            tl.store(entropy_ptr + row, 0.0)
+            tl.store(correct_ptr + row, 0)
+        if WANT_GRAD:
+            zeros = tl.zeros((PIECES, BLOCK), grad_ptr.dtype.element_ty)
+            for start in range(0, columns, PIECES * BLOCK):
+                tl.store(grad_ptr + start + column, zeros, mask=start + column < columns)
+        return
+
     TWICE: tl.constexpr = WANT_GRAD and not HAS_LSE
     FIRST: tl.constexpr = "evict_last" if TWICE else ""
     LAST: tl.constexpr = "evict_first" if TWICE else ""
-    infinity = float("inf")
-    # NaN in a valid row whose target is outside the vocabulary, else 0.
+    inside = (target >= 0) & (target < vocab)
+    index = tl.where(inside, target, 0).to(tl.int32)
+    # NaN for a target outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
+    # t below is in units of ln 2: powers of 2 are cheaper than those of e.
+    inner, outer = logit_scale / softcap, logit_scale * LOG2_E
+    if HAS_SOFTCAP:
+        outer = softcap * LOG2_E
     smooth = label_smoothing / vocab
     target_weight = 1.0 - label_smoothing
     weight_sum = tl.cast(vocab, tl.float32)
@@ -97,67 +120,73 @@ def cross_entropy_kernel(
 
     if HAS_LSE:
         lse = tl.load(lse_ptr + row)
+        lse_2 = lse * LOG2_E
     else:
         highest = tl.full((1, BLOCK), -infinity, tl.float32)
         total = tl.zeros((1, BLOCK), tl.float32)
         weighted = tl.zeros((1, BLOCK), tl.float32)
-        below = tl.zeros((1, BLOCK), tl.float32)  # sum of exp(t - highest) * (t - highest)
+        below = tl.zeros((1, BLOCK), tl.float32)  # sum of 2^(t - highest) * (t - highest)
         beaten = tl.zeros((1, BLOCK), tl.int32)
         # Read before the reductions below, whose barriers keep it ahead of every write in place.
-        target_logit = tl.load(logits_ptr + index)
-        target_t = _transform(target_logit, softcap, logit_scale, HAS_SOFTCAP)
-        target_scaled = target_logit.to(tl.float32) * logit_scale
+        target_logit = tl.load(logits_ptr + index).to(tl.float32)
+        target_t = _transform(target_logit, inner, outer, HAS_SOFTCAP)
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=-infinity, eviction_policy=FIRST)
-            t = _transform(logits, softcap, logit_scale, HAS_SOFTCAP)
-            t = tl.where(mask, t, -infinity)
+            t = _transform(logits, inner, outer, HAS_SOFTCAP)
+            if HAS_SOFTCAP:
+                t = tl.where(mask, t, -infinity)
             new = tl.maximum(highest, tl.max(t, 0, keep_dims=True))
             shift = tl.where(new == -infinity, 0.0, new)
-            share = tl.exp(t - shift)
+            share = tl.exp2(t - shift)
             if WANT_STATS:
                 rise = tl.where(highest == -infinity, 0.0, highest - shift)
                 gap = tl.where(t == -infinity, 0.0, t - shift)
-                below = tl.exp(rise) * (below + rise * total)
+                below = tl.exp2(rise) * (below + rise * total)
                 below += tl.sum(share * gap, 0, keep_dims=True)
                 # Compared before the softcap, which may round unequal logits to equal ones.
-                scaled = logits.to(tl.float32) * logit_scale
-                wins = (scaled > target_scaled) | ((scaled == target_scaled) & (at < index))
+                raw = logits.to(tl.float32)
+                wins = (raw > target_logit) | ((raw == target_logit) & (at < index))
                 beaten |= tl.max(tl.where(mask & wins, 1, 0), 0, keep_dims=True)
-            total = total * tl.exp(highest - shift) + tl.sum(share, 0, keep_dims=True)
+            total = total * tl.exp2(highest - shift) + tl.sum(share, 0, keep_dims=True)
             highest = new
             if HAS_SMOOTHING:
                 if HAS_WEIGHTS:
                     t *= tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 weighted += tl.sum(tl.where(mask, t, 0.0), 0, keep_dims=True)
         top = tl.max(highest)
-        total_sum = tl.sum(total * tl.exp(highest - top))
-        lse = top + tl.log(total_sum)
-        loss = target_weight * (lse - target_t)
+        total_sum = tl.sum(total * tl.exp2(highest - top))
+        lse_2 = top + tl.log2(total_sum)
+        lse = lse_2 * LN_2
+        log_prob = (target_t - lse_2) * LN_2
+        loss = -target_weight * log_prob
         if HAS_SMOOTHING:
-            loss += smooth * (lse * weight_sum - tl.sum(weighted))
+            loss += smooth * (lse_2 * weight_sum - tl.sum(weighted)) * LN_2
         z = z_loss * lse * lse
         tl.store(lse_ptr + row, lse)
-        tl.store(loss_ptr + row, tl.where(valid, loss + z + poison, 0.0))
-        tl.store(z_loss_ptr + row, tl.where(valid, z + poison, 0.0))
+        tl.store(loss_ptr + row, loss + z + poison)
+        tl.store(z_loss_ptr + row, z + poison)
         if WANT_STATS:
-            log_prob = target_t - lse + poison
-            tl.store(log_prob_ptr + row, tl.where(valid, log_prob, 0.0))
+            tl.store(log_prob_ptr + row, log_prob + poison)
             rise = tl.where(highest == -infinity, 0.0, highest - top)
-            below_sum = tl.sum(tl.exp(rise) * (below + rise * total))
-            entropy = tl.log(total_sum) - below_sum / total_sum + poison
-            tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0))
-            correct = valid & inside & (tl.max(beaten) == 0) & (target_scaled == target_scaled)
+            below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
+            entropy = (tl.log2(total_sum) - below_sum / total_sum) * LN_2
+            tl.store(entropy_ptr + row, entropy + poison)
+            correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
             tl.store(correct_ptr + row, correct)
 
     if WANT_GRAD:
-        grad_ptr += row * grad_stride
-        scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32) * logit_scale
-        scale = tl.where(valid, scale + poison, 0.0)
-        factor = target_weight + smooth * weight_sum + 2.0 * z_loss * lse
+        scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
+        scale = (scale + poison) * logit_scale
+        # The gradient is p * p_scale - target_scale at the target - smooth_scale.
+        p_scale = (target_weight + smooth * weight_sum + 2.0 * z_loss * lse) * scale
+        target_scale = target_weight * scale
+        smooth_scale = smooth * scale
         if HAS_LOG_PROB_SCALE:
             log_prob_scale = tl.load(log_prob_scale_ptr + row).to(tl.float32) * logit_scale
+            p_scale -= log_prob_scale
+            target_scale -= log_prob_scale
         if HAS_ENTROPY_SCALE:
             entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
             entropy = tl.load(entropy_ptr + row)
@@ -168,30 +197,24 @@ def cross_entropy_kernel(
             at = start + column
             mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=0.0, eviction_policy=LAST)
-            t = logits.to(tl.float32) * logit_scale
-            slope = tl.full((PIECES, BLOCK), 1.0, tl.float32)
-            if HAS_SOFTCAP:
-                tanh = _tanh(t / softcap)
-                slope = 1.0 - tanh * tanh
-                t = softcap * tanh
-            p = tl.exp(t - lse)
-            grad = p * factor
-            grad -= tl.where(at == here, target_weight, 0.0)
+            t = _transform(logits, inner, outer, HAS_SOFTCAP)
+            p = tl.exp2(t - lse_2)
+            grad = p * p_scale
+            if (here >= start) & (here < start + PIECES * BLOCK):
+                grad -= tl.where(at == here, target_scale, 0.0)
             if HAS_SMOOTHING:
                 if HAS_WEIGHTS:
-                    grad -= smooth * tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(
-                        tl.float32
-                    )
+                    weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
+                    grad -= smooth_scale * weights.to(tl.float32)
                 else:
-                    grad -= smooth
-            grad *= scale
-            if HAS_LOG_PROB_SCALE:
-                grad += log_prob_scale * (tl.where(at == here, 1.0, 0.0) - p)
+                    grad -= smooth_scale
             if HAS_ENTROPY_SCALE:
                 # p log p is 0 where p is, -infinity or not.
-                grad -= entropy_scale * tl.where(p > 0.0, p * (t - lse + entropy), 0.0)
-            # An ignored row gets exact zeros even where its logits are not finite.
-            grad = tl.where(valid, grad * slope, 0.0)
+                p_log_p = tl.where(p > 0.0, p * ((t - lse_2) * LN_2 + entropy), 0.0)
+                grad -= entropy_scale * p_log_p
+            if HAS_SOFTCAP:
+                tanh = t / outer
+                grad *= 1.0 - tanh * tanh
             grad = grad.to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + at, grad, mask=mask, eviction_policy=LAST)
 
@@ -237,9 +260,7 @@ def cross_entropy_rows(
     elif have_lse:
         setting = launch("cross_entropy_gradient", columns)
     else:
-        smooth_or_capped = options.label_smoothing > 0 or options.softcap is not None
-        more = smooth_or_capped or class_weights is not None or stats is not None
-        setting = launch("cross_entropy_both_and_more" if more else "cross_entropy_both", columns)
+        setting = launch("cross_entropy_both", columns)
     cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),
