@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.kernels.backend import select
 
 Function = Callable[..., Any]
 
@@ -250,6 +251,23 @@ class _Rotation:
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
+class _RopeInPlace(torch.autograd.Function):
+    """As `kernels.norm_qkv_rope` rotates what its linear has just made; v stays where it is."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+        ctx.save_for_backward(cos, sin)
+        qkv = qkv.detach()
+        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+        select(qkv).rope_packed(q, k, v, cos, sin, qkv)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        cos, sin = ctx.saved_tensors
+        return select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, -sin, None), *[None] * 4
+
+
 def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     rotation = _Rotation(random, seq, head_dim)
 
@@ -276,6 +294,9 @@ def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_d
                 (2 * rotated * head_pass, 4 * rotated * head_pass),
             ),
             "ligermodels": lambda qkv: kernels.rope(
+                qkv, rotation.cos, rotation.sin, heads, kv_heads
+            ),
+            "ligermodels (in place)": lambda qkv: _RopeInPlace.apply(
                 qkv, rotation.cos, rotation.sin, heads, kv_heads
             ),
         },

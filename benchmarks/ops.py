@@ -100,6 +100,10 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
     return row
 
 
+# Of each implementation in turn, the best counts: a busy host slows some rounds down.
+HOST_ROUNDS = 3
+
+
 def host_time(implementation: Implementation, random: Random) -> Row:
     run, *_ = training_call(implementation, random)
     host_microseconds(run, repeats=20)
@@ -196,10 +200,18 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
     if entry.host:
         random = Random()
         case = entry.build(random, **entry.host)
-        for name in case.implementations:
-            row = {"op": op, "sizes": entry.host, "implementation": name, "host": True}
-            implementation = case.implementation(name)
-            add(attempt(row, lambda i=implementation, r=random: host_time(i, r)))
+        best: dict[str, Row] = {}
+        for _ in range(HOST_ROUNDS):
+            for name in case.implementations:
+                row = {"op": op, "sizes": entry.host, "implementation": name, "host": True}
+                implementation = case.implementation(name)
+                row = attempt(row, lambda i=implementation, r=random: host_time(i, r))
+                if name not in best or row.get("host us", math.inf) < best[name].get(
+                    "host us", math.inf
+                ):
+                    best[name] = row
+        for row in best.values():
+            add(row)
 
 
 def progress(row: Row) -> str:

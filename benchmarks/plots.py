@@ -47,6 +47,7 @@ STYLES = {
     "cce (filtered)": ("#CC79A7", ":", "v"),
     "cce (exact)": ("#CC79A7", "-", "v"),
     OURS: ("#D55E00", "-", "o"),
+    "ligermodels (in place)": ("#D55E00", ":", "o"),
     "ligermodels (skip_ignored)": ("#0072B2", "-", "o"),
 }
 

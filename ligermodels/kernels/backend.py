@@ -35,8 +35,11 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 
 def select(x: Tensor) -> ModuleType:
-    """Return the module (reference, or the Triton launchers) whose functions handle `x`."""
-    if choose(x.device)[0] == "torch":
+    """Return the module (reference, or the Triton launchers) whose functions handle `x`.
+
+    The kernels calculate in float32: float64 takes plain PyTorch everywhere.
+    """
+    if x.dtype == torch.float64 or choose(x.device)[0] == "torch":
         return reference
     # A statement: torch.compile traces it, importlib.import_module it refuses.
     import ligermodels.kernels.triton as triton_launchers

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
-from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats, compute_dtype
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -38,7 +38,35 @@ def token_upstream(
     return row_scale, StatsScale(log_probs, entropy, entropy_value)
 
 
+class _ReducedCrossEntropy(torch.autograd.Function):
+    """sum(loss) / divisor, in one node: autograd's own sum and division take longer to launch."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, class_weights, divisor, options, with_stats):
+        stats = TokenStats.empty(len(targets), logits) if with_stats else None
+        loss, z_loss, lse, _ = select(logits).cross_entropy_rows(
+            logits, targets, None, None, class_weights, options, False, stats=stats
+        )
+        ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
+        ctx.options = options
+        z_sum = z_loss.sum() / divisor
+        ctx.mark_non_differentiable(z_sum, loss, *(stats or ()))
+        return loss.sum() / divisor, z_sum, loss, *(stats or (None,) * 3)
+
+    @staticmethod
+    def backward(ctx, upstream, *_):
+        refuse_double_backward("cross_entropy")
+        logits, targets, lse, class_weights, divisor = ctx.saved_tensors
+        row_scale = (upstream / divisor).view(1)
+        *_, grad = select(logits).cross_entropy_rows(
+            logits, targets, row_scale, lse, class_weights, ctx.options, False
+        )
+        return grad, *[None] * 5
+
+
 class _CrossEntropyRows(torch.autograd.Function):
+    """Loss, log-probability and entropy of each row, for any upstream gradient of each."""
+
     @staticmethod
     def forward(ctx, logits, targets, class_weights, options, with_stats):
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
@@ -102,21 +130,25 @@ def cross_entropy(
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
     check_reduction(reduction, normalizer)
+    shape, row_logits = targets.shape, logits.reshape(-1, logits.shape[-1])
+    row_targets = targets.flatten()
     with without_autocast(logits):
-        loss, z, *stats = _CrossEntropyRows.apply(
-            logits.reshape(-1, logits.shape[-1]),
-            targets.flatten(),
-            class_weights,
-            options,
-            return_token_stats,
-        )
-    loss, z = loss.view(targets.shape), z.view(targets.shape)
-    stats = [None if x is None else x.view(targets.shape) for x in stats]
-    if reduction == "none":
-        return CrossEntropyOutput(loss, z, loss, *stats)
-    divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, loss.dtype)
-    stats = [None if x is None else x.detach() for x in stats]
-    return CrossEntropyOutput(loss.sum() / divisor, z.sum() / divisor, loss.detach(), *stats)
+        if reduction == "none":
+            loss, z, *stats = _CrossEntropyRows.apply(
+                row_logits, row_targets, class_weights, options, return_token_stats
+            )
+            loss, z = loss.view(shape), z.view(shape)
+            token_loss = loss
+        else:
+            dtype = compute_dtype(logits)
+            divisor = loss_divisor(
+                targets, reduction, normalizer, class_weights, ignore_index, dtype
+            )
+            loss, z, token_loss, *stats = _ReducedCrossEntropy.apply(
+                row_logits, row_targets, class_weights, divisor, options, return_token_stats
+            )
+    stats = [None if x is None else x.view(shape) for x in stats]
+    return CrossEntropyOutput(loss, z, token_loss.view(shape), *stats)
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
@@ -156,7 +188,7 @@ def loss_divisor(
             # Filled on the device: a copy from the host would wait for it.
             total = torch.full((), normalizer, dtype=dtype, device=targets.device)
     elif class_weights is None:
-        total = (targets != ignore_index).sum().to(dtype)
+        return (targets != ignore_index).sum().clamp_(min=1).to(dtype)
     else:
         valid = targets != ignore_index
         inside = valid & (targets >= 0) & (targets < class_weights.shape[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from benchmarks.cases import OPS, Absent, Case, Random
 from benchmarks.ops import as_tuple, training_call
 from ligermodels import kernels
 from tests.benchmarks.sizes import HEAD, HEADS, TINY
-
-HEAD_SKIPS = "skip_ignored" in inspect.signature(kernels.linear_cross_entropy).parameters
 
 # What a peer takes instead of the case's inputs cannot be compared with the case's result.
 OWN_INPUTS = {
@@ -57,8 +54,6 @@ def test_no_size_is_measured_twice():
 
 @pytest.mark.parametrize("op", TINY)
 def test_ours_is_what_eager_pytorch_computes(op, monkeypatch):
-    if op == "linear_cross_entropy_ignored" and not HEAD_SKIPS:
-        pytest.skip("the head has no skip_ignored")
     monkeypatch.setattr(cases, "_compiled", lambda function: function)
     case = OPS[op].build(Random("cpu", torch.float32), **TINY[op])
     if op == "linear_cross_entropy_budget":
