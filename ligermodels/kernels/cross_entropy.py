@@ -51,7 +51,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         ctx.options = options
         z_sum = z_loss.sum() / divisor
         ctx.mark_non_differentiable(z_sum, loss, *(stats or ()))
-        return loss.sum() / divisor, z_sum, loss, *(stats or (None,) * 3)
+        return loss.sum() / divisor, z_sum, loss, *(stats or ())
 
     @staticmethod
     def backward(ctx, upstream, *_):
@@ -78,10 +78,10 @@ class _CrossEntropyRows(torch.autograd.Function):
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(z_loss, *(() if stats is None else (stats.correct,)))
-        return loss, z_loss, *(stats or (None,) * 3)
+        return loss, z_loss, *(stats or ())
 
     @staticmethod
-    def backward(ctx, grad_loss, _, grad_log_probs, grad_entropy, *__):
+    def backward(ctx, grad_loss, _, grad_log_probs=None, grad_entropy=None, __=None):
         refuse_double_backward("cross_entropy")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
             return (None,) * 5
@@ -147,7 +147,7 @@ def cross_entropy(
             loss, z, token_loss, *stats = _ReducedCrossEntropy.apply(
                 row_logits, row_targets, class_weights, divisor, options, return_token_stats
             )
-    stats = [None if x is None else x.view(shape) for x in stats]
+    stats = [x.view(shape) for x in stats]
     return CrossEntropyOutput(loss, z, token_loss.view(shape), *stats)
 
 

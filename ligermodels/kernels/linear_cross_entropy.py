@@ -7,7 +7,6 @@ the logits again (four products). A budget too small for a float32 sum of the we
 one product more: backward makes that gradient in a loop of its own, over the vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,7 +69,7 @@ class _ReducedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         z_sum = rows.z_loss.sum() / divisor
         ctx.mark_non_differentiable(z_sum, rows.loss, *(stats or ()))
-        return rows.loss.sum() / divisor, z_sum, rows.loss, *(stats or (None,) * 3)
+        return rows.loss.sum() / divisor, z_sum, rows.loss, *(stats or ())
 
     @staticmethod
     def backward(ctx, upstream, *_):
@@ -112,10 +111,10 @@ class _TokenOutputs(torch.autograd.Function):
         ctx.options, ctx.plan, ctx.wants = options, plan, wants
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.z_loss, *(() if stats is None else (stats.correct,)))
-        return rows.loss, rows.z_loss, *(stats or (None,) * 3)
+        return rows.loss, rows.z_loss, *(stats or ())
 
     @staticmethod
-    def backward(ctx, grad_loss, _, grad_log_probs, grad_entropy, *__):
+    def backward(ctx, grad_loss, _, grad_log_probs=None, grad_entropy=None, __=None):
         refuse_double_backward("linear_cross_entropy")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
             return (None,) * 10
@@ -155,19 +154,14 @@ class Call(NamedTuple):
     def token_outputs(self) -> CrossEntropyOutput:
         """Everything of each token, differentiable for any upstream gradient."""
         with without_autocast(self.hidden):
-            loss, *others = _TokenOutputs.apply(*self[:-1])
-        loss = self.shaped(loss)
-        return CrossEntropyOutput(loss, self.shaped(others[0]), loss, *self.each(others[1:]))
+            loss, *others = map(self.shaped, _TokenOutputs.apply(*self[:-1]))
+        return CrossEntropyOutput(loss, others[0], loss, *others[1:])
 
     def shaped(self, x: Tensor) -> Tensor:
         """Values of each row taken, in the shape of all targets."""
         if self.taken is not None:
             x = put_rows(x, self.taken, self.all_targets.flatten(), self.options.ignore_index)
         return x.view(self.all_targets.shape)
-
-    def each(self, stats: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same of several; None stays."""
-        return [None if x is None else self.shaped(x) for x in stats]
 
 
 def prepare(
@@ -327,4 +321,4 @@ def linear_cross_entropy(
         divisor = torch.where(too_many, float("nan"), divisor)
     with without_autocast(hidden):
         loss, z, token_loss, *stats = _ReducedLoss.apply(*call[:-1], divisor)
-    return CrossEntropyOutput(loss, z, call.shaped(token_loss), *call.each(stats))
+    return CrossEntropyOutput(loss, z, call.shaped(token_loss), *map(call.shaped, stats))

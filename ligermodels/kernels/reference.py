@@ -349,9 +349,10 @@ def cross_entropy_rows(
         log_probs) + sum(stats_scale.entropy * entropy). With first_column and vocab, logits
         (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
         lse must be given.
-    Returns: loss (rows) with the z-loss included, z-loss (rows), logsumexp of t (rows), gradient
-        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
-        with lse given, the first two may be anything.
+    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows), gradient (rows, vocab)
+        or None. All but the gradient are float32, or float64 for float64 logits; with lse given,
+        the first two may be anything. lse, the logsumexp of t, is to be handed back only: an
+        implementation may keep it in another unit, and anything for an ignored row.
     """
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     columns = logits.shape[-1]

@@ -57,8 +57,13 @@ NVIDIA: Table = {
     "glu_forward": ((None, Launch(2048, 8)),),
     "glu_backward": ((None, Launch(2048, 8)),),
     "cross_entropy_loss": ((None, Launch(1024, 4, pieces=4)),),
+    "cross_entropy_statistics": ((4096, Launch(1024, 4)), (None, Launch(2048, 8, pieces=2))),
     "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
-    "cross_entropy_both": ((4096, Launch(1024, 4)), (None, Launch(4096, 16, pieces=4))),
+    "cross_entropy_both": (
+        (4096, Launch(1024, 4)),
+        (65536, Launch(2048, 8, pieces=4)),
+        (None, Launch(4096, 16, pieces=4)),
+    ),
 }
 
 # The norms' backwards have registers for one tile only on AMD; more programs hide the latency.
@@ -93,6 +98,7 @@ AMD: Table = {
     "glu_forward": ((None, Launch(2048, 4)),),
     "glu_backward": ((None, Launch(1024, 4)),),
     "cross_entropy_loss": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+    "cross_entropy_statistics": ((4096, Launch(1024, 4)), (None, Launch(2048, 8))),
     "cross_entropy_gradient": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
     "cross_entropy_both": ((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 }

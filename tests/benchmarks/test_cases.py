@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from benchmarks import cases
 from benchmarks.cases import OPS, Absent, Case, Random
 from benchmarks.ops import as_tuple, training_call
-from ligermodels import kernels
 from tests.benchmarks.sizes import HEAD, HEADS, TINY
 
 # What a peer takes instead of the case's inputs cannot be compared with the case's result.

@@ -204,6 +204,12 @@ def every_flag(dtype: torch.dtype) -> None:
     glu(14336, dtype)
 
 
+def scaled(dtype: torch.dtype, out: torch.dtype) -> None:
+    from ligermodels.kernels.triton import scaled as launch_scaled
+
+    launch_scaled(meta(ROWS, 4096, dtype=dtype), meta(dtype=torch.float32), out)
+
+
 def every_length(dtype: torch.dtype) -> None:
     """All launches of the tables at real sizes, with the flags that hold most."""
     for width in WIDTHS:
@@ -213,13 +219,16 @@ def every_length(dtype: torch.dtype) -> None:
     for vocab in VOCABS:
         for passes in PASSES:
             cross_entropy(vocab, dtype, passes)
-        cross_entropy(vocab, dtype, "both", (False, False, False), stats=False)
+        for passes in ("loss", "both"):
+            cross_entropy(vocab, dtype, passes, (False, False, False), stats=False)
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 64), (8, 4, 256), (64, 8, 128)):
         rope(heads, kv_heads, head_dim, dtype, False)
     for heads, kv_heads, head_dim in ((4, 1, 256), (16, 8, 128), (32, 16, 128), (9, 3, 64)):
         qk_norm_rope(heads, kv_heads, head_dim, dtype)
     for width in (1536, 8192, 28672):
         glu(width, dtype)
+    for out in {dtype, torch.bfloat16}:
+        scaled(dtype, out)
 
 
 def mixed() -> None:

@@ -13,19 +13,12 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _tanh(x):
-    # From exp(-2|x|), which cannot overflow.
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
-
-
-@triton.jit
 def _transform(logit, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """outer * logit, or with a softcap outer * tanh(inner * logit)."""
+    """outer * logit, or with a softcap outer * tanh(logit / (2 log2(e)) * inner)."""
     t = logit.to(tl.float32)
     if HAS_SOFTCAP:
-        t = _tanh(t * inner)
+        # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends, where the power is 0 or inf.
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(t * inner))
     return t * outer
 
 
@@ -108,7 +101,7 @@ def cross_entropy_kernel(
     # NaN for a target outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
     # t below is in units of ln 2: powers of 2 are cheaper than those of e.
-    inner, outer = logit_scale / softcap, logit_scale * LOG2_E
+    inner, outer = 2.0 * LOG2_E * logit_scale / softcap, logit_scale * LOG2_E
     if HAS_SOFTCAP:
         outer = softcap * LOG2_E
     smooth = label_smoothing / vocab
@@ -119,8 +112,8 @@ def cross_entropy_kernel(
         weight_sum = tl.load(weight_sum_ptr)
 
     if HAS_LSE:
-        lse = tl.load(lse_ptr + row)
-        lse_2 = lse * LOG2_E
+        lse_2 = tl.load(lse_ptr + row)
+        lse = lse_2 * LN_2
     else:
         highest = tl.full((1, BLOCK), -infinity, tl.float32)
         total = tl.zeros((1, BLOCK), tl.float32)
@@ -164,7 +157,7 @@ def cross_entropy_kernel(
         if HAS_SMOOTHING:
             loss += smooth * (lse_2 * weight_sum - tl.sum(weighted)) * LN_2
         z = z_loss * lse * lse
-        tl.store(lse_ptr + row, lse)
+        tl.store(lse_ptr + row, lse_2)
         tl.store(loss_ptr + row, loss + z + poison)
         tl.store(z_loss_ptr + row, z + poison)
         if WANT_STATS:
@@ -255,7 +248,9 @@ def cross_entropy_rows(
         log_prob_scale, entropy_scale, entropy = stats_scale
     elif stats is not None:
         entropy = stats.entropy
-    if grad is None:
+    if stats is not None:
+        setting = launch("cross_entropy_statistics", columns)
+    elif grad is None:
         setting = launch("cross_entropy_loss", columns)
     elif have_lse:
         setting = launch("cross_entropy_gradient", columns)
