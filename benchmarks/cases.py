@@ -518,7 +518,7 @@ def _sizes(names: str, *values: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def _norm(build: Callable[..., Case], table: list[int], rows: list[int]) -> Op:
-    widths = [width for width in (576, 1024, 2048, 4096, 8192, 16384) if width not in table]
+    widths = [width for width in (576, 2048, 4096, 8192, 16384) if width not in table]
     return Op(
         build,
         {"rows": 16, "width": 1024},
@@ -532,7 +532,7 @@ _HEAD = "rows width vocab"
 MIB = 2**20
 
 OPS = {
-    "rms_norm": _norm(rms_norm, [2048, 4096, 8192], [1, 16, 256, 2048, 131072]),
+    "rms_norm": _norm(rms_norm, [2048, 4096, 8192], [1, 256, 131072]),
     "add_rms_norm": _norm(add_rms_norm, [4096], []),
     "layer_norm": _norm(layer_norm, [4096], []),
     "add_layer_norm": Op(
@@ -542,25 +542,25 @@ OPS = {
         swiglu,
         {"rows": 16, "width": 1024},
         _sizes("rows width", (8192, 14336)),
-        _sizes("rows width", (128, 14336), (512, 14336), (2048, 14336), (32768, 14336)),
+        _sizes("rows width", (512, 14336), (2048, 14336), (32768, 14336)),
     ),
     "geglu": Op(
         geglu,
         {"rows": 16, "width": 1024},
         _sizes("rows width", (8192, 9216)),
-        _sizes("rows width", (128, 9216), (512, 9216), (2048, 9216), (32768, 9216)),
+        _sizes("rows width", (512, 9216), (2048, 9216), (32768, 9216)),
     ),
     "rope": Op(
         rope,
         dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
         _sizes(_HEADS, (2, 8192, 32, 8, 128)),
-        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (128, 512, 2048, 32768))),
+        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (512, 2048, 32768))),
     ),
     "qk_norm_rope": Op(
         qk_norm_rope,
         dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
         _sizes(_HEADS, (2, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)),
-        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (128, 512, 2048, 32768))),
+        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (512, 2048, 32768))),
     ),
     "cross_entropy": Op(
         cross_entropy,
@@ -569,7 +569,7 @@ OPS = {
         _sizes(
             "rows vocab",
             *((8192, vocab) for vocab in (32000, 151936, 262208)),
-            *((rows, 128256) for rows in (1024, 2048, 4096, 16384, 32768)),
+            *((rows, 128256) for rows in (1024, 4096, 32768)),
         ),
     ),
     "linear_cross_entropy": Op(
@@ -585,7 +585,7 @@ OPS = {
         _sizes(
             _HEAD,
             *((8192, 2048, vocab) for vocab in (32000, 128256, 151936, 262208)),
-            *((rows, 2048, 128256) for rows in (1024, 2048, 4096, 32768)),
+            *((rows, 2048, 128256) for rows in (1024, 4096, 32768)),
         ),
     ),
     "linear_cross_entropy_ignored": Op(

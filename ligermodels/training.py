@@ -94,6 +94,14 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
+    def head_options(self, batch: Batch) -> dict[str, Any]:
+        """Options with which the head spares the rows of prompts and padding, where that pays."""
+        few = batch.num_targets < 0.9 * batch.labels.numel()
+        # Compiled, the model would be traced anew for every other number of targets.
+        if few and not self.config.compile:
+            return {"skip_ignored": True, "num_valid": batch.num_targets}
+        return {}
+
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of a step, on the CPU."""
         size, count = self.config.batch_size, self.config.grad_accumulation
@@ -119,6 +127,7 @@ class Trainer:
                     labels=batch.labels,
                     position_ids=batch.position_ids,
                     normalizer=normalizer,
+                    **self.head_options(batch),
                 ).loss
             part.backward()
             loss += part.detach()
@@ -151,6 +160,7 @@ class Trainer:
                     labels=batch.labels,
                     position_ids=batch.position_ids,
                     reduction="sum",
+                    **self.head_options(batch),
                 ).loss
             total += part.double()
             targets += batch.num_targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -33,6 +34,38 @@ def make_trainer(rows, eval_rows=None, **options):
     model = LigerLlama(tiny_config())
     config = FinetuneConfig(model="m", train=["t"], output="o", **options)
     return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
+
+
+def test_the_head_spares_the_rows_of_prompts(monkeypatch):
+    """Where many targets are ignored the head is told how many are not; the loss is the same."""
+    rows = make_rows()
+    given = []
+
+    def spy(head, inputs, options):
+        given.append((options.get("num_valid"), int((inputs[1] != -100).sum())))
+
+    results = []
+    for spares in (True, False):
+        trainer = make_trainer(rows, rows, batch_size=8, grad_accumulation=2, steps=2)
+        trainer.model.head.register_forward_pre_hook(spy, with_kwargs=True)
+        if not spares:
+            monkeypatch.setattr(trainer, "head_options", lambda batch: {})
+        batches = trainer.micro_batches(0)
+        assert all(0 < batch.num_targets < 0.9 * batch.labels.numel() for batch in batches)
+        given.clear()
+        loss, norm, _ = trainer.step(0, batches)
+        results.append((loss, norm, trainer.evaluate()["eval_loss"]))
+        assert [number if spares else None for _, number in given] == [told for told, _ in given]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_the_head_takes_all_rows_where_skipping_does_not_pay():
+    rows = make_rows()
+    (batch,) = make_trainer(rows, batch_size=8).micro_batches(0)
+    assert make_trainer(rows).head_options(batch) != {}
+    assert make_trainer(rows, compile=True).head_options(batch) == {}
+    full = dataclasses.replace(batch, num_targets=batch.labels.numel())
+    assert make_trainer(rows).head_options(full) == {}
 
 
 def test_the_rate_warms_up_and_follows_half_a_cosine():
