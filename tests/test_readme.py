@@ -14,11 +14,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
 
 
 def test_all_blocks_are_known() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(3), ids=["main job", "block", "from a checkpoint"])
+@pytest.mark.parametrize("number", range(4), ids=["main job", "head", "block", "from a checkpoint"])
 def test_block(number: int, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = BLOCKS[number]
     for theirs, ours in (
@@ -34,5 +34,9 @@ def test_block(number: int, smollm2: Path, tmp_path: Path, monkeypatch: pytest.M
     if number == 0:
         assert (tmp_path / "out" / "model.safetensors").is_file()
         assert names["hidden"].shape == (*names["ids"].shape, 576)
+    elif number == 1:
+        assert names["model"].embed_tokens.weight.grad.count_nonzero() > 0
+        valid = names["labels"] != -100
+        assert names["out"].token_log_probs[:, :-1][valid[:, 1:]].isfinite().all()
     else:
-        assert names["loss" if number == 1 else "model"] is not None
+        assert names["loss" if number == 2 else "model"] is not None
