@@ -26,6 +26,7 @@ NVIDIA: Table = {
     "rms_norm_forward": (
         (768, Launch(0, 2, rows=2)),
         (2048, Launch(0, 2)),
+        (4096, Launch(0, 8)),
         (8192, Launch(0, 4)),
         (None, Launch(0, 8)),
     ),
