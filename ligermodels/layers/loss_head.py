@@ -184,7 +184,8 @@ class LossHead(nn.Module):
 
     def _is_linear(self) -> bool:
         """Whether the projection does just what its weight says, so that the weight will do."""
-        return bool(self._tied) or is_plain(self.proj, nn.Linear)
+        # Not bool(self._tied): torch 2.11's Dynamo does not trace that.
+        return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the projection, for the fused ops."""
