@@ -584,8 +584,8 @@ OPS = {
         ),
         _sizes(
             _HEAD,
-            *((8192, 2048, vocab) for vocab in (32000, 128256, 151936, 262208)),
-            *((rows, 2048, 128256) for rows in (1024, 4096, 32768)),
+            *((8192, 2048, vocab) for vocab in (32000, 128256, 262208)),
+            *((rows, 2048, 128256) for rows in (1024, 4096)),
         ),
     ),
     "linear_cross_entropy_ignored": Op(

@@ -79,8 +79,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.run:
         return run()
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
-    command += ["--print-units", "base", "--metrics", ",".join(METRICS)]
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--csv"]
+    command += [
+        "--profile-from-start",
+        "off",
+        "--print-units",
+        "base",
+        "--metrics",
+        ",".join(METRICS),
+    ]
     command += [sys.executable, "-m", "benchmarks.counters", "--run"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

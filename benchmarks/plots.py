@@ -6,6 +6,7 @@ Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it.
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,11 @@ def column_of(implementation: str) -> tuple[str, str]:
     return "other peers", implementation.replace(" (", ", ").rstrip(")")
 
 
+def waits(row: Row) -> bool:
+    """Whether it was timed around eager calls, because it waits for the device."""
+    return any(row.get(mode, {}).get("method") == "events" for mode in (BOTH, FORWARD))
+
+
 def cells(rows: list[Row], value: Value) -> Row:
     """The table's cells of the rows of one size, the least value of all bold."""
     values = {row["implementation"]: value(row) for row in rows if "error" not in row}
@@ -96,17 +102,18 @@ def cells(rows: list[Row], value: Value) -> Row:
             text = f"{number:.3g}"
             if number == least:
                 text = f"**{text}**"
+            text += "†" * waits(row)
         found.setdefault(column, []).append(f"{text} ({variant})" if variant else text)
     return {column: ", ".join(texts) for column, texts in found.items()}
 
 
 def host_cell(result: Row, op: str) -> str:
-    """Host microseconds of an eager call: ours / Liger's."""
-    microseconds = {
-        row["implementation"].partition(" (")[0]: row["host us"]
-        for row in reversed(result["rows"])  # of Liger's variants the first
-        if row["op"] == op and "host us" in row
-    }
+    """Host microseconds of an eager call: ours / Liger's, of its variants the least."""
+    microseconds: dict[str, float] = {}
+    for row in result["rows"]:
+        name, _, variant = row["implementation"].partition(" (")
+        if row["op"] == op and "host us" in row and not (name == OURS and variant):
+            microseconds[name] = min(row["host us"], microseconds.get(name, math.inf))
     names = [name for name in (OURS, "liger") if name in microseconds]
     return " / ".join(f"{microseconds[name]:.0f}" for name in names)
 
@@ -187,7 +194,8 @@ def markdown(result: Row) -> str:
         [
             f"{result['environment']['gpu']}; {versions}. In the same run {', '.join(ceilings)}.",
             *(f"Not complete: {fault}." for fault in faults),
-            "Milliseconds of device time, forward + backward:",
+            "Milliseconds of device time, forward + backward; † around eager calls, which wait for "
+            "the device and cannot be captured:",
             op_table(result, BOTH),
             "Milliseconds of device time, forward alone:",
             op_table(result, FORWARD),

@@ -13,8 +13,8 @@ ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
 HAS_TRITON = find_spec("triton") is not None  # looks for it; imports nothing
 
 
-def choose(device: torch.device) -> tuple[str, str]:
-    """Return ("triton" or "torch", the reason) for tensors on `device`.
+def choose(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """Return ("triton" or "torch", the reason) for tensors of `dtype` on `device`.
 
     LIGERMODELS_BACKEND=torch|triton forces one. Triton on CPU tensors works only in its
     interpreter (TRITON_INTERPRET=1), which is how the kernels are tested without a GPU.
@@ -26,7 +26,10 @@ def choose(device: torch.device) -> tuple[str, str]:
     if forced is not None:
         if forced not in ("torch", "triton"):
             raise ValueError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected 'torch' or 'triton'")
-        return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
+        if forced == "torch" or dtype != torch.float64:
+            return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
+    if dtype == torch.float64:
+        return "torch", "the kernels calculate in float32"
     if device.type != "cuda":
         return "torch", f"{device.type} tensors take plain PyTorch"
     if not HAS_TRITON:
@@ -35,11 +38,8 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 
 def select(x: Tensor) -> ModuleType:
-    """Return the module (reference, or the Triton launchers) whose functions handle `x`.
-
-    The kernels calculate in float32: float64 takes plain PyTorch everywhere.
-    """
-    if x.dtype == torch.float64 or choose(x.device)[0] == "torch":
+    """Return the module (reference, or the Triton launchers) whose functions handle `x`."""
+    if choose(x.device, x.dtype)[0] == "torch":
         return reference
     # A statement: torch.compile traces it, importlib.import_module it refuses.
     import ligermodels.kernels.triton as triton_launchers

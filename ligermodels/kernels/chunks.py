@@ -16,6 +16,15 @@ TOKEN_BYTES = 64
 """Scratch for each token: loss, z-loss, logsumexp, masks, float32 or int64, joined from parts."""
 
 
+def check_cut(chunk_size: int | None, max_scratch_bytes: int | None) -> None:
+    """Raise ValueError for a chunk size or a budget that is no positive integer."""
+    for name, value in (("chunk_size", chunk_size), ("max_scratch_bytes", max_scratch_bytes)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"loss head: {name}={value!r}; expected an integer of 1 or more")
+
+
 class Sizes(NamedTuple):
     """What a loss head needs memory for."""
 
@@ -25,6 +34,7 @@ class Sizes(NamedTuple):
     hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
     accumulator_bytes: int = 0  # float32 weight gradient; 0 where none is wanted
     held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
+    wider_bytes: int = 0  # by which that is wider than the gradient itself
     fixed_bytes: int = 0  # whatever the chunk
 
 
@@ -51,14 +61,15 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
     Raises:
         ValueError: the budget does not hold a row and a column of logits; says what would.
     """
-    rows, vocab, logit_bytes, hidden_bytes, accumulator_bytes, held_bytes, fixed_bytes = sizes
+    rows, vocab, logit_bytes, hidden_bytes, accumulator_bytes, *whole, fixed_bytes = sizes
+    held_bytes, wider_bytes = whole
     if rows == 0:
         return Plan(1)
     # The hidden states of a chunk and their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
-        if rows * row_bytes <= default:
+        if rows * row_bytes + wider_bytes <= default:
             return Plan(rows)
         return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
@@ -74,7 +85,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
             f"{rows} tokens; it must hold a row of logits and {fixed_bytes} bytes beside it: "
             f"at least {fixed_bytes + least}"
         )
-    if max(rows * row_bytes, held_bytes) <= free:
+    if max(rows * row_bytes + wider_bytes, held_bytes) <= free:
         return Plan(rows)
     beside = (free - accumulator_bytes) // row_bytes
     if not accumulator_bytes or beside >= MIN_ACCUMULATED_ROWS:

@@ -49,6 +49,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
         ctx.options = options
+        ctx.set_materialize_grads(False)
         z_sum = z_loss.sum() / divisor
         ctx.mark_non_differentiable(z_sum, loss, *(stats or ()))
         return loss.sum() / divisor, z_sum, loss, *(stats or ())
@@ -56,6 +57,8 @@ class _ReducedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, *_):
         refuse_double_backward("cross_entropy")
+        if upstream is None:
+            return (None,) * 6
         logits, targets, lse, class_weights, divisor = ctx.saved_tensors
         row_scale = (upstream / divisor).view(1)
         *_, grad = select(logits).cross_entropy_rows(
@@ -128,6 +131,8 @@ def cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    if not logits.is_floating_point():
+        raise ValueError(f"cross entropy: logits are {logits.dtype}; expected floating point")
     check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
     check_reduction(reduction, normalizer)
     shape, row_logits = targets.shape, logits.reshape(-1, logits.shape[-1])
@@ -212,13 +217,21 @@ def check_cross_entropy(
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
+    for name, value in options._asdict().items():
+        if isinstance(value, Tensor):
+            raise ValueError(
+                f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
+                "logits, multiply hidden by it"
+            )
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
-    if options.softcap is not None and not options.softcap > 0:
+    if options.softcap is not None and not 0 < options.softcap < float("inf"):
         raise ValueError(f"cross entropy: softcap={options.softcap} must be positive or None")
     if not 0 < options.logit_scale < float("inf"):
         raise ValueError(f"cross entropy: logit_scale={options.logit_scale} must be positive")
-    if not options.z_loss >= 0:
+    if vocab == 0:
+        raise ValueError("cross entropy: a vocabulary of 0; expected 1 or more classes")
+    if not 0 <= options.z_loss < float("inf"):
         raise ValueError(f"cross entropy: z_loss={options.z_loss} must not be negative")
     if class_weights is not None and class_weights.shape != (vocab,):
         raise ValueError(

@@ -36,9 +36,9 @@ class _NormLinear(torch.autograd.Function):
         out = F.linear(y, weight, bias)
         outputs = (out,)
         if cos is not None:
+            # In place: `out` was made just above and nobody else holds it.
+            out = ops.rope_packed(*split_qkv(out, *heads), cos, sin, out)
             outputs = split_qkv(out, *heads)
-            # In place: `out` was made two lines above and nobody else holds it.
-            ops.rope_packed(*outputs, cos, sin, out)
         ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
         ctx.options = eps, offset, casting
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
@@ -75,6 +75,13 @@ class _NormLinear(torch.autograd.Function):
         return grad_x, grad_residual, grad_norm, grad_weight, grad_bias, *[None] * 6
 
 
+def _check_residual(op: str, x: Tensor, residual: Tensor | None) -> None:
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape"
+        )
+
+
 def norm_linear(
     x: Tensor,
     residual: Tensor | None,
@@ -93,6 +100,7 @@ def norm_linear(
     Returns: (..., out) in weight's dtype, and the sum (..., in).
     """
     check_norm(x, norm_weight, casting)
+    _check_residual("norm_linear", x, residual)
     weight, bias = cast_operands(x, weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(
@@ -123,7 +131,8 @@ def norm_qkv_rope(
     Returns: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum.
     """
     check_norm(x, norm_weight, casting)
-    check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, num_heads, num_kv_heads)
+    _check_residual("norm_qkv_rope", x, residual)
+    check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, sin, num_heads, num_kv_heads)
     weight, bias = cast_operands(x, weight, bias)
     heads = (num_heads, num_kv_heads)
     with without_autocast(x):

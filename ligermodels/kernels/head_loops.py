@@ -74,6 +74,13 @@ class Rows(NamedTuple):
     grad_bias: Tensor | None
 
 
+def _parts(rows: int, chunk: int) -> list[slice]:
+    """The chunks of rows. One chunk is no loop: compiled, a loop would make `rows` a constant."""
+    if chunk >= rows:
+        return [slice(0, rows)]
+    return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
+
+
 def row_loop(
     head: Head,
     wants: Wants,
@@ -84,8 +91,9 @@ def row_loop(
     """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients.
 
     With an lse from an earlier pass the losses may be anything. The weight gradient comes in the
-    weight's dtype from a single chunk and as a float32 sum from several; where the plan has
-    columns, it and the bias's are left to `column_loop`. stats is filled where given.
+    weight's dtype from a single chunk (float32 where that is float16) and as a float32 sum from
+    several; where the plan has columns, it and the bias's are left to `column_loop`. stats is
+    filled where given.
     """
     hidden, weight, targets, taken = head.hidden, head.weight, head.targets, head.taken
     rows, chunk, everything = len(targets), head.plan.rows, slice(None)
@@ -99,13 +107,10 @@ def row_loop(
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     elif wants.hidden:  # one row to spare for the padding
         grad_hidden = hidden.new_zeros(len(hidden) + 1, hidden.shape[1])
-    if wants.weight and rows == 0:
-        grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     if wants.bias:
         grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
     losses, z_losses, lses = [], [], []
-    for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
+    for part in _parts(rows, chunk):
         part_hidden = head.rows(part)
         logits = head.logits(part_hidden, everything)
         scale = None if upstream is None else upstream.part(part)
@@ -128,7 +133,8 @@ def row_loop(
                 _product_into(grad_hidden, part, grad, weight)
             elif grad_hidden is not None and taken is not None:
                 grad_hidden.index_copy_(0, taken[part], grad @ weight)
-            if wants.weight and chunk >= rows:
+            # A float16 sum over the tokens, divided only in backward, could overflow.
+            if wants.weight and chunk >= rows and hidden.dtype != torch.float16:
                 grad_weight = grad.t() @ part_hidden
             elif wants.weight:
                 grad_weight = add_product(grad_weight, grad.t(), part_hidden)
@@ -137,8 +143,6 @@ def row_loop(
         del part_hidden, logits, grad  # before the next chunk's logits are made
 
     def join(parts: list[Tensor]) -> Tensor:
-        if not parts:
-            return torch.zeros(0, dtype=dtype, device=hidden.device)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     if grad_hidden is not None:
@@ -167,8 +171,7 @@ def column_loop(
     for first in range(0, vocab, columns):
         block = slice(first, min(first + columns, vocab))
         total = bias_total = None
-        for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
+        for part in _parts(rows, chunk):
             part_hidden = head.rows(part)
             logits = head.logits(part_hidden, block)
             scale = upstream.part(part)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
-from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, plan_chunks
+from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_cross_entropy,
@@ -186,12 +186,20 @@ def prepare(
             f"{tuple(weight.shape)} differ in their last dimension"
         )
     check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
+    if not hidden.is_floating_point():
+        raise ValueError(f"linear_cross_entropy: hidden is {hidden.dtype}; expected floating point")
     hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
             "or run under torch.autocast"
         )
+    if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"linear_cross_entropy: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
+            f"{tuple(weight.shape)} {weight.dtype}; expected ({vocab},) {weight.dtype}"
+        )
+    check_cut(chunk_size, max_scratch_bytes)
     grad = torch.is_grad_enabled()
     wants = Wants(
         grad and hidden.requires_grad,
@@ -206,21 +214,25 @@ def prepare(
         # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
         copies = 0 if select(hidden).__name__.endswith(".triton") else 6 + 3 * with_stats
         wide = compute_dtype(hidden).itemsize
+        held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
+        if not wants.weight or reduction == "none":
+            held = 0
+        copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
             len(targets),
             vocab,
             logit_bytes=hidden.element_size() + wide * copies,
-            hidden_bytes=0 if taken is None else width * hidden.element_size(),
+            hidden_bytes=copied + (width * wide if copies else 0),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
-            held_bytes=weight.nbytes if wants.weight and reduction != "none" else 0,
+            held_bytes=held,
+            wider_bytes=max(0, held - vocab * width * weight.element_size()),
             fixed_bytes=TOKEN_BYTES * all_targets.numel() * (1 + with_stats + skip_ignored)
-            + (3 * wide * vocab if wants.bias else 0),
+            + (3 * wide * vocab if wants.bias else 0)
+            + (0 if hidden.is_contiguous() else hidden.nbytes),
         )
         plan = plan_chunks(sizes, max_scratch_bytes)
-    elif isinstance(chunk_size, int) and chunk_size >= 1:
-        plan = Plan(chunk_size)
     else:
-        raise ValueError(f"linear_cross_entropy: chunk_size={chunk_size!r} must be 1 or more rows")
+        plan = Plan(chunk_size)
     return Call(
         hidden.reshape(-1, width),
         weight,

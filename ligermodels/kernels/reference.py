@@ -153,8 +153,8 @@ def rope_packed(
 
     Args: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), any strides;
         cos, sin (batch or 1, seq, head_dim / 2); out, the packed buffer that q, k and v are views
-        of, to be overwritten, or None for a new one.
-    Returns: (batch, seq, (heads + 2 kv heads) * head_dim).
+        of, which may be overwritten, or None for a new one.
+    Returns: (batch, seq, (heads + 2 kv heads) * head_dim), out or a new buffer.
     """
     dtype = compute_dtype(q)
     cos, sin = cos.to(dtype), sin.to(dtype)
@@ -163,7 +163,8 @@ def rope_packed(
         return _rotated(x.to(dtype), cos, sin).to(x.dtype).flatten(-2)
 
     q_columns, k_columns = q.shape[-2] * q.shape[-1], k.shape[-2] * k.shape[-1]
-    if out is None:
+    if out is None or torch.compiler.is_compiling():
+        # Compiled, writes become copies anyway, and torch 2.11 loses those through views.
         return torch.cat((rotate(q), rotate(k), v.flatten(-2)), -1)
     out[..., :q_columns] = rotate(q)
     out[..., q_columns : q_columns + k_columns] = rotate(k)
@@ -383,7 +384,7 @@ def cross_entropy_rows(
         if stats is not None:
             log_p = t - lse[:, None]
             p = torch.exp(log_p)
-            entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+            entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
             # Compared before the softcap, which may round unequal logits to equal ones.
             best = scaled.gather(-1, index[:, None])
             before = torch.arange(columns, device=t.device) < index[:, None]
@@ -413,7 +414,7 @@ def cross_entropy_rows(
     if stats_scale is not None and stats_scale.entropy is not None:
         assert stats_scale.value is not None
         # p log p is 0 where p is, -infinity or not.
-        above = torch.where(p > 0, p * (t - (lse - stats_scale.value)[:, None]), 0.0)
+        above = torch.where(p == 0, 0.0, p * (t - (lse - stats_scale.value)[:, None]))
         grad = grad - stats_scale.entropy[:, None] * above
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
@@ -427,4 +428,8 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     In x's own low precision the scale would be rounded first, and with it every element alike.
     """
-    return (x.to(compute_dtype(x)) * scale).to(dtype)
+    scale = scale.to(compute_dtype(x)).view([1] * x.ndim)
+    if torch.compiler.is_compiling():
+        return (x * scale).to(dtype)
+    # Straight into dtype, without a float32 product beside it.
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))

@@ -40,12 +40,21 @@ def rope(
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
         dtype. qkv is left intact. Source: arXiv:2104.09864, half-split layout.
     """
-    check_rope(qkv.shape, cos, num_heads, num_kv_heads)
+    check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads)
 
 
-def check_rope(shape: torch.Size, cos: Tensor, num_heads: int, num_kv_heads: int) -> None:
-    """Raise ValueError where packed columns, heads and the shape of cos do not agree."""
+def check_rope(
+    shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> None:
+    """Raise ValueError where packed columns, heads and the shapes of cos and sin do not agree."""
+    if len(shape) != 3 or cos.ndim != 3:
+        raise ValueError(
+            f"rope: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
+            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2)"
+        )
+    if sin.shape != cos.shape:
+        raise ValueError(f"rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
     batch, seq, columns = shape
     head_dim = 2 * cos.shape[-1]
     if columns != (num_heads + 2 * num_kv_heads) * head_dim:

@@ -23,7 +23,7 @@ def valid_rows(
                 f"cross entropy: num_valid={num_valid} bounds the rows taken under skip_ignored; "
                 "set skip_ignored=True"
             )
-        if not isinstance(num_valid, int) or num_valid < 0:
+        if isinstance(num_valid, bool) or not isinstance(num_valid, int) or num_valid < 0:
             raise ValueError(f"cross entropy: num_valid={num_valid!r} must be 0 or more targets")
     rows = len(targets)
     if not skip_ignored or rows == 0:
@@ -53,8 +53,9 @@ def take_targets(targets: Tensor, index: Tensor, ignore_index: int) -> Tensor:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows of x at these positions; padding repeats the last, for no target."""
-    return x.index_select(0, index.clamp(max=len(x) - 1))
+    """The rows of x at these positions; padding is zero, whatever the rows left out hold."""
+    taken = x.index_select(0, index.clamp(max=len(x) - 1))
+    return taken.masked_fill(index[:, None] == len(x), 0.0)
 
 
 def put_rows(values: Tensor, index: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -85,8 +85,10 @@ def attend(
     if columns is not None and how in ("causal", "varlen"):
         how = "dense"  # these two want the keys in order, and a cache may have one of its own
     if how == "causal":
+        # A bool, and not the symbolic one of a compiled model with lengths that change.
+        causal = True if q.shape[2] > 1 else False
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=True
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
         )
     if how == "varlen":
         return _varlen(q, k, v, mask, scale, window)

@@ -12,7 +12,7 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
-from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, plan_chunks
+from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_reduction,
@@ -219,9 +219,8 @@ class LossHead(nn.Module):
             raise ValueError(
                 f"LossHead: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             )
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"LossHead: chunk_size={chunk_size} must be at least 1")
-        rows, row_targets = hidden.flatten(0, -2), targets.flatten()
+        check_cut(chunk_size, max_scratch_bytes)
+        rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         taken = valid_rows(row_targets, ignore_index, skip_ignored, num_valid)
         if taken is not None:
             rows, row_targets = (

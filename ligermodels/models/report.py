@@ -30,7 +30,8 @@ _NORMS = {
 
 def kernels_of(model: "DecoderModel") -> dict[str, str]:
     """Op -> "implementation (reason)" for the model as it is now."""
-    name, reason = backend.choose(model.embed_tokens.weight.device)
+    weight = model.embed_tokens.weight
+    name, reason = backend.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
     ops = ["rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"]
     if any(isinstance(m, Attention) and m.fuses_head_norms for m in model.modules()):
@@ -45,7 +46,7 @@ def kernels_of(model: "DecoderModel") -> dict[str, str]:
         + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
     )
     plain_head = bool(model.head._tied) or is_plain(model.head.proj, nn.Linear)
-    report["linear_cross_entropy"] = (
+    report["linear_cross_entropy"] = report["linear_log_probs"] = (
         f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
     )
     return report

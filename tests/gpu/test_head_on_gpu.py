@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.kernels import linear_cross_entropy, linear_log_probs
+from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from tests.kernels import (
     formulas,
     test_cross_entropy,
@@ -71,6 +71,30 @@ def test_vocabularies(place, vocab, name) -> None:
     for key in ("hidden", "weight", "bias"):
         del made[key]
     check(test_cross_entropy.cross_entropy, formulas.cross_entropy, made)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_gradients_off_the_targets(place, vocab, softcap) -> None:
+    """The many small probabilities, which the few large entries at the targets would hide."""
+    rows = 40
+    logits = random(rows, vocab, seed=8, scale=3.0).to("cuda", place.dtype).requires_grad_()
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
+    exact = logits.detach().double().requires_grad_()
+    # Far from 1, lest float16 underflow.
+    upstream = random(rows, seed=3).to("cuda") * (60000 if place.dtype == torch.float16 else 1)
+    options = {"reduction": "none", "softcap": softcap}
+    (grad,) = torch.autograd.grad(
+        cross_entropy(logits, targets, **options).loss, logits, upstream.float()
+    )
+    expected, _ = formulas.cross_entropy(exact, targets, **options)
+    (want,) = torch.autograd.grad(expected, exact, upstream)
+    off = torch.arange(vocab, device="cuda") != targets[:, None]
+    for half in (slice(0, vocab // 2), slice(vocab // 2, vocab)):
+        ours, right = (x[:, half][off[:, half]].double() for x in (grad, want))
+        error = float((ours - right).norm() / right.norm())
+        limit = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3}[place.dtype]
+        assert error <= limit, f"{error:.2e}"
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ def check(op, formula, made: dict, place: Place, **options) -> None:
 @pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
 def test_norm_widths(place, width, casting, offset) -> None:
     made = {
-        "x": random(300, width, seed=1),
-        "residual": random(300, width, seed=2),
+        "x": random(3001, width, seed=1),
+        "residual": random(3001, width, seed=2),
         "weight": random(width, seed=3),
         "casting": casting,
         "offset": offset,
@@ -61,7 +61,7 @@ def test_norm_widths(place, width, casting, offset) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_layer_norm_widths(place, width) -> None:
-    made = test_layer_norm.inputs((300, width), True)
+    made = test_layer_norm.inputs((3001, width), True)
     check(add_layer_norm, formulas.add_layer_norm, made, place)
     del made["residual"]
     check(layer_norm, formulas.layer_norm, made, place)

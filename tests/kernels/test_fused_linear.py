@@ -140,3 +140,11 @@ def test_refusals() -> None:
         glu_linear(torch.ones(2, 8), w, activation="relu")
     with pytest.raises(ValueError, match="packed columns"):
         norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)
+
+
+def test_a_residual_of_another_shape_is_refused() -> None:
+    """PyTorch would broadcast it, a kernel would read beyond it."""
+    made = norm_inputs((2, 3, 8), 6)
+    made["residual"] = made["residual"][:1]
+    with pytest.raises(ValueError, match="differ in shape"):
+        norm_linear(**made)

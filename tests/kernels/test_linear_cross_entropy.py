@@ -344,8 +344,55 @@ def test_float16_gradients_do_not_underflow(place) -> None:
     torch.testing.assert_close(grad, exact["hidden"].grad, rtol=2e-2, atol=1e-4)
 
 
+def test_float16_weight_gradients_do_not_overflow(place) -> None:
+    """Of a frequent target and an outlying channel the sum over the tokens passes 65504."""
+    if place.dtype != torch.float32:
+        pytest.skip("float16 alone")
+    rows = 8192
+    hidden = torch.full((rows, 2), 30.0, dtype=torch.float16, device=place.device)
+    weight = torch.zeros(4, 2, dtype=torch.float16, device=place.device, requires_grad=True)
+    targets = (torch.arange(rows, device=place.device) % 2).mul_(3)
+    (linear_cross_entropy(hidden, weight, targets).loss * 2.0**8).backward()
+    expected = torch.tensor([0.25 - 0.5, 0.25, 0.25, 0.25 - 0.5]) * 30 * 2.0**8
+    torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_graph_for_any_number_of_tokens(reduction) -> None:
+    """In one chunk, compiled: the lengths of batches do not cost a compilation each."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(ours, fullgraph=True, backend=backend)
+    for rows in range(20, 32):
+        made = inputs((rows,)) | {"reduction": reduction}
+        assert torch.equal(function(**made)[0], ours(**made)[0])
+    assert len(graphs) <= 2
+
+
 def test_refusals() -> None:
     made = inputs(bias=False)
+    for bias in (made["weight"][:1, 0], made["weight"][:, 0].float()):
+        with pytest.raises(ValueError, match=r"bias .* does not fit weight"):
+            linear_cross_entropy(**made | {"bias": bias})
+    for wrong in ("1GB", 2e9, True, -1, 0):
+        with pytest.raises(ValueError, match=r"max_scratch_bytes=.* expected an integer"):
+            linear_cross_entropy(**made, max_scratch_bytes=wrong)
+    for wrong in (2.0, True, "3"):
+        with pytest.raises(ValueError, match=r"chunk_size=.* expected an integer"):
+            linear_cross_entropy(**made, chunk_size=wrong)
+    for option in ("logit_scale", "softcap", "z_loss", "label_smoothing"):
+        with pytest.raises(ValueError, match=f"{option} is a tensor; expected a number"):
+            linear_cross_entropy(**made, **{option: torch.tensor(0.5)})
+        with pytest.raises(ValueError, match=option):
+            linear_cross_entropy(**made, **{option: float("inf")})
+    with pytest.raises(ValueError, match="expected floating point"):
+        linear_cross_entropy(made["hidden"].long(), made["weight"].long(), made["targets"])
     with pytest.raises(ValueError, match="differ in their last dimension"):
         linear_cross_entropy(made["hidden"], made["weight"][:, 1:], made["targets"])
     with pytest.raises(ValueError, match="chunk_size=0"):

@@ -77,3 +77,13 @@ def test_refusals() -> None:
         rope(torch.ones(2, 5, 32), cos, cos, 2, 1)
     with pytest.raises(ValueError, match="4 rows of 3 tokens"):
         rope(torch.ones(4, 3, 32), cos.expand(2, 3, 4), cos.expand(2, 3, 4), 2, 1)
+
+
+def test_angles_that_do_not_fit_are_refused() -> None:
+    """A kernel would read beyond a sine that is shorter than the cosine."""
+    made = inputs(2, 5, 4, 2, 8)
+    for sin in (made["sin"][:, :1], made["sin"][..., :2], made["sin"].expand(2, -1, -1)):
+        with pytest.raises(ValueError, match="differ in shape"):
+            rope(**made | {"sin": sin})
+    with pytest.raises(ValueError, match="expected"):
+        rope(**made | {"qkv": made["qkv"][0]})

@@ -216,7 +216,8 @@ def test_rows_out_and_back() -> None:
     assert taken.tolist() == [1, 3, 4, 5]
     assert take_targets(targets, taken, -100).tolist() == [3, 1, 2, -100]
     x = random(5, 2).requires_grad_()
-    assert torch.equal(take_rows(x, taken), x[[1, 3, 4, 4]])
+    out = take_rows(x, taken)
+    assert torch.equal(out[:3], x[[1, 3, 4]]) and (out[3] == 0).all()
     values = random(4, seed=3).requires_grad_()
     back = put_rows(values, taken, targets, -100)
     assert torch.equal(back[[1, 3, 4]], values[:3]) and (back[[0, 2]] == 0).all()
@@ -224,6 +225,24 @@ def test_rows_out_and_back() -> None:
     assert grad.tolist() == [1, 3, 4, 0]
     assert valid_rows(targets, -100, False, None) is None
     assert valid_rows(targets[:0], -100, True, None) is None
+
+
+def test_an_ignored_row_may_hold_anything() -> None:
+    """Whatever the slack of num_valid: the padding is not made of rows left out."""
+    made = inputs(bias=False)
+    made["hidden"][-1], made["targets"][-1] = float("nan"), -100
+    valid = int((made["targets"] != -100).sum())
+    grads = []
+    for num_valid in (None, valid, valid + 1):
+        leaves = {k: made[k].detach().clone().requires_grad_() for k in ("hidden", "weight")}
+        out = linear_cross_entropy(
+            **leaves, targets=made["targets"], skip_ignored=True, num_valid=num_valid
+        )
+        out.loss.backward()
+        grads.append(leaves["weight"].grad)
+    assert grads[0].isfinite().all()
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0])
 
 
 def test_refusals() -> None:

@@ -150,6 +150,19 @@ def test_compiled_equals_eager(family: str, checkpointing: bool) -> None:
 
 
 @families
+def test_compiled_at_lengths_that_change(family: str) -> None:
+    """One model, three lengths: dynamic shapes from the second on, the same losses."""
+    torch._dynamo.reset()
+    model = make(family)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, labels = batch()
+    for length in (ids.shape[1], ids.shape[1] - 3, ids.shape[1] - 5):
+        part = ids[:, :length].contiguous(), labels[:, :length].contiguous()
+        expected = model(part[0], labels=part[1]).loss
+        torch.testing.assert_close(compiled(part[0], labels=part[1]).loss, expected)
+
+
+@families
 def test_autocast_stays_near_float32(family: str) -> None:
     model = make(family)
     ids, labels = batch()

@@ -127,7 +127,7 @@ def layer_norm_backward_kernel(
             columns,
             HAS_GRAD_S,
         )
-    for _ in range(program * ROWS, rows, step):
+    for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s, next_mean, next_rstd = _tile(
                 grad_y_ptr,
@@ -142,7 +142,7 @@ def layer_norm_backward_kernel(
                 HAS_GRAD_S,
             )
         else:
-            s, grad, _, mean, rstd = _tile(
+            s, grad, _unused, mean, rstd = _tile(
                 grad_y_ptr,
                 grad_s_ptr,
                 s_ptr,

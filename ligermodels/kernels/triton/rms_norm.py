@@ -109,7 +109,7 @@ def rms_norm_backward_kernel(
         s, grad, grad_s, rstd = _tile(
             grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, HAS_GRAD_S
         )
-    for _ in range(program * ROWS, rows, step):
+    for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s, next_rstd = _tile(
                 grad_y_ptr,
@@ -123,7 +123,7 @@ def rms_norm_backward_kernel(
                 HAS_GRAD_S,
             )
         else:
-            s, grad, _, rstd = _tile(
+            s, grad, _unused, rstd = _tile(
                 grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, False
             )
         mask = (row < rows) & inside
