@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype). Compiled, torch 2.11 loses the gradient through a `to` that changes nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype an op calculates in: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -41,13 +46,13 @@ def rms_norm_forward(
     """
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
-    s_float = s.to(dtype)
+    s_float = _cast(s, dtype)
     rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + eps)
     normed = s_float * rstd
     if casting == "llama":
-        normed = normed.to(s.dtype).to(dtype)
-    y = normed * (weight.to(dtype) + offset)
-    return y.to(out_dtype), s, rstd.flatten()
+        normed = _cast(_cast(normed, s.dtype), dtype)
+    y = normed * (_cast(weight, dtype) + offset)
+    return _cast(y, out_dtype), s, rstd.flatten()
 
 
 def rms_norm_backward(
@@ -66,21 +71,21 @@ def rms_norm_backward(
     Returns: grad of s in s's dtype, grad of weight or None, y recomputed in grad_y's dtype or None.
     """
     dtype = compute_dtype(s)
-    normed = s.to(dtype) * rstd.view(*s.shape[:-1], 1)
-    scaled = weight.to(dtype) + offset
-    grad = grad_y.to(dtype)
+    normed = _cast(s, dtype) * rstd.view(*s.shape[:-1], 1)
+    scaled = _cast(weight, dtype) + offset
+    grad = _cast(grad_y, dtype)
     grad_normed = grad * scaled
     grad_x = grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)
     grad_x = grad_x * rstd.view(*s.shape[:-1], 1)
     if grad_s is not None:
-        grad_x = grad_x + grad_s.to(dtype)
-    rounded = normed.to(s.dtype).to(dtype) if casting == "llama" else normed
+        grad_x = grad_x + _cast(grad_s, dtype)
+    rounded = _cast(_cast(normed, s.dtype), dtype) if casting == "llama" else normed
     grad_weight = y = None
     if want_weight:
-        grad_weight = (grad * rounded).sum_to_size(weight.shape).to(weight.dtype)
+        grad_weight = _cast((grad * rounded).sum_to_size(weight.shape), weight.dtype)
     if want_y:
-        y = (rounded * scaled).to(grad_y.dtype)
-    return grad_x.to(s.dtype), grad_weight, y
+        y = _cast(rounded * scaled, grad_y.dtype)
+    return _cast(grad_x, s.dtype), grad_weight, y
 
 
 # --- LayerNorm -----------------------------------------------------------------------------------
@@ -99,16 +104,16 @@ def layer_norm_forward(
     """
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
-    s_float = s.to(dtype)
+    s_float = _cast(s, dtype)
     mean = s_float.mean(-1, keepdim=True)
     centred = s_float - mean
     rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     y = centred * rstd
     if weight is not None:
-        y = y * weight.to(dtype)
+        y = y * _cast(weight, dtype)
     if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(x.dtype), s, mean.flatten(), rstd.flatten()
+        y = y + _cast(bias, dtype)
+    return _cast(y, x.dtype), s, mean.flatten(), rstd.flatten()
 
 
 def layer_norm_backward(
@@ -128,16 +133,16 @@ def layer_norm_backward(
     dtype = compute_dtype(s)
     hidden = s.shape[-1]
     mean, rstd = (t.view(*s.shape[:-1], 1) for t in (mean, rstd))
-    normed = (s.to(dtype) - mean) * rstd
-    grad = grad_y.to(dtype)
-    grad_normed = grad if weight is None else grad * weight.to(dtype)
+    normed = (_cast(s, dtype) - mean) * rstd
+    grad = _cast(grad_y, dtype)
+    grad_normed = grad if weight is None else grad * _cast(weight, dtype)
     slope = (grad_normed * normed).mean(-1, keepdim=True)
     grad_x = (grad_normed - grad_normed.mean(-1, keepdim=True) - normed * slope) * rstd
     if grad_s is not None:
-        grad_x = grad_x + grad_s.to(dtype)
+        grad_x = grad_x + _cast(grad_s, dtype)
     grad_weight = (grad * normed).sum_to_size(hidden) if want_weight else None
     grad_bias = grad.sum_to_size(hidden) if want_bias else None
-    return grad_x.to(s.dtype), grad_weight, grad_bias
+    return _cast(grad_x, s.dtype), grad_weight, grad_bias
 
 
 # --- RoPE ----------------------------------------------------------------------------------------
@@ -157,10 +162,10 @@ def rope_packed(
     Returns: (batch, seq, (heads + 2 kv heads) * head_dim), out or a new buffer.
     """
     dtype = compute_dtype(q)
-    cos, sin = cos.to(dtype), sin.to(dtype)
+    cos, sin = _cast(cos, dtype), _cast(sin, dtype)
 
     def rotate(x: Tensor) -> Tensor:
-        return _rotated(x.to(dtype), cos, sin).to(x.dtype).flatten(-2)
+        return _cast(_rotated(_cast(x, dtype), cos, sin), x.dtype).flatten(-2)
 
     q_columns, k_columns = q.shape[-2] * q.shape[-1], k.shape[-2] * k.shape[-1]
     if out is None or torch.compiler.is_compiling():
@@ -198,13 +203,13 @@ def qk_norm_rope_forward(
     Returns: (batch, seq, heads + kv heads, head_dim), rounded to q's dtype once at the end.
     """
     dtype = compute_dtype(q)
-    cos, sin = cos.to(dtype), sin.to(dtype)
+    cos, sin = _cast(cos, dtype), _cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
         y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting, dtype)
         return _rotated(y, cos, sin)
 
-    return torch.cat((one(q, q_weight), one(k, k_weight)), -2).to(q.dtype)
+    return _cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
 
 
 def qk_norm_rope_backward(
@@ -228,11 +233,11 @@ def qk_norm_rope_backward(
         q_weight and k_weight, or None.
     """
     dtype = compute_dtype(q)
-    cos, sin = cos.to(dtype), sin.to(dtype)
+    cos, sin = _cast(cos, dtype), _cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        rstd = torch.rsqrt(x.to(dtype).pow(2).mean(-1) + eps)
-        grad = _rotated(grad.to(dtype), cos, -sin)
+        rstd = torch.rsqrt(_cast(x, dtype).pow(2).mean(-1) + eps)
+        grad = _rotated(_cast(grad, dtype), cos, -sin)
         grad_x, grad_weight, _ = rms_norm_backward(
             grad, None, x, weight, rstd, offset, casting, want_weights, False
         )
@@ -240,7 +245,7 @@ def qk_norm_rope_backward(
 
     grad_q, grad_q_weight = one(q, q_weight, grad_q)
     grad_k, grad_k_weight = one(k, k_weight, grad_k)
-    grad_qkv = torch.cat((grad_q, grad_k, grad_v.to(q.dtype)), -2).flatten(-2)
+    grad_qkv = torch.cat((grad_q, grad_k, _cast(grad_v, q.dtype)), -2).flatten(-2)
     return grad_qkv, grad_q_weight, grad_k_weight
 
 
@@ -252,12 +257,12 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 
     Args: activation "silu"; "gelu_tanh" or "gelu", arXiv:1606.08415, approximated or with erf.
     """
-    gate, up = gate_up.to(compute_dtype(gate_up)).chunk(2, -1)
+    gate, up = _cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return (gate * up).to(gate_up.dtype)
+    return _cast(gate * up, gate_up.dtype)
 
 
 def glu_backward(
@@ -265,8 +270,8 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if wanted."""
     dtype = compute_dtype(gate_up)
-    gate, up = gate_up.to(dtype).chunk(2, -1)
-    grad = grad.to(dtype)
+    gate, up = _cast(gate_up, dtype).chunk(2, -1)
+    grad = _cast(grad, dtype)
     # The activation is gate * phi(gate); slope is the derivative of phi.
     if activation == "silu":
         phi = torch.sigmoid(gate)
@@ -281,8 +286,8 @@ def glu_backward(
         slope = torch.exp(-(gate**2) / 2) / math.sqrt(2 * math.pi)
     activated = gate * phi
     grad_gate = grad * up * (phi + gate * slope)
-    out = (activated * up).to(gate_up.dtype) if want_out else None
-    return torch.cat((grad_gate, grad * activated), -1).to(gate_up.dtype), out
+    out = _cast(activated * up, gate_up.dtype) if want_out else None
+    return _cast(torch.cat((grad_gate, grad * activated), -1), gate_up.dtype), out
 
 
 # --- Cross entropy -------------------------------------------------------------------------------
@@ -358,7 +363,7 @@ def cross_entropy_rows(
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     columns = logits.shape[-1]
     vocab = columns if vocab is None else vocab
-    scaled = logits.to(compute_dtype(logits)) * logit_scale
+    scaled = _cast(logits, compute_dtype(logits)) * logit_scale
     t, tanh = scaled, None
     if softcap is not None:
         tanh = torch.tanh(scaled / softcap)
@@ -366,10 +371,10 @@ def cross_entropy_rows(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    weights = t.new_ones(vocab) if class_weights is None else class_weights.to(t.dtype)
+    weights = t.new_ones(vocab) if class_weights is None else _cast(class_weights, t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
-    nan = torch.where(inside, 0.0, float("nan")).to(t.dtype)
+    nan = _cast(torch.where(inside, 0.0, float("nan")), t.dtype)
     if lse is not None:
         loss = z = lse
     else:
@@ -395,7 +400,7 @@ def cross_entropy_rows(
     if row_scale is None:
         return loss, z, lse, None
 
-    scale = torch.where(valid, row_scale.to(t.dtype) + nan, 0.0)
+    scale = torch.where(valid, _cast(row_scale, t.dtype) + nan, 0.0)
     at_target = -target_weight * scale
     factor = (target_weight + smooth * weights.sum() + 2 * z_loss * lse) * scale
     if stats_scale is not None and stats_scale.log_probs is not None:
@@ -419,7 +424,7 @@ def cross_entropy_rows(
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     # An ignored row gets exact zeros even where its logits are not finite.
-    grad = torch.where(valid[:, None], grad * logit_scale, 0.0).to(logits.dtype)
+    grad = _cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
     return loss, z, lse, logits.copy_(grad) if in_place else grad
 
 
@@ -428,8 +433,8 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     In x's own low precision the scale would be rounded first, and with it every element alike.
     """
-    scale = scale.to(compute_dtype(x)).view([1] * x.ndim)
+    scale = _cast(scale, compute_dtype(x)).view([1] * x.ndim)
     if torch.compiler.is_compiling():
-        return (x * scale).to(dtype)
+        return _cast(x * scale, dtype)
     # Straight into dtype, without a float32 product beside it.
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
