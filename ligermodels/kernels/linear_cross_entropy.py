@@ -278,12 +278,13 @@ def linear_cross_entropy(
         hidden: (..., in), float.
         weight: (vocab, in), hidden's dtype (autocast casts both).
         targets: (...) int64, aligned with hidden: no shift here.
-        bias: (vocab).
+        bias: (vocab), weight's dtype.
         reduction: "mean" divides the sum by the normalizer, "sum" by nothing, "none" gives a loss
             for each token, 0 where the target is ignored.
         normalizer: number or 0-d tensor for "mean"; default the number of valid targets, or with
             class weights the sum of theirs. Not differentiated.
         ignore_index: the target that counts for nothing.
+        class_weights: (vocab), not differentiated.
         chunk_size: rows of logits at a time; overrides the budget.
         max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients, down to a row
             of logits and 64 bytes a token (64 more for return_token_stats, as many for
@@ -291,7 +292,7 @@ def linear_cross_entropy(
             (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
             twice the sum. The hidden gradient made in forward is kept for backward and counts as
-            a gradient.
+            a gradient; what autocast casts is not counted, a copy of a sliced hidden is.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,
             unless num_valid is given.

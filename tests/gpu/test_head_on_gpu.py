@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
+from tests.gpu.synchronisation import no_synchronisation
 from tests.kernels import (
     formulas,
     test_cross_entropy,
@@ -181,16 +181,6 @@ def test_a_small_budget_gives_the_same() -> None:
 
 
 # --- the host ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def loss_step(**options) -> Callable[..., Tensor]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.synchronisation import no_synchronisation
 from tests.kernels.checks import as_tuple
 from tests.kernels.conftest import Place
 from tests.kernels.ops_table import CASES, gradients, leaves, upstreams
@@ -22,16 +20,6 @@ SIZE = (2, 50), 64
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
 def place(request: pytest.FixtureRequest) -> Place:
     return Place("cuda", request.param)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", CASES)
