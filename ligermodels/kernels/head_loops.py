@@ -17,36 +17,48 @@ from ligermodels.kernels.reference import (
 from ligermodels.kernels.valid_rows import take_rows
 
 
-class Head(NamedTuple):
-    """A linear head and the tokens it is asked about."""
-
-    hidden: Tensor  # (positions, in)
-    weight: Tensor  # (vocab, in)
-    bias: Tensor | None  # (vocab)
-    targets: Tensor  # (rows) int64
-    taken: Tensor | None  # (rows) positions of the rows taken, or all; see `valid_rows`
-    class_weights: Tensor | None  # (vocab)
-    options: CrossEntropyOptions
-    plan: Plan
-
-    def rows(self, part: slice) -> Tensor:
-        """The hidden states of some rows."""
-        if self.taken is None:
-            return self.hidden[part]
-        return take_rows(self.hidden, self.taken[part])
-
-    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """The logits of some rows of hidden for some classes."""
-        bias = None if self.bias is None else self.bias[columns]
-        return F.linear(hidden, self.weight[columns], bias)
-
-
 class Wants(NamedTuple):
     """Which gradients are asked for."""
 
     hidden: bool
     weight: bool
     bias: bool
+
+
+class Task(NamedTuple):
+    """What a head is asked and how it goes about it: all that gets no gradient."""
+
+    targets: Tensor  # (rows) int64
+    taken: Tensor | None  # (rows) positions of the rows taken, or all; see `valid_rows`
+    class_weights: Tensor | None  # (vocab)
+    options: CrossEntropyOptions
+    plan: Plan
+    wants: Wants
+    with_stats: bool = False
+
+    def by_columns(self) -> bool:
+        """Whether the gradients of weight and bias are left to `column_loop`."""
+        return self.plan.columns is not None and self.wants.weight
+
+
+class Head(NamedTuple):
+    """A linear head, the hidden states it is given, and its task."""
+
+    hidden: Tensor  # (positions, in)
+    weight: Tensor  # (vocab, in)
+    bias: Tensor | None  # (vocab)
+    task: Task
+
+    def rows(self, part: slice) -> Tensor:
+        """The hidden states of some rows."""
+        if self.task.taken is None:
+            return self.hidden[part]
+        return take_rows(self.hidden, self.task.taken[part])
+
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """The logits of some rows of hidden for some classes."""
+        bias = None if self.bias is None else self.bias[columns]
+        return F.linear(hidden, self.weight[columns], bias)
 
 
 class Upstream(NamedTuple):
@@ -83,25 +95,25 @@ def _parts(rows: int, chunk: int) -> list[slice]:
 
 def row_loop(
     head: Head,
-    wants: Wants,
     upstream: Upstream | None = None,
     lse: Tensor | None = None,
     stats: TokenStats | None = None,
 ) -> Rows:
-    """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients.
+    """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients wanted.
 
     With an lse from an earlier pass the losses may be anything. The weight gradient comes in the
     weight's dtype from a single chunk (float32 where that is float16) and as a float32 sum from
     several; where the plan has columns, it and the bias's are left to `column_loop`. stats is
     filled where given.
     """
-    hidden, weight, targets, taken = head.hidden, head.weight, head.targets, head.taken
-    rows, chunk, everything = len(targets), head.plan.rows, slice(None)
+    hidden, weight, _, task = head
+    targets, taken, wants, chunk = task.targets, task.taken, task.wants, task.plan.rows
+    rows, everything = len(targets), slice(None)
     ops, dtype = select(hidden), compute_dtype(hidden)
-    if head.plan.columns is not None:
-        wants = Wants(wants.hidden, False, False)
+    if task.plan.columns is not None:
+        wants = Wants(wants.hidden, weight=False, bias=False)
     if upstream is None or not any(wants):
-        upstream, wants = None, Wants(False, False, False)
+        upstream, wants = None, Wants(hidden=False, weight=False, bias=False)
     grad_hidden = grad_weight = grad_bias = None
     if wants.hidden and taken is None:
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -119,8 +131,8 @@ def row_loop(
             targets[part],
             None if scale is None else scale.loss,
             None if lse is None else lse[part],
-            head.class_weights,
-            head.options,
+            task.class_weights,
+            task.options,
             True,
             stats=None if stats is None else TokenStats(*(x[part] for x in stats)),
             stats_scale=None if scale is None else scale.stats,
@@ -147,27 +159,24 @@ def row_loop(
 
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
-    made = join(losses), join(z_losses), join(lses)
-    return Rows(*made, grad_hidden, grad_weight, grad_bias)
+    return Rows(join(losses), join(z_losses), join(lses), grad_hidden, grad_weight, grad_bias)
 
 
-def column_loop(
-    head: Head, wants: Wants, upstream: Upstream, lse: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Tensor | None]:
     """Block of classes by block of classes: the gradients of weight and bias, in their dtypes.
 
     The logits are made once more. No accumulator of the weight's size: a block is finished before
     the next begins.
     """
-    hidden, weight, targets = head.hidden, head.weight, head.targets
+    hidden, weight, bias, task = head
+    targets, columns, chunk = task.targets, task.plan.columns, task.plan.column_rows
     rows, vocab = len(targets), len(weight)
-    _, columns, chunk = head.plan
     assert columns is not None, "the plan has no column loop"
     ops, dtype = select(hidden), compute_dtype(hidden)
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grad_bias = None
-    if wants.bias and head.bias is not None:
-        grad_bias = torch.empty_like(head.bias, memory_format=torch.contiguous_format)
+    if task.wants.bias and bias is not None:
+        grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     for first in range(0, vocab, columns):
         block = slice(first, min(first + columns, vocab))
         total = bias_total = None
@@ -180,8 +189,8 @@ def column_loop(
                 targets[part],
                 scale.loss,
                 lse[part],
-                head.class_weights,
-                head.options,
+                task.class_weights,
+                task.options,
                 True,
                 stats_scale=scale.stats,
                 first_column=first,

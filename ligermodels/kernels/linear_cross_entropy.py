@@ -22,51 +22,86 @@ from ligermodels.kernels.cross_entropy import (
     loss_divisor,
     token_upstream,
 )
-from ligermodels.kernels.head_loops import Head, Upstream, Wants, column_loop, row_loop
-from ligermodels.kernels.reference import (
-    CrossEntropyOptions,
-    TokenStats,
-    compute_dtype,
-)
+from ligermodels.kernels.head_loops import Head, Task, Upstream, Wants, column_loop, row_loop
+from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats, compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
+
+
+class _Kept(NamedTuple):
+    """What forward keeps for backward, by name: autograd takes and gives a flat row of tensors."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    targets: Tensor | None = None
+    taken: Tensor | None = None
+    class_weights: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    divisor: Tensor | None = None
+    grad_hidden: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
+
+
+def _of_head(head: Head, lse: Tensor, entropy: Tensor | None = None) -> _Kept:
+    """What backward makes logits from again, and then their gradients."""
+    hidden, weight, bias, task = head
+    return _Kept(hidden, weight, bias, task.targets, task.taken, task.class_weights, lse, entropy)
+
+
+def _keep(ctx, task: Task, kept: _Kept) -> None:
+    ctx.save_for_backward(*kept)
+    ctx.options, ctx.plan, ctx.wants = task.options, task.plan, task.wants
+    ctx.set_materialize_grads(False)
+
+
+def _kept_head(ctx, kept: _Kept) -> Head:
+    assert kept.hidden is not None and kept.weight is not None and kept.targets is not None
+    task = Task(kept.targets, kept.taken, kept.class_weights, ctx.options, ctx.plan, ctx.wants)
+    return Head(kept.hidden, kept.weight, kept.bias, task)
+
+
+def _empty_stats(head: Head) -> TokenStats | None:
+    task = head.task
+    return TokenStats.empty(len(task.targets), head.hidden) if task.with_stats else None
+
+
+def _cast(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(dtype)
+
+
+def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Out of place: backward may run twice over a retained graph."""
+    return None if grad is None else select(grad).scaled(grad, scale, dtype)
+
+
+# In both Functions hidden, weight and bias get gradients; the task, and the divisor, get none.
 
 
 class _ReducedLoss(torch.autograd.Function):
     """sum(loss) / divisor, with the gradients made on the way, but for those by columns."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        taken,
-        class_weights,
-        options,
-        plan,
-        wants,
-        with_stats,
-        divisor,
-    ):
+    def forward(ctx, hidden, weight, bias, task, divisor):
+        head = Head(hidden, weight, bias, task)
         # float16 gradients of a mean over many tokens would underflow; there the division waits
         # for backward, where the loss scale of float16 training is at hand.
-        late = hidden.dtype == torch.float16
+        ctx.late = hidden.dtype == torch.float16
+        ctx.dtype = hidden.dtype
         upstream = None
-        if any(wants):
-            upstream = Upstream((torch.ones_like(divisor) if late else 1 / divisor).view(1))
-        head = Head(hidden, weight, bias, targets, taken, class_weights, options, plan)
-        stats = TokenStats.empty(len(targets), hidden) if with_stats else None
-        rows = row_loop(head, wants, upstream, stats=stats)
-        grads = rows.grad_hidden, rows.grad_weight, rows.grad_bias
-        by_columns = plan.columns is not None and wants.weight
-        ctx.save_for_backward(
-            *grads, divisor, *((*head[:6], rows.lse) if by_columns else [None] * 7)
+        if any(task.wants):
+            upstream = Upstream((torch.ones_like(divisor) if ctx.late else 1 / divisor).view(1))
+        stats = _empty_stats(head)
+        rows = row_loop(head, upstream, stats=stats)
+        kept = _of_head(head, rows.lse) if task.by_columns() else _Kept()
+        kept = kept._replace(
+            divisor=divisor,
+            grad_hidden=rows.grad_hidden,
+            grad_weight=rows.grad_weight,
+            grad_bias=rows.grad_bias,
         )
-        ctx.options, ctx.plan, ctx.wants, ctx.late = options, plan, wants, late
-        ctx.by_columns = by_columns
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.set_materialize_grads(False)
+        _keep(ctx, task, kept)
         z_sum = rows.z_loss.sum() / divisor
         ctx.mark_non_differentiable(z_sum, rows.loss, *(stats or ()))
         return rows.loss.sum() / divisor, z_sum, rows.loss, *(stats or ())
@@ -75,22 +110,17 @@ class _ReducedLoss(torch.autograd.Function):
     def backward(ctx, upstream, *_):
         refuse_double_backward("linear_cross_entropy")
         if upstream is None:
-            return (None,) * 11
-        *grads, divisor, hidden, weight, bias, targets, taken, class_weights, lse = (
-            ctx.saved_tensors
-        )
-        scale = upstream / divisor if ctx.late else upstream
-        # Out of place: backward may run twice over a retained graph.
-        scaled = [
-            None if grad is None else select(grad).scaled(grad, scale, dtype)
-            for grad, dtype in zip(grads, ctx.dtypes)
-        ]
-        if ctx.by_columns:
-            head = Head(hidden, weight, bias, targets, taken, class_weights, ctx.options, ctx.plan)
-            row_scale = Upstream((upstream / divisor).view(1))
-            with without_autocast(hidden):
-                scaled[1:] = column_loop(head, ctx.wants, row_scale, lse)
-        return *scaled, *[None] * 8
+            return None, None, None, None, None
+        kept = _Kept(*ctx.saved_tensors)
+        scale = upstream / kept.divisor if ctx.late else upstream
+        grad_hidden = _scaled(kept.grad_hidden, scale, ctx.dtype)
+        grad_weight = _scaled(kept.grad_weight, scale, ctx.dtype)
+        grad_bias = _scaled(kept.grad_bias, scale, ctx.dtype)
+        if kept.lse is not None:  # weight and bias wait for the loop by columns
+            row_scale = Upstream((upstream / kept.divisor).view(1))
+            with without_autocast(kept.hidden):
+                grad_weight, grad_bias = column_loop(_kept_head(ctx, kept), row_scale, kept.lse)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -100,16 +130,11 @@ class _TokenOutputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, targets, taken, class_weights, options, plan, wants, with_stats
-    ):
-        head = Head(hidden, weight, bias, targets, taken, class_weights, options, plan)
-        stats = TokenStats.empty(len(targets), hidden) if with_stats else None
-        rows = row_loop(head, wants, stats=stats)
-        entropy = None if stats is None else stats.entropy
-        ctx.save_for_backward(*head[:6], rows.lse, entropy)
-        ctx.options, ctx.plan, ctx.wants = options, plan, wants
-        ctx.set_materialize_grads(False)
+    def forward(ctx, hidden, weight, bias, task):
+        head = Head(hidden, weight, bias, task)
+        stats = _empty_stats(head)
+        rows = row_loop(head, stats=stats)
+        _keep(ctx, task, _of_head(head, rows.lse, None if stats is None else stats.entropy))
         ctx.mark_non_differentiable(rows.z_loss, *(() if stats is None else (stats.correct,)))
         return rows.loss, rows.z_loss, *(stats or ())
 
@@ -117,51 +142,54 @@ class _TokenOutputs(torch.autograd.Function):
     def backward(ctx, grad_loss, _, grad_log_probs=None, grad_entropy=None, __=None):
         refuse_double_backward("linear_cross_entropy")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
-            return (None,) * 10
-        hidden, weight, bias, targets, taken, class_weights, lse, entropy = ctx.saved_tensors
-        head = Head(hidden, weight, bias, targets, taken, class_weights, ctx.options, ctx.plan)
-        upstream = Upstream(*token_upstream(grad_loss, grad_log_probs, grad_entropy, entropy, lse))
+            return None, None, None, None
+        kept = _Kept(*ctx.saved_tensors)
+        head = _kept_head(ctx, kept)
+        row_scale, stats_scale = token_upstream(
+            grad_loss, grad_log_probs, grad_entropy, kept.entropy, kept.lse
+        )
+        upstream = Upstream(row_scale, stats_scale)
         grad_hidden = grad_weight = grad_bias = None
-        with without_autocast(hidden):
-            by_columns = head.plan.columns is not None and ctx.wants.weight
+        with without_autocast(head.hidden):
+            by_columns = head.task.by_columns()
             if not by_columns or ctx.wants.hidden:
-                rows = row_loop(head, ctx.wants, upstream, lse)
-                grad_hidden, grad_weight, grad_bias = rows[3:]
+                rows = row_loop(head, upstream, kept.lse)
+                grad_hidden = rows.grad_hidden
+                grad_weight = _cast(rows.grad_weight, head.weight.dtype)
+                grad_bias = _cast(rows.grad_bias, head.weight.dtype)
             if by_columns:
-                grad_weight, grad_bias = column_loop(head, ctx.wants, upstream, lse)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None and bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 7
+                grad_weight, grad_bias = column_loop(head, upstream, kept.lse)
+        return grad_hidden, grad_weight, grad_bias, None
 
 
 class Call(NamedTuple):
-    """A head and tokens that fit each other, cast, flattened to rows, and cut into chunks."""
+    """A head and tokens that fit each other: cast, flattened to rows, and cut into chunks."""
 
-    hidden: Tensor  # (rows, in)
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor  # (rows taken)
-    taken: Tensor | None  # positions of the rows taken, or all
-    class_weights: Tensor | None
-    options: CrossEntropyOptions
-    plan: Plan
-    wants: Wants
-    with_stats: bool
-    all_targets: Tensor  # (...), as they were given
+    head: Head
+    targets: Tensor  # (...), as they were given
+
+    def reduced(self, divisor: Tensor) -> CrossEntropyOutput:
+        """The loss of all tokens over divisor, alone differentiable."""
+        hidden, weight, bias, task = self.head
+        with without_autocast(hidden):
+            loss, z_loss, *tokens = _ReducedLoss.apply(hidden, weight, bias, task, divisor)
+        token_loss, *stats = map(self.shaped, tokens)
+        return CrossEntropyOutput(loss, z_loss, token_loss, *stats)
 
     def token_outputs(self) -> CrossEntropyOutput:
         """Everything of each token, differentiable for any upstream gradient."""
-        with without_autocast(self.hidden):
-            loss, *others = map(self.shaped, _TokenOutputs.apply(*self[:-1]))
-        return CrossEntropyOutput(loss, others[0], loss, *others[1:])
+        hidden, weight, bias, task = self.head
+        with without_autocast(hidden):
+            tokens = _TokenOutputs.apply(hidden, weight, bias, task)
+            loss, z_loss, *stats = map(self.shaped, tokens)
+        return CrossEntropyOutput(loss, z_loss, loss, *stats)
 
     def shaped(self, x: Tensor) -> Tensor:
-        """Values of each row taken, in the shape of all targets."""
-        if self.taken is not None:
-            x = put_rows(x, self.taken, self.all_targets.flatten(), self.options.ignore_index)
-        return x.view(self.all_targets.shape)
+        """Values of each row taken, in the shape of the targets."""
+        task = self.head.task
+        if task.taken is not None:
+            x = put_rows(x, task.taken, self.targets.flatten(), task.options.ignore_index)
+        return x.view(self.targets.shape)
 
 
 def prepare(
@@ -171,14 +199,18 @@ def prepare(
     bias: Tensor | None,
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
+    *,
     chunk_size: int | None,
     max_scratch_bytes: int | None,
     skip_ignored: bool,
     num_valid: int | None,
-    reduction: str,
+    gradients_in_forward: bool,
     with_stats: bool,
 ) -> Call:
-    """Check what `linear_cross_entropy` and `linear_log_probs` are given, and choose the chunks."""
+    """Check what `linear_cross_entropy` and `linear_log_probs` are given, and choose the chunks.
+
+    gradients_in_forward: whether they are made there and held until backward.
+    """
     vocab, width = weight.shape[0], weight.shape[-1]
     if hidden.shape[-1] != width:
         raise ValueError(
@@ -202,50 +234,39 @@ def prepare(
     check_cut(chunk_size, max_scratch_bytes)
     grad = torch.is_grad_enabled()
     wants = Wants(
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
+        hidden=grad and hidden.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
     )
-    all_targets, targets = targets, targets.flatten()
-    taken = valid_rows(targets, options.ignore_index, skip_ignored, num_valid)
+    row_targets = targets.flatten()
+    taken = valid_rows(row_targets, options.ignore_index, skip_ignored, num_valid)
     if taken is not None:
-        targets = take_targets(targets, taken, options.ignore_index)
+        row_targets = take_targets(row_targets, taken, options.ignore_index)
     if chunk_size is None:
         # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
         copies = 0 if select(hidden).__name__.endswith(".triton") else 6 + 3 * with_stats
         wide = compute_dtype(hidden).itemsize
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
-        if not wants.weight or reduction == "none":
+        if not (wants.weight and gradients_in_forward):
             held = 0
         copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
-            len(targets),
+            len(row_targets),
             vocab,
             logit_bytes=hidden.element_size() + wide * copies,
             hidden_bytes=copied + (width * wide if copies else 0),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
             held_bytes=held,
             wider_bytes=max(0, held - vocab * width * weight.element_size()),
-            fixed_bytes=TOKEN_BYTES * all_targets.numel() * (1 + with_stats + skip_ignored)
+            fixed_bytes=TOKEN_BYTES * targets.numel() * (1 + with_stats + skip_ignored)
             + (3 * wide * vocab if wants.bias else 0)
             + (0 if hidden.is_contiguous() else hidden.nbytes),
         )
         plan = plan_chunks(sizes, max_scratch_bytes)
     else:
         plan = Plan(chunk_size)
-    return Call(
-        hidden.reshape(-1, width),
-        weight,
-        bias,
-        targets,
-        taken,
-        class_weights,
-        options,
-        plan,
-        wants,
-        with_stats,
-        all_targets,
-    )
+    task = Task(row_targets, taken, class_weights, options, plan, wants, with_stats)
+    return Call(Head(hidden.reshape(-1, width), weight, bias, task), targets)
 
 
 def linear_cross_entropy(
@@ -318,20 +339,18 @@ def linear_cross_entropy(
         bias,
         class_weights,
         options,
-        chunk_size,
-        max_scratch_bytes,
-        skip_ignored,
-        num_valid,
-        reduction,
-        return_token_stats,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        num_valid=num_valid,
+        gradients_in_forward=reduction != "none",
+        with_stats=return_token_stats,
     )
     if reduction == "none":
         return call.token_outputs()
-    dtype = compute_dtype(call.hidden)
+    dtype = compute_dtype(call.head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
     if num_valid is not None:
         too_many = (targets != ignore_index).sum() > num_valid
         divisor = torch.where(too_many, float("nan"), divisor)
-    with without_autocast(hidden):
-        loss, z, token_loss, *stats = _ReducedLoss.apply(*call[:-1], divisor)
-    return CrossEntropyOutput(loss, z, call.shaped(token_loss), *map(call.shaped, stats))
+    return call.reduced(divisor)

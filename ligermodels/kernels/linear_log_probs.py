@@ -55,12 +55,12 @@ def linear_log_probs(
         bias,
         None,
         options,
-        chunk_size,
-        max_scratch_bytes,
-        skip_ignored,
-        num_valid,
-        "none",
-        entropy,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        num_valid=num_valid,
+        gradients_in_forward=False,
+        with_stats=entropy,
     )
     out = call.token_outputs()
     if out.log_probs is None:

@@ -31,7 +31,7 @@ def spy_on_the_plan(monkeypatch) -> list[Plan]:
     inner = module.row_loop
 
     def spy(head, *args, **kwargs):
-        plans.append(head.plan)
+        plans.append(head.task.plan)
         return inner(head, *args, **kwargs)
 
     monkeypatch.setattr(module, "row_loop", spy)
