@@ -1,0 +1,95 @@
+"""Small loss heads of every kind, and their loss from all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.layers import LossHead
+from tests.kernels import formulas
+
+HIDDEN, VOCAB, BATCH, SEQ = 20, 37, 3, 9
+KINDS = ["own", "own, bias", "tied", "swapped", "swapped, bias"]
+
+
+def make(tied: bool = False, bias: bool = False, **options: Any) -> tuple[LossHead, nn.Embedding]:
+    """A head and an embedding, to which it may be tied."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    head = LossHead(HIDDEN, VOCAB, bias=bias, tied_to=embedding if tied else None, **options)
+    return head, embedding
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Hidden states, a leaf, and targets of which three are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(BATCH, SEQ, HIDDEN, generator=generator)
+    targets = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+    targets[0, 2:5] = -100
+    return hidden.requires_grad_(), targets
+
+
+def dense(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(loss, z-loss) of each token, all logits at once, in float64."""
+    logits = logit_scale * F.linear(hidden.double(), weight.double(), bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat = F.cross_entropy(
+        logits.flatten(0, -2),
+        targets.flatten(),
+        None if class_weights is None else class_weights.double(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    z = z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
+    return flat.view(targets.shape) + z, z
+
+
+def dense_stats(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability, entropy, correct) of each token, all logits at once, in float64."""
+    return formulas.token_stats(
+        F.linear(hidden.double(), weight.double(), bias), targets, **options
+    )
+
+
+class Counting(nn.Linear):
+    """Notes how many rows each call was given."""
+
+    rows: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__.setdefault("rows", []).append(len(x))
+        return super().forward(x)
+
+
+def swap(head: LossHead) -> None:
+    """A projection of another class with the same weights: it must be called."""
+    swapped = Counting(HIDDEN, VOCAB, bias=head.proj.bias is not None)
+    swapped.load_state_dict(head.proj.state_dict())
+    head.proj = swapped
+
+
+def build(kind: str, **options: Any) -> tuple[LossHead, Tensor, Tensor | None]:
+    """A head of a kind, its weight and its bias."""
+    head, _ = make("tied" in kind, "bias" in kind, **options)
+    if "swapped" in kind:
+        swap(head)
+    return head, head.weight, None if "tied" in kind else head.proj.bias
