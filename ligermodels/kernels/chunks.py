@@ -81,7 +81,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         least = max(least, logit_bytes + hidden_bytes + column_bytes)
     if free < least:
         raise ValueError(
-            f"linear_cross_entropy: max_scratch_bytes={max_scratch_bytes} is too small for "
+            f"loss head: max_scratch_bytes={max_scratch_bytes} is too small for "
             f"{rows} tokens; it must hold a row of logits and {fixed_bytes} bytes beside it: "
             f"at least {fixed_bytes + least}"
         )

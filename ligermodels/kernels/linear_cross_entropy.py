@@ -7,13 +7,14 @@ the logits again (four products). A budget too small for a float32 sum of the we
 one product more: backward makes that gradient in a loop of its own, over the vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.called import called
 from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -108,7 +109,7 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        refuse_double_backward("linear_cross_entropy")
+        refuse_double_backward("loss head")
         if upstream is None:
             return None, None, None, None, None
         kept = _Kept(*ctx.saved_tensors)
@@ -140,7 +141,7 @@ class _TokenOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _, grad_log_probs=None, grad_entropy=None, __=None):
-        refuse_double_backward("linear_cross_entropy")
+        refuse_double_backward("loss head")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
             return None, None, None, None
         kept = _Kept(*ctx.saved_tensors)
@@ -214,21 +215,21 @@ def prepare(
     vocab, width = weight.shape[0], weight.shape[-1]
     if hidden.shape[-1] != width:
         raise ValueError(
-            f"linear_cross_entropy: hidden {tuple(hidden.shape)} and weight "
+            f"loss head: hidden {tuple(hidden.shape)} and weight "
             f"{tuple(weight.shape)} differ in their last dimension"
         )
     check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
     if not hidden.is_floating_point():
-        raise ValueError(f"linear_cross_entropy: hidden is {hidden.dtype}; expected floating point")
+        raise ValueError(f"loss head: hidden is {hidden.dtype}; expected floating point")
     hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"linear_cross_entropy: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
+            f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
             "or run under torch.autocast"
         )
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
         raise ValueError(
-            f"linear_cross_entropy: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
+            f"loss head: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
             f"{tuple(weight.shape)} {weight.dtype}; expected ({vocab},) {weight.dtype}"
         )
     check_cut(chunk_size, max_scratch_bytes)
@@ -267,6 +268,36 @@ def prepare(
         plan = Plan(chunk_size)
     task = Task(row_targets, taken, class_weights, options, plan, wants, with_stats)
     return Call(Head(hidden.reshape(-1, width), weight, bias, task), targets)
+
+
+def check_loss_options(
+    vocab: int,
+    *,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    class_weights: Tensor | None = None,
+    chunk_size: int | None = None,
+    max_scratch_bytes: int | None = None,
+    skip_ignored: bool = False,
+    num_valid: int | None = None,
+    return_token_stats: bool = False,
+    **options: Any,
+) -> None:
+    """Raise ValueError for options that `linear_cross_entropy` would refuse whatever the tokens.
+
+    But for a budget too small, which depends on how many tokens there are.
+    """
+    for name, value in (("skip_ignored", skip_ignored), ("return_token_stats", return_token_stats)):
+        if not isinstance(value, bool):
+            raise ValueError(f"loss head: {name}={value!r}; expected True or False")
+    given = CrossEntropyOptions(**options)
+    if isinstance(given.ignore_index, bool) or not isinstance(given.ignore_index, int):
+        raise ValueError(f"loss head: ignore_index={given.ignore_index!r}; expected an integer")
+    no_targets = torch.empty(0, dtype=torch.int64)
+    check_reduction(reduction, normalizer)
+    check_cross_entropy(no_targets, no_targets.shape, vocab, given, class_weights)
+    check_cut(chunk_size, max_scratch_bytes)
+    valid_rows(no_targets, given.ignore_index, skip_ignored, num_valid)
 
 
 def linear_cross_entropy(
@@ -331,21 +362,22 @@ def linear_cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_reduction(reduction, normalizer)
-    call = prepare(
-        hidden,
-        weight,
-        targets,
-        bias,
-        class_weights,
-        options,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
-        skip_ignored=skip_ignored,
-        num_valid=num_valid,
-        gradients_in_forward=reduction != "none",
-        with_stats=return_token_stats,
-    )
+    with called("linear_cross_entropy"):
+        check_reduction(reduction, normalizer)
+        call = prepare(
+            hidden,
+            weight,
+            targets,
+            bias,
+            class_weights,
+            options,
+            chunk_size=chunk_size,
+            max_scratch_bytes=max_scratch_bytes,
+            skip_ignored=skip_ignored,
+            num_valid=num_valid,
+            gradients_in_forward=reduction != "none",
+            with_stats=return_token_stats,
+        )
     if reduction == "none":
         return call.token_outputs()
     dtype = compute_dtype(call.head.hidden)

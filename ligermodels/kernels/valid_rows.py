@@ -20,11 +20,11 @@ def valid_rows(
     if num_valid is not None:
         if not skip_ignored:
             raise ValueError(
-                f"cross entropy: num_valid={num_valid} bounds the rows taken under skip_ignored; "
+                f"loss head: num_valid={num_valid} bounds the rows taken under skip_ignored; "
                 "set skip_ignored=True"
             )
         if isinstance(num_valid, bool) or not isinstance(num_valid, int) or num_valid < 0:
-            raise ValueError(f"cross entropy: num_valid={num_valid!r} must be 0 or more targets")
+            raise ValueError(f"loss head: num_valid={num_valid!r} must be 0 or more targets")
     rows = len(targets)
     if not skip_ignored or rows == 0:
         return None
@@ -33,13 +33,13 @@ def valid_rows(
     if num_valid is None:
         if compiling or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise RuntimeError(
-                "cross entropy: skip_ignored counts the valid targets on the host, which "
+                "loss head: skip_ignored counts the valid targets on the host, which "
                 "torch.compile and CUDA graph capture cannot do; pass num_valid, an upper bound"
             )
         return valid.nonzero().squeeze(1)
     if targets.device.type == "cpu" and not compiling and int(valid.sum()) > num_valid:
         raise ValueError(
-            f"cross entropy: num_valid={num_valid}, but {int(valid.sum())} targets are not "
+            f"loss head: num_valid={num_valid}, but {int(valid.sum())} targets are not "
             f"ignore_index={ignore_index}"
         )
     return torch.nonzero_static(valid, size=min(num_valid, rows), fill_value=rows).squeeze(1)

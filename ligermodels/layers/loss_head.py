@@ -12,12 +12,14 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
+from ligermodels.kernels.called import called
 from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_reduction,
     loss_divisor,
 )
+from ligermodels.kernels.linear_cross_entropy import check_loss_options
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
 
@@ -61,6 +63,10 @@ class LossHead(nn.Module):
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
             ignore_index, chunk_size, max_scratch_bytes, skip_ignored, num_valid,
             return_token_stats); any call may override them.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: an option that no call could take, or a bias for a tied head.
     """
 
     def __init__(
@@ -77,6 +83,8 @@ class LossHead(nn.Module):
             raise TypeError(
                 f"LossHead: unknown loss options {sorted(unknown)}; known: {sorted(LOSS_OPTIONS)}"
             )
+        with called("LossHead"):
+            check_loss_options(vocab_size, **loss_options)
         self.vocab_size = vocab_size
         self.loss_options = loss_options
         if tied_to is None:
@@ -116,11 +124,12 @@ class LossHead(nn.Module):
             head under FSDP2 outside the model's forward.
         """
         options = {**self.loss_options, **loss_options}
-        if self._is_linear():
-            weight, bias = self._parameters_here()
-            made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
-        else:
-            made = self._module_loss(hidden, targets, **options)
+        with called("LossHead"):
+            if self._is_linear():
+                weight, bias = self._parameters_here()
+                made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
+            else:
+                made = self._module_loss(hidden, targets, **options)
         num_valid = (targets != options.get("ignore_index", -100)).sum()
         token_loss = made.token_loss if return_token_loss or made.log_probs is not None else None
         return HeadOutput(
@@ -156,14 +165,15 @@ class LossHead(nn.Module):
             )
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}
-        if self._is_linear():
-            weight, bias = self._parameters_here()
-            return kernels.linear_log_probs(
-                hidden, weight, targets, bias, entropy=entropy, **options
+        with called("LossHead.log_probs"):
+            if self._is_linear():
+                weight, bias = self._parameters_here()
+                return kernels.linear_log_probs(
+                    hidden, weight, targets, bias, entropy=entropy, **options
+                )
+            made = self._module_loss(
+                hidden, targets, reduction="none", return_token_stats=True, **options
             )
-        made = self._module_loss(
-            hidden, targets, reduction="none", return_token_stats=True, **options
-        )
         assert made.log_probs is not None
         return made.log_probs, made.entropy if entropy else None
 
@@ -217,7 +227,7 @@ class LossHead(nn.Module):
         check_reduction(reduction, normalizer)
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"LossHead: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
+                f"loss head: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             )
         check_cut(chunk_size, max_scratch_bytes)
         rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()

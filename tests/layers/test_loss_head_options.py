@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from ligermodels.layers import LossHead
-from tests.layers.heads import KINDS, SEQ, VOCAB, build, data, dense, make
+from ligermodels.layers.loss_head import LOSS_OPTIONS
+from tests.layers.heads import BATCH, HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
 
@@ -21,6 +24,69 @@ def test_defaults_of_the_constructor_can_be_overridden() -> None:
     assert relative(out.loss, loss.sum() / valid) <= 1e-6
     out = head(hidden, targets, z_loss=0.0)
     assert relative(out.loss, (loss - z).sum() / valid) <= 1e-6
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "reduction": ("average", "reduction='average'; expected one of"),
+    "normalizer": (-4, "normalizer=-4; expected a positive number"),
+    "ignore_index": (2.5, "ignore_index=2.5; expected an integer"),
+    "label_smoothing": (1.5, "label_smoothing=1.5 not in"),
+    "z_loss": (-1.0, "z_loss=-1.0 must not be negative"),
+    "softcap": (0.0, "softcap=0.0 must be positive or None"),
+    "logit_scale": (torch.tensor(0.5), "logit_scale is a tensor; expected a number"),
+    "class_weights": (torch.ones(VOCAB + 1), rf"class_weights \({VOCAB + 1},\); expected"),
+    "chunk_size": (0, "chunk_size=0; expected an integer of 1 or more"),
+    "max_scratch_bytes": ("1GB", "max_scratch_bytes='1GB'; expected an integer"),
+    "skip_ignored": ("no", "skip_ignored='no'; expected True or False"),
+    "num_valid": (3, "num_valid=3 bounds the rows taken under skip_ignored"),
+    "return_token_stats": (2, "return_token_stats=2; expected True or False"),
+}
+
+
+@pytest.mark.parametrize("option", sorted(LOSS_OPTIONS))
+def test_the_constructor_checks_each_option(option: str) -> None:
+    value, complaint = WRONG[option]
+    with pytest.raises(ValueError, match=rf"^LossHead: {complaint}"):
+        LossHead(HIDDEN, VOCAB, **{option: value})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_constructor_takes_every_option(device: str) -> None:
+    good: dict[str, Any] = {
+        "reduction": "mean",
+        "normalizer": torch.tensor(3),
+        "ignore_index": -1,
+        "label_smoothing": 0.1,
+        "z_loss": 0.1,
+        "softcap": 30.0,
+        "logit_scale": 2,
+        "class_weights": torch.ones(VOCAB),
+        "chunk_size": 8,
+        "max_scratch_bytes": 2**20,
+        "skip_ignored": True,
+        "num_valid": 5,
+        "return_token_stats": True,
+    }
+    assert good.keys() == LOSS_OPTIONS
+    with torch.device(device):
+        assert LossHead(HIDDEN, VOCAB, **good).loss_options == good
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_name_what_was_called(kind: str) -> None:
+    """Whichever check finds the fault: the one of all ops, of the head, or of its budget."""
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    for options in ({"label_smoothing": 2}, {"chunk_size": 0}, {"max_scratch_bytes": 10}):
+        with pytest.raises(ValueError, match=rf"^LossHead: {next(iter(options))}="):
+            head(hidden, targets, **options)
+    for options in ({"softcap": -1}, {"chunk_size": 0}, {"max_scratch_bytes": 10}):
+        with pytest.raises(ValueError, match=rf"^LossHead\.log_probs: {next(iter(options))}="):
+            head.log_probs(hidden, targets, **options)
+    with pytest.raises(ValueError, match=r"^LossHead: num_valid=1, but 24 targets"):
+        head(hidden, targets, skip_ignored=True, num_valid=1)
+    with pytest.raises(IndexError, match=rf"^LossHead: target {VOCAB} at flat position 2"):
+        head(hidden, targets.masked_fill(targets == -100, VOCAB), chunk_size=BATCH * SEQ)
 
 
 def test_unknown_options_are_refused_by_the_constructor() -> None:
