@@ -265,7 +265,8 @@ class _RopeInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         cos, sin = ctx.saved_tensors
-        return select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, -sin, None), *[None] * 4
+        grad = select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, sin, None, inverse=True)
+        return grad, *[None] * 4
 
 
 def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int) -> Case:

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
-from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats, compute_dtype
+from ligermodels.kernels.reference import (
+    CrossEntropyOptions,
+    StatsScale,
+    TokenStats,
+    compute_dtype,
+    target_weight_sum,
+)
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -43,16 +49,19 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, class_weights, divisor, options, with_stats):
+        ops = select(logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
-        loss, z_loss, lse, _ = select(logits).cross_entropy_rows(
+        loss, z_loss, lse, _ = ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
+        )
+        mean, z_mean, divisor = ops.mean_loss(
+            loss, z_loss, targets, class_weights, options.ignore_index, divisor
         )
         ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        z_sum = z_loss.sum() / divisor
-        ctx.mark_non_differentiable(z_sum, loss, *(stats or ()))
-        return loss.sum() / divisor, z_sum, loss, *(stats or ())
+        ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
+        return mean, z_mean, loss, *(stats or ())
 
     @staticmethod
     def backward(ctx, upstream, *_):
@@ -135,7 +144,8 @@ def cross_entropy(
         raise ValueError(f"cross entropy: logits are {logits.dtype}; expected floating point")
     check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
     check_reduction(reduction, normalizer)
-    shape, row_logits = targets.shape, logits.reshape(-1, logits.shape[-1])
+    shape = targets.shape
+    row_logits = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     row_targets = targets.flatten()
     with without_autocast(logits):
         if reduction == "none":
@@ -145,10 +155,7 @@ def cross_entropy(
             loss, z = loss.view(shape), z.view(shape)
             token_loss = loss
         else:
-            dtype = compute_dtype(logits)
-            divisor = loss_divisor(
-                targets, reduction, normalizer, class_weights, ignore_index, dtype
-            )
+            divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
             loss, z, token_loss, *stats = _ReducedCrossEntropy.apply(
                 row_logits, row_targets, class_weights, divisor, options, return_token_stats
             )
@@ -184,23 +191,24 @@ def loss_divisor(
 ) -> Tensor:
     """What the summed loss is divided by, as a scalar tensor on the targets' device."""
     check_reduction(reduction, normalizer)
-    if reduction == "sum":
-        return torch.ones((), dtype=dtype, device=targets.device)
-    if normalizer is not None:
-        if isinstance(normalizer, Tensor):
-            total = normalizer.detach().to(targets.device, dtype, non_blocking=True)
-        else:
-            # Filled on the device: a copy from the host would wait for it.
-            total = torch.full((), normalizer, dtype=dtype, device=targets.device)
-    elif class_weights is None:
-        return (targets != ignore_index).sum().clamp_(min=1).to(dtype)
-    else:
-        valid = targets != ignore_index
-        inside = valid & (targets >= 0) & (targets < class_weights.shape[0])
-        total = torch.where(inside, class_weights[torch.where(inside, targets, 0)], 0.0)
-        total = total.to(dtype).sum()
-    # With every target ignored, here or in all batches of the normalizer, the loss is 0 / 1.
-    return torch.where(total == 0, torch.ones_like(total), total)
+    divisor = given_divisor(reduction, normalizer, targets.device, dtype)
+    if divisor is None:
+        return target_weight_sum(targets, class_weights, ignore_index, dtype)
+    return divisor
+
+
+def given_divisor(
+    reduction: str, normalizer: float | Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """The divisor as a scalar tensor, or None where it is the sum of the targets' weights."""
+    if isinstance(normalizer, Tensor):
+        total = normalizer.detach().to(device, dtype, non_blocking=True)
+        # With every target ignored in all batches of the normalizer, the loss is 0 / 1.
+        return torch.where(total == 0, 1.0, total)
+    if reduction == "sum" or normalizer is not None:
+        # Filled on the device: a copy from the host would wait for it.
+        return torch.full((), normalizer or 1.0, dtype=dtype, device=device)
+    return None
 
 
 def check_cross_entropy(

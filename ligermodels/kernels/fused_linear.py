@@ -56,7 +56,7 @@ class _NormLinear(torch.autograd.Function):
         if cos is None:
             grad_out = grads[0]
         else:
-            grad_out = ops.rope_packed(*grads[:3], cos, -sin, None)
+            grad_out = ops.rope_packed(*grads[:3], cos, sin, None, inverse=True)
 
         grad_norm = grad_s_total = None
         if any(needs[:3]):

@@ -25,15 +25,13 @@ class _LayerNorm(torch.autograd.Function):
         if grad_y is None:
             grad, grad_weight, grad_bias = grad_s, None, None
         else:
+            weight_dtype = weight.dtype if needs[2] else None
+            bias_dtype = ctx.bias_dtype if needs[3] else None
             grad, grad_weight, grad_bias = select(s).layer_norm_backward(
-                grad_y, grad_s, s, weight, mean, rstd, needs[2], needs[3]
+                grad_y, grad_s, s, weight, mean, rstd, weight_dtype, bias_dtype
             )
         grad_x = grad.to(ctx.x_dtype) if needs[0] and grad is not None else None
         grad_residual = grad.to(ctx.residual_dtype) if needs[1] and grad is not None else None
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
         return grad_x, grad_residual, grad_weight, grad_bias, None
 
 

@@ -123,12 +123,13 @@ def layer_norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    want_weight: bool,
-    want_bias: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of `layer_norm_forward` with respect to s (grad_s of the residual stream included).
 
-    Returns: grad of s in s's dtype, grads of weight and bias, in the dtype of arithmetic, or None.
+    Args: as there; weight_dtype, bias_dtype None where that gradient is not wanted.
+    Returns: grad of s in s's dtype, grads of weight and bias in those dtypes, or None.
     """
     dtype = compute_dtype(s)
     hidden = s.shape[-1]
@@ -140,8 +141,11 @@ def layer_norm_backward(
     grad_x = (grad_normed - grad_normed.mean(-1, keepdim=True) - normed * slope) * rstd
     if grad_s is not None:
         grad_x = grad_x + _cast(grad_s, dtype)
-    grad_weight = (grad * normed).sum_to_size(hidden) if want_weight else None
-    grad_bias = grad.sum_to_size(hidden) if want_bias else None
+    grad_weight = grad_bias = None
+    if weight_dtype is not None:
+        grad_weight = _cast((grad * normed).sum_to_size(hidden), weight_dtype)
+    if bias_dtype is not None:
+        grad_bias = _cast(grad.sum_to_size(hidden), bias_dtype)
     return _cast(grad_x, s.dtype), grad_weight, grad_bias
 
 
@@ -149,20 +153,28 @@ def layer_norm_backward(
 
 
 def rope_packed(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor | None,
+    inverse: bool = False,
 ) -> Tensor:
-    """Rotate q and k, copy v, pack the three: the rotary embedding and, with -sin, its gradient.
+    """Rotate q and k, copy v, pack the three: the rotary embedding or, inverse, its gradient.
 
     Su et al. 2021, arXiv:2104.09864, in the half-split layout of HF checkpoints: with (a, b) the
     two halves of a head, (a cos - b sin, b cos + a sin).
 
     Args: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), any strides;
         cos, sin (batch or 1, seq, head_dim / 2); out, the packed buffer that q, k and v are views
-        of, which may be overwritten, or None for a new one.
+        of, which may be overwritten, or None for a new one; inverse turns by the negative angles.
     Returns: (batch, seq, (heads + 2 kv heads) * head_dim), out or a new buffer.
     """
     dtype = compute_dtype(q)
     cos, sin = _cast(cos, dtype), _cast(sin, dtype)
+    if inverse:
+        sin = -sin
 
     def rotate(x: Tensor) -> Tensor:
         return _cast(_rotated(_cast(x, dtype), cos, sin), x.dtype).flatten(-2)
@@ -426,6 +438,39 @@ def cross_entropy_rows(
     # An ignored row gets exact zeros even where its logits are not finite.
     grad = _cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
     return loss, z, lse, logits.copy_(grad) if in_place else grad
+
+
+def target_weight_sum(
+    targets: Tensor, class_weights: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """The sum of the class weights of the targets, a scalar: without class weights their number.
+
+    Targets ignored, or outside the vocabulary, do not count. Where none does, it is 1.
+    """
+    valid = targets != ignore_index
+    if class_weights is None:
+        return _cast(valid.sum().clamp_(min=1), dtype)
+    valid = valid & (targets >= 0) & (targets < len(class_weights))
+    weights = torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
+    total = _cast(weights, dtype).sum()
+    return torch.where(total == 0, 1.0, total)
+
+
+def mean_loss(
+    loss: Tensor,
+    z_loss: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    divisor: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of loss (rows), that of z_loss (rows) and what both are divided by, scalars.
+
+    A divisor of None stands for `target_weight_sum`.
+    """
+    if divisor is None:
+        divisor = target_weight_sum(targets, class_weights, ignore_index, loss.dtype)
+    return loss.sum() / divisor, z_loss.sum() / divisor, divisor
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,9 +8,11 @@ from ligermodels.kernels.backend import refuse_double_backward, select
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) of qkv."""
+    *shape, columns = qkv.shape
     heads = num_heads + 2 * num_kv_heads
-    packed = qkv.unflatten(-1, (heads, -1))
-    q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    # view and split_with_sizes: unflatten and split, written in Python, take the host longer.
+    packed = qkv.view(*shape, heads, columns // heads)
+    q, k, v = packed.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), -2)
     return q, k, v
 
 
@@ -26,7 +28,7 @@ class _Rope(torch.autograd.Function):
     def backward(ctx, grad_q, grad_k, grad_v):
         refuse_double_backward("rope")
         cos, sin = ctx.saved_tensors
-        grad = select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, -sin, None)
+        grad = select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, sin, None, inverse=True)
         return grad, None, None, None, None
 
 

@@ -15,6 +15,7 @@ class Launch(NamedTuple):
     rows: int = 1  # rows that a program handles at once
     programs: int = 1  # for each multiprocessor, where a program handles many rows in turn
     pieces: int = 1  # of `block` elements that a program reads at once, where it takes more
+    reload: bool = False  # whether the norms' backwards read a row again instead of holding it
 
 
 # Op -> (largest row length, launch), first fit wins; None means any length.
@@ -35,7 +36,7 @@ NVIDIA: Table = {
         (2048, Launch(0, 8, rows=2, programs=2)),
         (4096, Launch(0, 8, programs=2)),
         (8192, Launch(0, 16)),
-        (None, Launch(0, 16, 1)),
+        (None, Launch(0, 16, 1, reload=True)),
     ),
     "layer_norm_forward": (
         (768, Launch(0, 1, rows=2)),
@@ -48,9 +49,10 @@ NVIDIA: Table = {
         (2048, Launch(0, 8, 1, rows=4, programs=2)),
         (4096, Launch(0, 8, programs=2)),
         (8192, Launch(0, 16)),
-        (None, Launch(0, 16, 1)),
+        (None, Launch(0, 16, 1, reload=True)),
     ),
     "column_sums": ((None, Launch(16, 4, rows=64)),),
+    "mean_loss": ((None, Launch(4096, 8)),),
     "scaled": ((None, Launch(4096, 8)),),
     "rope": ((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
     "qk_norm_rope_forward": ((64, Launch(512, 4)), (None, Launch(1024, 2))),
@@ -92,6 +94,7 @@ AMD: Table = {
         (None, Launch(0, 16, 1, programs=4)),
     ),
     "column_sums": ((None, Launch(32, 4, rows=64)),),
+    "mean_loss": ((None, Launch(4096, 8)),),
     "scaled": ((None, Launch(4096, 8)),),
     "rope": ((None, Launch(1024, 4)),),
     "qk_norm_rope_forward": ((None, Launch(512, 4)),),

@@ -113,9 +113,11 @@ def recorder(monkeypatch: Any, table: Table) -> Recording:
         return launch_for(table, op, length)
 
     for module in modules():
-        for name, kernel in kernels_of(module).items():
+        kernels = kernels_of(module)
+        for name, kernel in kernels.items():
             monkeypatch.setattr(module, name, _Recorder(kernel, recording.launches))
-        monkeypatch.setattr(module, "launch", launch)
+        if kernels:
+            monkeypatch.setattr(module, "launch", launch)
     return recording
 
 

@@ -34,13 +34,13 @@ AMD_ARCHES = ("gfx942", "gfx90a")
 # The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
 NVIDIA_SHARED = 99 * 1024
 AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
-# The norms' backwards hold five arrays of a row's length: from 8192 columns on more than the
-# threads have registers for. A little of it may go to the L1 cache there, and nowhere else; most
+# The norms' backwards hold up to five arrays of a row's length: from 8192 columns on more than the
+# threads have registers for. A little of it may go to the L1 cache there, and nowhere else; more
 # in float32, where the launch is the one that is fastest for bfloat16.
 NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
-# Loss and gradient in one launch, with statistics beside every option, or of float32 logits: the
-# launch is again the one that is fastest for what bfloat16 models train with.
-CROSS_ENTROPY_SPILL = 96
+# Several options at once take a few registers too many: the launch is the one that is fastest for
+# what models train with.
+CROSS_ENTROPY_SPILL = 16
 
 
 # Sixteen strides that divide by nothing known take more scalar registers than there are. These
@@ -56,14 +56,14 @@ def is_without_divisibility(launch: Recorded) -> bool:
 def allowed_spill(launch: Recorded) -> int:
     """Bytes a thread may spill on NVIDIA."""
     if launch.kernel.__name__ == "cross_entropy_kernel":
-        both = launch.constants["WANT_GRAD"] and not launch.constants["HAS_LSE"]
-        wide = launch.constants["WANT_STATS"] or launch.signature["logits_ptr"] == "*fp32"
-        return CROSS_ENTROPY_SPILL if both and wide else 0
+        options = ("WANT_STATS", "HAS_WEIGHTS", "HAS_SMOOTHING", "HAS_SOFTCAP")
+        several = sum(launch.constants[option] for option in options) > 1
+        return CROSS_ENTROPY_SPILL if several else 0
     if launch.kernel.__name__ not in NORM_BACKWARDS or launch.constants["BLOCK"] < 8192:
         return 0
-    if launch.constants["BLOCK"] == 8192:
-        return 32
-    return 1664 if launch.signature["s_ptr"] == "*fp32" else 640
+    if launch.signature["s_ptr"] == "*fp32" and launch.constants["BLOCK"] > 8192:
+        return 448
+    return 64
 
 
 WIDTHS = (576, 1024, 2048, 2304, 3072, 3584, 4096, 5120, 8192, 16384)
@@ -114,7 +114,8 @@ def layer_norm(
     bias = meta(width, dtype=dtype) if has_bias else None
     residual = s if has_residual else None
     layer_norm_forward(x, residual, weight, bias, 1e-5)
-    layer_norm_backward(x, residual, s, weight, row, row, has_weight, has_bias)
+    grads = [dtype if wanted else None for wanted in (has_weight, has_bias)]
+    layer_norm_backward(x, residual, s, weight, row, row, *grads)
 
 
 def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place: bool):
@@ -202,12 +203,22 @@ def every_flag(dtype: torch.dtype) -> None:
     for casting, want_weights in product(("llama", "gemma"), (False, True)):
         qk_norm_rope(32, 8, 128, dtype, casting, want_weights)
     glu(14336, dtype)
+    for flags in product((False, True), repeat=2):
+        mean_loss(*flags)
 
 
 def scaled(dtype: torch.dtype, out: torch.dtype) -> None:
     from ligermodels.kernels.triton import scaled as launch_scaled
 
     launch_scaled(meta(ROWS, 4096, dtype=dtype), meta(dtype=torch.float32), out)
+
+
+def mean_loss(class_weights: bool, divisor: bool) -> None:
+    from ligermodels.kernels.triton import mean_loss as launch_mean_loss
+
+    row, targets = meta(ROWS, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
+    weights = meta(1000) if class_weights else None
+    launch_mean_loss(row, row, targets, weights, -100, meta(dtype=row.dtype) if divisor else None)
 
 
 def every_length(dtype: torch.dtype) -> None:
@@ -227,6 +238,7 @@ def every_length(dtype: torch.dtype) -> None:
         qk_norm_rope(heads, kv_heads, head_dim, dtype)
     for width in (1536, 8192, 28672):
         glu(width, dtype)
+    mean_loss(True, False)
     for out in {dtype, torch.bfloat16}:
         scaled(dtype, out)
 

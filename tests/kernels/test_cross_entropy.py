@@ -160,6 +160,33 @@ def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
         cross_entropy(torch.zeros(2, 2, 5), targets)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_mean_over_more_rows_than_a_block(place, weights) -> None:
+    """5000 rows, some ignored: sums and divisor of the one program that makes the mean."""
+    logits = random(5000, 3, seed=4).to(place.dtype).to(place.device)
+    targets = (torch.arange(5000, device=place.device) % 4).where(
+        torch.arange(5000, device=place.device) % 4 < 3, torch.tensor(-100, device=place.device)
+    )
+    class_weights = torch.tensor([0.5, 0.0, 2.0], device=place.device) if weights else None
+    loss, _ = cross_entropy(logits, targets, class_weights=class_weights)
+    exact = torch.nn.functional.cross_entropy(
+        logits.double(), targets, None if class_weights is None else class_weights.double()
+    )
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_may_be_changed_in_place(place, reduction) -> None:
+    """As `loss /= steps` does: autograd forbids it where an op returns views."""
+    logits = random(3, 8).to(place.dtype).to(place.device).requires_grad_()
+    targets = torch.tensor([1, 2, 3], device=place.device)
+    loss, _ = cross_entropy(logits, targets, reduction=reduction)
+    loss /= 2
+    loss.sum().backward()
+    expected = cross_entropy(logits, targets, reduction=reduction)[0].sum() / 2
+    assert torch.equal(logits.grad, torch.autograd.grad(expected, logits)[0])
+
+
 def test_logits_stay(place) -> None:
     logits = random(3, 8).to(place.dtype).to(place.device).requires_grad_()
     before = logits.detach().clone()

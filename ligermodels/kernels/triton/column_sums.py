@@ -1,5 +1,7 @@
 """The end of a weight gradient: the sum of what each program of a backward has summed."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +23,16 @@ def column_sums_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK:
     tl.store(out_ptr + column, out, mask=column < columns)
 
 
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows of x (rows, columns), float32 and contiguous, rounded to dtype once.
+def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    """The sums over the rows of x (rows, columns), float32 and contiguous, each rounded once.
 
-    One launch, where `x.sum(0).to(dtype)` takes two; always the same order of addition.
+    The columns are those of as many gradients as there are dtypes, one behind the other. One
+    launch, where `x.sum(0).to(dtype)` takes two for each; always the same order of addition.
     """
+    if not dtypes:
+        return ()
     rows, columns = x.shape
+    dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
     out = torch.empty(columns, dtype=dtype, device=x.device)
     if columns:
         setting = launch("column_sums", columns)
@@ -40,4 +46,4 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
             num_warps=setting.num_warps,
             num_stages=setting.num_stages,
         )
-    return out
+    return tuple(part.to(dtype) for part, dtype in zip(out.chunk(len(dtypes)), dtypes))

@@ -13,13 +13,13 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _transform(logit, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """outer * logit, or with a softcap outer * tanh(logit / (2 log2(e)) * inner)."""
-    t = logit.to(tl.float32)
+def _capped(logit, inner, HAS_SOFTCAP: tl.constexpr):
+    """The logit, or with a softcap tanh(logit / (2 log2(e)) * inner)."""
+    x = logit.to(tl.float32)
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends, where the power is 0 or inf.
-        t = 1.0 - 2.0 / (1.0 + tl.exp2(t * inner))
-    return t * outer
+        x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
+    return x
 
 
 @triton.jit
@@ -100,10 +100,14 @@ def cross_entropy_kernel(
     index = tl.where(inside, target, 0).to(tl.int32)
     # NaN for a target outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
-    # t below is in units of ln 2: powers of 2 are cheaper than those of e.
-    inner, outer = 2.0 * LOG2_E * logit_scale / softcap, logit_scale * LOG2_E
+    # softmax and loss are those of t = unit * x. x stays as it is, and so does the logsumexp, in
+    # units of x: the difference of two x is exact where they are close, so that the largest
+    # probability is right, and the product with the unit comes last. Powers of 2 are cheaper
+    # than those of e.
+    inner, unit = 2.0 * LOG2_E * logit_scale / softcap, logit_scale
     if HAS_SOFTCAP:
-        outer = softcap * LOG2_E
+        unit = softcap
+    unit_2 = unit * LOG2_E
     smooth = label_smoothing / vocab
     target_weight = 1.0 - label_smoothing
     weight_sum = tl.cast(vocab, tl.float32)
@@ -112,57 +116,60 @@ def cross_entropy_kernel(
         weight_sum = tl.load(weight_sum_ptr)
 
     if HAS_LSE:
-        lse_2 = tl.load(lse_ptr + row)
-        lse = lse_2 * LN_2
+        lse_x = tl.load(lse_ptr + row)
+        lse = lse_x * unit
     else:
         highest = tl.full((1, BLOCK), -infinity, tl.float32)
         total = tl.zeros((1, BLOCK), tl.float32)
         weighted = tl.zeros((1, BLOCK), tl.float32)
-        below = tl.zeros((1, BLOCK), tl.float32)  # sum of 2^(t - highest) * (t - highest)
+        below = tl.zeros((1, BLOCK), tl.float32)  # sum of 2^gap * gap, gap = unit_2 (x - highest)
         beaten = tl.zeros((1, BLOCK), tl.int32)
         # Read before the reductions below, whose barriers keep it ahead of every write in place.
         target_logit = tl.load(logits_ptr + index).to(tl.float32)
-        target_t = _transform(target_logit, inner, outer, HAS_SOFTCAP)
+        target_x = _capped(target_logit, inner, HAS_SOFTCAP)
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=-infinity, eviction_policy=FIRST)
-            t = _transform(logits, inner, outer, HAS_SOFTCAP)
+            x = _capped(logits, inner, HAS_SOFTCAP)
             if HAS_SOFTCAP:
-                t = tl.where(mask, t, -infinity)
-            new = tl.maximum(highest, tl.max(t, 0, keep_dims=True))
+                x = tl.where(mask, x, -infinity)
+            if HAS_SMOOTHING:
+                summand = tl.where(mask, x, 0.0)
+                if HAS_WEIGHTS:
+                    weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
+                    summand *= weights.to(tl.float32)
+                weighted += tl.sum(summand, 0, keep_dims=True)
+            new = tl.maximum(highest, tl.max(x, 0, keep_dims=True))
             shift = tl.where(new == -infinity, 0.0, new)
-            share = tl.exp2(t - shift)
+            share = tl.exp2((x - shift) * unit_2)
             if WANT_STATS:
-                rise = tl.where(highest == -infinity, 0.0, highest - shift)
-                gap = tl.where(t == -infinity, 0.0, t - shift)
+                rise = tl.where(highest == -infinity, 0.0, (highest - shift) * unit_2)
+                gap = tl.where(x == -infinity, 0.0, (x - shift) * unit_2)
                 below = tl.exp2(rise) * (below + rise * total)
                 below += tl.sum(share * gap, 0, keep_dims=True)
                 # Compared before the softcap, which may round unequal logits to equal ones.
                 raw = logits.to(tl.float32)
                 wins = (raw > target_logit) | ((raw == target_logit) & (at < index))
                 beaten |= tl.max(tl.where(mask & wins, 1, 0), 0, keep_dims=True)
-            total = total * tl.exp2(highest - shift) + tl.sum(share, 0, keep_dims=True)
+            total = total * tl.exp2((highest - shift) * unit_2)
+            total += tl.sum(share, 0, keep_dims=True)
             highest = new
-            if HAS_SMOOTHING:
-                if HAS_WEIGHTS:
-                    t *= tl.load(class_weights_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                weighted += tl.sum(tl.where(mask, t, 0.0), 0, keep_dims=True)
         top = tl.max(highest)
-        total_sum = tl.sum(total * tl.exp2(highest - top))
-        lse_2 = top + tl.log2(total_sum)
-        lse = lse_2 * LN_2
-        log_prob = (target_t - lse_2) * LN_2
+        total_sum = tl.sum(total * tl.exp2((highest - top) * unit_2))
+        lse_x = top + tl.log2(total_sum) / unit_2
+        lse = lse_x * unit
+        log_prob = (target_x - lse_x) * unit
         loss = -target_weight * log_prob
         if HAS_SMOOTHING:
-            loss += smooth * (lse_2 * weight_sum - tl.sum(weighted)) * LN_2
+            loss += smooth * (lse_x * weight_sum - tl.sum(weighted)) * unit
         z = z_loss * lse * lse
-        tl.store(lse_ptr + row, lse_2)
+        tl.store(lse_ptr + row, lse_x)
         tl.store(loss_ptr + row, loss + z + poison)
         tl.store(z_loss_ptr + row, z + poison)
         if WANT_STATS:
             tl.store(log_prob_ptr + row, log_prob + poison)
-            rise = tl.where(highest == -infinity, 0.0, highest - top)
+            rise = tl.where(highest == -infinity, 0.0, (highest - top) * unit_2)
             below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
             entropy = (tl.log2(total_sum) - below_sum / total_sum) * LN_2
             tl.store(entropy_ptr + row, entropy + poison)
@@ -190,8 +197,8 @@ def cross_entropy_kernel(
             at = start + column
             mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=0.0, eviction_policy=LAST)
-            t = _transform(logits, inner, outer, HAS_SOFTCAP)
-            p = tl.exp2(t - lse_2)
+            x = _capped(logits, inner, HAS_SOFTCAP)
+            p = tl.exp2((x - lse_x) * unit_2)
             grad = p * p_scale
             if (here >= start) & (here < start + PIECES * BLOCK):
                 grad -= tl.where(at == here, target_scale, 0.0)
@@ -203,11 +210,10 @@ def cross_entropy_kernel(
                     grad -= smooth_scale
             if HAS_ENTROPY_SCALE:
                 # p log p is 0 where p is, -infinity or not.
-                p_log_p = tl.where(p > 0.0, p * ((t - lse_2) * LN_2 + entropy), 0.0)
+                p_log_p = tl.where(p > 0.0, p * ((x - lse_x) * unit + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
             if HAS_SOFTCAP:
-                tanh = t / outer
-                grad *= 1.0 - tanh * tanh
+                grad *= 1.0 - x * x
             grad = grad.to(grad_ptr.dtype.element_ty)
             tl.store(grad_ptr + at, grad, mask=mask, eviction_policy=LAST)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.settings import check_norm_width, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
+from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
 
 
 @triton.jit
@@ -50,36 +51,10 @@ def layer_norm_forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd
     if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        y *= _parameter(weight_ptr, column, columns)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        y += _parameter(bias_ptr, column, columns)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _tile(
-    grad_y_ptr,
-    grad_s_ptr,
-    s_ptr,
-    mean_ptr,
-    rstd_ptr,
-    row,
-    rows,
-    column,
-    columns,
-    WITH_GRAD_S: tl.constexpr,
-):
-    """What the backward reads of a tile of rows, as it is stored."""
-    mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * columns + column
-    s = tl.load(s_ptr + at, mask=mask, other=0.0)
-    grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0)
-    grad_s = grad
-    if WITH_GRAD_S:
-        grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
-    mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-    return s, grad, grad_s, mean, rstd
 
 
 @triton.jit
@@ -91,8 +66,7 @@ def layer_norm_backward_kernel(
     mean_ptr,
     rstd_ptr,
     grad_x_ptr,
-    partial_weight_ptr,
-    partial_bias_ptr,
+    partial_ptr,
     rows,
     columns,
     HAS_GRAD_S: tl.constexpr,
@@ -102,11 +76,16 @@ def layer_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Many tiles of rows a program, which sums their part of the gradients of weight and bias.
 
-    With PREFETCH the next tile is on its way while this one waits for its reductions.
+    With PREFETCH the next tile is on its way while this one waits for its reductions. With RELOAD
+    a tile is read once more after them, from the cache: it would take the registers of the sums.
     """
+    # Unequal policies also keep the compiler from taking the second read for the first.
+    FIRST: tl.constexpr = "evict_last" if RELOAD else ""
+    LAST: tl.constexpr = "evict_first"
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
@@ -115,59 +94,44 @@ def layer_norm_backward_kernel(
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     grad_bias = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
-        s, grad, grad_s, mean, rstd = _tile(
-            grad_y_ptr,
-            grad_s_ptr,
-            s_ptr,
-            mean_ptr,
-            rstd_ptr,
-            row,
-            rows,
-            column,
-            columns,
-            HAS_GRAD_S,
+        s, grad, grad_s = _tile(
+            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S
         )
+        mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
-            next_s, next_grad, next_grad_s, next_mean, next_rstd = _tile(
-                grad_y_ptr,
-                grad_s_ptr,
-                s_ptr,
-                mean_ptr,
-                rstd_ptr,
-                row + step,
-                rows,
-                column,
-                columns,
-                HAS_GRAD_S,
+            next_s, next_grad, next_grad_s = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S
             )
+            next_mean = _statistic(mean_ptr, row + step, rows)
+            next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
-            s, grad, _unused, mean, rstd = _tile(
-                grad_y_ptr,
-                grad_s_ptr,
-                s_ptr,
-                mean_ptr,
-                rstd_ptr,
-                row,
-                rows,
-                column,
-                columns,
-                False,
+            s, grad, _unused = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, FIRST
             )
+            mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
         normed = (s.to(tl.float32) - mean) * rstd
         grad_normed = grad.to(tl.float32)
-        if WANT_WEIGHT:
-            grad_weight += tl.sum(grad_normed * normed, 0, keep_dims=True)
-        if WANT_BIAS:
-            grad_bias += tl.sum(grad_normed, 0, keep_dims=True)
         if HAS_WEIGHT:
             # From the cache at every row: in registers it would spill at the longest rows.
-            grad_normed *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            grad_normed *= _parameter(weight_ptr, column, columns, FIRST)
         # Beyond the row's end grad is zero, and so are both summands.
         grad_mean = tl.sum(grad_normed, 1, keep_dims=True) / columns
         slope = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
+        if RELOAD:
+            s, grad, _unused = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, LAST
+            )
+            normed = (s.to(tl.float32) - mean) * rstd
+            grad_normed = grad.to(tl.float32)
+            if HAS_WEIGHT:
+                grad_normed *= _parameter(weight_ptr, column, columns)
+        if WANT_WEIGHT:
+            grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
+        if WANT_BIAS:
+            grad_bias += tl.sum(grad.to(tl.float32), 0, keep_dims=True)
         grad_x = (grad_normed - grad_mean - normed * slope) * rstd
         if HAS_GRAD_S:
             if not PREFETCH:
@@ -178,10 +142,12 @@ def layer_norm_backward_kernel(
         row += step
         if PREFETCH:
             s, grad, grad_s, mean, rstd = next_s, next_grad, next_grad_s, next_mean, next_rstd
+    partial_ptr += program * columns * (WANT_WEIGHT + WANT_BIAS)
     if WANT_WEIGHT:
-        tl.store(partial_weight_ptr + program * columns + column, grad_weight, mask=inside)
+        tl.store(partial_ptr + column, grad_weight, mask=inside)
+        partial_ptr += columns
     if WANT_BIAS:
-        tl.store(partial_bias_ptr + program * columns + column, grad_bias, mask=inside)
+        tl.store(partial_ptr + column, grad_bias, mask=inside)
 
 
 def layer_norm_forward(
@@ -234,8 +200,8 @@ def layer_norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    want_weight: bool,
-    want_bias: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.layer_norm_backward` on the GPU."""
     grad_y = grad_y.contiguous()
@@ -247,13 +213,8 @@ def layer_norm_backward(
     grad_x = torch.empty_like(s)
     setting = launch("layer_norm_backward", columns)
     programs = num_programs(setting, rows, s.device)
-
-    def partial(wanted: bool) -> Tensor | None:
-        if not wanted:
-            return None
-        return torch.empty((programs, columns), dtype=torch.float32, device=s.device)
-
-    partial_weight, partial_bias = partial(want_weight), partial(want_bias)
+    dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
+    partial = torch.empty((programs, len(dtypes) * columns), dtype=torch.float32, device=s.device)
     if rows:
         layer_norm_backward_kernel[(programs,)](
             grad_y,
@@ -263,20 +224,21 @@ def layer_norm_backward(
             mean,
             rstd,
             grad_x,
-            rstd if partial_weight is None else partial_weight,
-            rstd if partial_bias is None else partial_bias,
+            partial,
             rows,
             columns,
             HAS_GRAD_S=grad_s is not None,
             HAS_WEIGHT=weight is not None,
-            WANT_WEIGHT=want_weight,
-            WANT_BIAS=want_bias,
+            WANT_WEIGHT=weight_dtype is not None,
+            WANT_BIAS=bias_dtype is not None,
             ROWS=setting.rows,
             BLOCK=setting.block,
             PREFETCH=setting.num_stages > 1 and s.element_size() <= 2,
+            RELOAD=setting.reload,
             num_warps=setting.num_warps,
             num_stages=setting.num_stages,
         )
-    grad_weight = None if partial_weight is None else column_sums(partial_weight, torch.float32)
-    grad_bias = None if partial_bias is None else column_sums(partial_bias, torch.float32)
+    grads = list(column_sums(partial, dtypes))
+    grad_bias = None if bias_dtype is None else grads.pop()
+    grad_weight = None if weight_dtype is None else grads.pop()
     return grad_x, grad_weight, grad_bias

@@ -384,7 +384,7 @@ def qk_norm_rope_backward(
     programs = num_programs(setting, tokens, q.device)
     partial = None
     if want_weights:
-        partial = torch.empty((programs, 2, head_dim), dtype=torch.float32, device=q.device)
+        partial = torch.empty((programs, 2 * head_dim), dtype=torch.float32, device=q.device)
     if tokens:
         grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -423,6 +423,5 @@ def qk_norm_rope_backward(
         )
     if partial is None:
         return grad_qkv, None, None
-    sums = column_sums(partial.flatten(1), torch.float32)
-    grad_q_weight, grad_k_weight = sums.view(2, head_dim)
-    return grad_qkv, grad_q_weight.to(q_weight.dtype), grad_k_weight.to(k_weight.dtype)
+    grad_q_weight, grad_k_weight = column_sums(partial, [q_weight.dtype, k_weight.dtype])
+    return grad_qkv, grad_q_weight, grad_k_weight

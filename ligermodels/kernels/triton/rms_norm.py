@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.settings import check_norm_width, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
+from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
 
 
 @triton.jit
@@ -45,32 +46,8 @@ def rms_norm_forward_kernel(
     normed = s_float * rstd
     if LLAMA:
         normed = normed.to(s.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + offset
+    weight = _parameter(weight_ptr, column, columns) + offset
     tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _tile(
-    grad_y_ptr,
-    grad_s_ptr,
-    s_ptr,
-    rstd_ptr,
-    row,
-    rows,
-    column,
-    columns,
-    WITH_GRAD_S: tl.constexpr,
-):
-    """What the backward reads of a tile of rows, as it is stored."""
-    mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * columns + column
-    s = tl.load(s_ptr + at, mask=mask, other=0.0)
-    grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0)
-    grad_s = grad
-    if WITH_GRAD_S:
-        grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
-    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-    return s, grad, grad_s, rstd
 
 
 @triton.jit
@@ -93,12 +70,17 @@ def rms_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Many tiles of rows a program, which sums their part of the weight gradient.
 
-    With PREFETCH the next tile is on its way while this one waits for its reduction.
+    With PREFETCH the next tile is on its way while this one waits for its reduction. With RELOAD
+    a tile is read once more after it, from the cache: it would take the registers of the sums.
     """
     offset = tl.cast(offset, tl.float32)  # torch.compile passes Python floats as float64
+    # Unequal policies also keep the compiler from taking the second read for the first.
+    FIRST: tl.constexpr = "evict_last" if RELOAD else ""
+    LAST: tl.constexpr = "evict_first"
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
@@ -106,34 +88,35 @@ def rms_norm_backward_kernel(
     inside = column < columns
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
-        s, grad, grad_s, rstd = _tile(
-            grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, HAS_GRAD_S
+        s, grad, grad_s = _tile(
+            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S
         )
+        rstd = _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
-            next_s, next_grad, next_grad_s, next_rstd = _tile(
-                grad_y_ptr,
-                grad_s_ptr,
-                s_ptr,
-                rstd_ptr,
-                row + step,
-                rows,
-                column,
-                columns,
-                HAS_GRAD_S,
+            next_s, next_grad, next_grad_s = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S
             )
+            next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
-            s, grad, _unused, rstd = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, rstd_ptr, row, rows, column, columns, False
+            s, grad, _unused = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, FIRST
             )
+            rstd = _statistic(rstd_ptr, row, rows)
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
         normed = s.to(tl.float32) * rstd
-        grad_float = grad.to(tl.float32)
         # From the cache at every row: in registers it would spill at the longest rows.
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
-        grad_normed = grad_float * weight
+        weight = _parameter(weight_ptr, column, columns, FIRST) + offset
+        grad_normed = grad.to(tl.float32) * weight
         mean = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
+        if RELOAD:
+            s, grad, _unused = _tile(
+                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, LAST
+            )
+            normed = s.to(tl.float32) * rstd
+            weight = _parameter(weight_ptr, column, columns) + offset
+            grad_normed = grad.to(tl.float32) * weight
         grad_x = (grad_normed - normed * mean) * rstd
         if HAS_GRAD_S:
             if not PREFETCH:
@@ -144,7 +127,7 @@ def rms_norm_backward_kernel(
         if LLAMA:
             normed = normed.to(s.dtype).to(tl.float32)
         if WANT_WEIGHT:
-            grad_weight += tl.sum(grad_float * normed, 0, keep_dims=True)
+            grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
         if WANT_Y:
             tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
         row += step
@@ -246,8 +229,11 @@ def rms_norm_backward(
         ROWS=setting.rows,
         BLOCK=setting.block,
         PREFETCH=setting.num_stages > 1 and s.element_size() <= 2,
+        RELOAD=setting.reload,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
-    grad_weight = None if partial is None else column_sums(partial, weight.dtype)
+    grad_weight = None
+    if partial is not None:
+        (grad_weight,) = column_sums(partial, [weight.dtype])
     return grad_x, grad_weight, y

@@ -10,7 +10,15 @@ from ligermodels.kernels.settings import launch
 
 @triton.jit
 def _rotate(
-    from_ptr, head_stride, to_ptr, cos_ptr, sin_ptr, pairs, HALF: tl.constexpr, BLOCK: tl.constexpr
+    from_ptr,
+    head_stride,
+    to_ptr,
+    cos_ptr,
+    sin_ptr,
+    pairs,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -21,6 +29,8 @@ def _rotate(
         target = to_ptr + head * (2 * HALF) + column
         cos = tl.load(cos_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        if INVERSE:
+            sin = -sin
         a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
         tl.store(target, (a * cos - b * sin).to(to_ptr.dtype.element_ty), mask=mask)
@@ -49,6 +59,7 @@ def rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
     COPY_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -62,9 +73,9 @@ def rope_kernel(
     out_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     q_ptr += batch * q_batch_stride + position * q_seq_stride
     k_ptr += batch * k_batch_stride + position * k_seq_stride
-    _rotate(q_ptr, q_head_stride, out_ptr, cos_ptr, sin_ptr, HEADS * HALF, HALF, BLOCK)
+    _rotate(q_ptr, q_head_stride, out_ptr, cos_ptr, sin_ptr, HEADS * HALF, INVERSE, HALF, BLOCK)
     out_ptr += HEADS * 2 * HALF
-    _rotate(k_ptr, k_head_stride, out_ptr, cos_ptr, sin_ptr, KV_HEADS * HALF, HALF, BLOCK)
+    _rotate(k_ptr, k_head_stride, out_ptr, cos_ptr, sin_ptr, KV_HEADS * HALF, INVERSE, HALF, BLOCK)
     if COPY_V:
         out_ptr += KV_HEADS * 2 * HALF
         v_ptr += batch * v_batch_stride + position * v_seq_stride
@@ -77,7 +88,13 @@ def rope_kernel(
 
 
 def rope_packed(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor | None,
+    inverse: bool = False,
 ) -> Tensor:
     """`reference.rope_packed` on the GPU."""
     batch, seq, heads, head_dim = q.shape
@@ -108,6 +125,7 @@ def rope_packed(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        INVERSE=inverse,
         COPY_V=not in_place,
         BLOCK=setting.block,
         num_warps=setting.num_warps,

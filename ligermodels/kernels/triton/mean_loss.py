@@ -1,0 +1,87 @@
+"""The end of a mean loss: the losses of all rows summed and divided, in one launch."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.settings import launch
+
+
+@triton.jit
+def mean_loss_kernel(
+    loss_ptr,
+    z_loss_ptr,
+    targets_ptr,
+    class_weights_ptr,
+    divisor_ptr,
+    mean_ptr,
+    z_mean_ptr,
+    rows,
+    vocab,
+    ignore_index,
+    HAS_DIVISOR: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: always the same order of addition."""
+    loss_sum = tl.zeros((BLOCK,), tl.float32)
+    z_sum = tl.zeros((BLOCK,), tl.float32)
+    weight_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        loss_sum += tl.load(loss_ptr + row, mask=mask, other=0.0)
+        z_sum += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
+        if not HAS_DIVISOR:
+            target = tl.load(targets_ptr + row, mask=mask, other=ignore_index)
+            valid = target != ignore_index
+            if HAS_WEIGHTS:
+                valid &= (target >= 0) & (target < vocab)
+                weight = tl.load(class_weights_ptr + target, mask=valid, other=0.0)
+                weight_sum += weight.to(tl.float32)
+            else:
+                weight_sum += tl.where(valid, 1.0, 0.0)
+    if HAS_DIVISOR:
+        divisor = tl.load(divisor_ptr)
+    else:
+        # With every target ignored the loss is 0 / 1.
+        divisor = tl.sum(weight_sum)
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)
+        tl.store(divisor_ptr, divisor)
+    tl.store(mean_ptr, tl.sum(loss_sum) / divisor)
+    tl.store(z_mean_ptr, tl.sum(z_sum) / divisor)
+
+
+def mean_loss(
+    loss: Tensor,
+    z_loss: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    divisor: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.mean_loss` on the GPU."""
+    # Not views of one tensor: autograd forbids changing a view that a Function returns.
+    mean, z_mean = loss.new_empty(()), loss.new_empty(())
+    has_divisor = divisor is not None
+    if divisor is None:
+        divisor = loss.new_empty(())
+    setting = launch("mean_loss", len(loss))
+    mean_loss_kernel[(1,)](
+        loss,
+        z_loss,
+        targets.contiguous(),
+        loss if class_weights is None else class_weights.contiguous(),
+        divisor,
+        mean,
+        z_mean,
+        len(loss),
+        0 if class_weights is None else len(class_weights),
+        ignore_index,
+        HAS_DIVISOR=has_divisor,
+        HAS_WEIGHTS=class_weights is not None,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
+    )
+    return mean, z_mean, divisor
