@@ -51,9 +51,9 @@ def layer_norm_forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd
     if HAS_WEIGHT:
-        y *= _parameter(weight_ptr, column, columns)
+        y *= _parameter(weight_ptr, column, columns, "")
     if HAS_BIAS:
-        y += _parameter(bias_ptr, column, columns)
+        y += _parameter(bias_ptr, column, columns, "")
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -95,13 +95,13 @@ def layer_norm_backward_kernel(
     grad_bias = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
         s, grad, grad_s = _tile(
-            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S
+            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S, ""
         )
         mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S, ""
             )
             next_mean = _statistic(mean_ptr, row + step, rows)
             next_rstd = _statistic(rstd_ptr, row + step, rows)
@@ -127,7 +127,7 @@ def layer_norm_backward_kernel(
             normed = (s.to(tl.float32) - mean) * rstd
             grad_normed = grad.to(tl.float32)
             if HAS_WEIGHT:
-                grad_normed *= _parameter(weight_ptr, column, columns)
+                grad_normed *= _parameter(weight_ptr, column, columns, "")
         if WANT_WEIGHT:
             grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
         if WANT_BIAS:

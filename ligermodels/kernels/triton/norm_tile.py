@@ -1,4 +1,7 @@
-"""What the backwards of RMSNorm and LayerNorm read of a tile of rows."""
+"""What RMSNorm and LayerNorm read of a tile of rows.
+
+EVICTION, a policy of tl.load, has no default: Triton 3.6 does not take strings there.
+"""
 
 import triton
 import triton.language as tl
@@ -14,7 +17,7 @@ def _tile(
     column,
     columns,
     WITH_GRAD_S: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTION: tl.constexpr,
 ):
     """s, grad_y and, where it is asked for, grad_s as they are stored; zeros outside."""
     mask = (row < rows) & (column < columns)
@@ -34,7 +37,7 @@ def _statistic(statistic_ptr, row, rows):
 
 
 @triton.jit
-def _parameter(parameter_ptr, column, columns, EVICTION: tl.constexpr = ""):
+def _parameter(parameter_ptr, column, columns, EVICTION: tl.constexpr):
     """Weight or bias in float32."""
     loaded = tl.load(
         parameter_ptr + column, mask=column < columns, other=0.0, eviction_policy=EVICTION

@@ -46,7 +46,7 @@ def rms_norm_forward_kernel(
     normed = s_float * rstd
     if LLAMA:
         normed = normed.to(s.dtype).to(tl.float32)
-    weight = _parameter(weight_ptr, column, columns) + offset
+    weight = _parameter(weight_ptr, column, columns, "") + offset
     tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -89,13 +89,13 @@ def rms_norm_backward_kernel(
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
         s, grad, grad_s = _tile(
-            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S
+            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S, ""
         )
         rstd = _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S, ""
             )
             next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
@@ -115,7 +115,7 @@ def rms_norm_backward_kernel(
                 grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, LAST
             )
             normed = s.to(tl.float32) * rstd
-            weight = _parameter(weight_ptr, column, columns) + offset
+            weight = _parameter(weight_ptr, column, columns, "") + offset
             grad_normed = grad.to(tl.float32) * weight
         grad_x = (grad_normed - normed * mean) * rstd
         if HAS_GRAD_S:
