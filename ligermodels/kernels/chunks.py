@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
     wider_bytes: int = 0  # by which that is wider than the gradient itself
     fixed_bytes: int = 0  # whatever the chunk
+    second_loop: bool = True  # whether the weight gradient can be made by columns instead
 
 
 class Plan(NamedTuple):
@@ -55,40 +56,45 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
     """Cut a loss head so that it stays within its budget.
 
     One chunk where all rows fit; else chunks beside an accumulator where they are large enough to
-    be worth it; else two loops. By default (None), chunks of `DEFAULT_LOGITS_BYTES`, or one chunk
-    whose logits take up to twice the accumulator.
+    be worth it; else two loops, where they are possible. By default (None), chunks of
+    `DEFAULT_LOGITS_BYTES`, or one chunk whose logits take up to twice the accumulator.
 
     Raises:
-        ValueError: the budget does not hold a row and a column of logits; says what would.
+        ValueError: the budget does not hold a row and a column of logits, or without a second
+            loop a row beside the accumulator; says what would.
     """
-    rows, vocab, logit_bytes, hidden_bytes, accumulator_bytes, *whole, fixed_bytes = sizes
-    held_bytes, wider_bytes = whole
+    rows, vocab = sizes.rows, sizes.vocab
+    logit_bytes, hidden_bytes = sizes.logit_bytes, sizes.hidden_bytes
+    accumulator_bytes = sizes.accumulator_bytes
     if rows == 0:
         return Plan(1)
     # The hidden states of a chunk and their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
+    whole_bytes = rows * row_bytes + sizes.wider_bytes
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
-        if rows * row_bytes + wider_bytes <= default:
+        if whole_bytes <= default:
             return Plan(rows)
         return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
-    free = max_scratch_bytes - fixed_bytes
+    free = max_scratch_bytes - sizes.fixed_bytes
+    # One column of one row, gathered, and of the float32 sum over the rows.
+    column_bytes = accumulator_bytes // vocab
     least = row_bytes
-    if accumulator_bytes:
-        # One column of one row, gathered, and of the float32 sum over the rows.
-        column_bytes = accumulator_bytes // vocab
+    if accumulator_bytes and sizes.second_loop:
         least = max(least, logit_bytes + hidden_bytes + column_bytes)
+    elif accumulator_bytes:
+        least = min(max(whole_bytes, sizes.held_bytes), accumulator_bytes + row_bytes)
     if free < least:
+        beside = sizes.fixed_bytes + least - row_bytes
         raise ValueError(
-            f"loss head: max_scratch_bytes={max_scratch_bytes} is too small for "
-            f"{rows} tokens; it must hold a row of logits and {fixed_bytes} bytes beside it: "
-            f"at least {fixed_bytes + least}"
+            f"loss head: max_scratch_bytes={max_scratch_bytes} is too small for {rows} tokens; it "
+            f"must hold a row of logits and {beside} bytes beside it: at least {beside + row_bytes}"
         )
-    if max(rows * row_bytes + wider_bytes, held_bytes) <= free:
+    if max(whole_bytes, sizes.held_bytes) <= free:
         return Plan(rows)
     beside = (free - accumulator_bytes) // row_bytes
-    if not accumulator_bytes or beside >= MIN_ACCUMULATED_ROWS:
+    if not (accumulator_bytes and sizes.second_loop) or beside >= MIN_ACCUMULATED_ROWS:
         return Plan(_even(beside))
 
     column_rows = rows

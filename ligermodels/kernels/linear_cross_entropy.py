@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels import reference
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.called import called
@@ -193,6 +194,18 @@ class Call(NamedTuple):
         return x.view(self.targets.shape)
 
 
+def _in_place(hidden: Tensor) -> bool:
+    """Whether the rows of a chunk are calculated where they are, as by the Triton kernels."""
+    return select(hidden) is not reference
+
+
+def logit_bytes(hidden: Tensor, with_stats: bool) -> int:
+    """Bytes that each logit of a chunk takes at the peak."""
+    # Plain PyTorch holds several wide copies of a chunk; counted with every option set.
+    copies = 0 if _in_place(hidden) else 7 + 2 * with_stats
+    return hidden.element_size() + copies * compute_dtype(hidden).itemsize
+
+
 def prepare(
     hidden: Tensor,
     weight: Tensor,
@@ -244,8 +257,6 @@ def prepare(
     if taken is not None:
         row_targets = take_targets(row_targets, taken, options.ignore_index)
     if chunk_size is None:
-        # Plain PyTorch holds several wide copies of a chunk, the kernels work in place.
-        copies = 0 if select(hidden).__name__.endswith(".triton") else 6 + 3 * with_stats
         wide = compute_dtype(hidden).itemsize
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
         if not (wants.weight and gradients_in_forward):
@@ -254,8 +265,8 @@ def prepare(
         sizes = Sizes(
             len(row_targets),
             vocab,
-            logit_bytes=hidden.element_size() + wide * copies,
-            hidden_bytes=copied + (width * wide if copies else 0),
+            logit_bytes(hidden, with_stats),
+            hidden_bytes=copied + (0 if _in_place(hidden) else width * wide),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
             held_bytes=held,
             wider_bytes=max(0, held - vocab * width * weight.element_size()),
@@ -344,7 +355,8 @@ def linear_cross_entropy(
             (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
             twice the sum. The hidden gradient made in forward is kept for backward and counts as
-            a gradient; what autocast casts is not counted, a copy of a sliced hidden is.
+            a gradient; what autocast casts is not counted, a copy of a sliced hidden is. On a CPU
+            plain PyTorch makes several wide copies of a row of logits, which count as well.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,
             unless num_valid is given.

@@ -19,7 +19,7 @@ from ligermodels.kernels.cross_entropy import (
     check_reduction,
     loss_divisor,
 )
-from ligermodels.kernels.linear_cross_entropy import check_loss_options
+from ligermodels.kernels.linear_cross_entropy import check_loss_options, logit_bytes
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
 
@@ -63,6 +63,12 @@ class LossHead(nn.Module):
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
             ignore_index, chunk_size, max_scratch_bytes, skip_ignored, num_valid,
             return_token_stats); any call may override them.
+
+    A projection that is no plain `nn.Linear` (LoRA, float8, with hooks, sharded) is called chunk by
+    chunk, and again in backward. max_scratch_bytes then holds the logits, what the loss makes of
+    them, and, where several chunks are needed, three times the gradients of the projection's
+    parameters, which autograd sums out of place. What the projection takes within a call is not
+    known here, nor counted.
 
     Raises:
         TypeError: an unknown option.
@@ -238,12 +244,7 @@ class LossHead(nn.Module):
                 take_targets(row_targets, taken, ignore_index),
             )
         if chunk_size is None:
-            # Logits, their gradient and float32 copies of either.
-            logit_bytes = 2 * hidden.element_size() + 16
-            sizes = Sizes(
-                len(rows), self.vocab_size, logit_bytes, fixed_bytes=TOKEN_BYTES * targets.numel()
-            )
-            chunk_size = plan_chunks(sizes, max_scratch_bytes).rows
+            chunk_size = self._chunk(hidden, len(rows), max_scratch_bytes, skip_ignored, **options)
 
         def chunk_outputs(part: Tensor, part_targets: Tensor) -> tuple[Tensor | None, ...]:
             made = kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
@@ -274,9 +275,42 @@ class LossHead(nn.Module):
             loss.sum() / divisor, z_loss.sum() / divisor, loss.detach(), *stats
         )
 
+    def _chunk(
+        self,
+        hidden: Tensor,
+        rows: int,
+        max_scratch_bytes: int | None,
+        skip_ignored: bool,
+        return_token_stats: bool = False,
+        **_: Any,
+    ) -> int:
+        """How many rows of hidden a swapped projection is called with at a time."""
+        grad = torch.is_grad_enabled()
+        trained = [_local(p) for p in self.proj.parameters() if grad and p.requires_grad]
+        tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+        # Rows gathered or made contiguous; the gradients of the chunks, which autograd joins.
+        copies = (skip_ignored or not hidden.is_contiguous()) + (grad and hidden.requires_grad)
+        sizes = Sizes(
+            rows,
+            self.vocab_size,
+            # What the projection makes, its gradient and float32 copies of either; or the loss's.
+            max(2 * hidden.element_size() + 16, logit_bytes(hidden, return_token_stats)),
+            # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
+            accumulator_bytes=3 * sum(p.nbytes for p in trained),
+            fixed_bytes=TOKEN_BYTES * tokens * (1 + return_token_stats + skip_ignored)
+            + copies * rows * width * hidden.element_size(),
+            second_loop=False,
+        )
+        return plan_chunks(sizes, max_scratch_bytes).rows
+
 
 def _is_distributed(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "full_tensor")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this rank's part of it where it is sharded (a DTensor)."""
+    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Tensor) -> Tensor:

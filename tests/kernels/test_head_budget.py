@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligermodels.kernels import linear_cross_entropy
 from ligermodels.kernels.chunks import Plan
 from tests.kernels.checks import compare, random
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.scratch import peak_scratch
 from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
 from tests.kernels.test_linear_cross_entropy import (
     ROWS,
@@ -136,3 +138,65 @@ def test_registered_products(place) -> None:
     before = total.clone()
     ops.accumulate_product(total, a, b)
     torch.testing.assert_close(total, before + expected, **tolerance)
+
+
+def head_of(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight and targets of a head large beside 64 bytes a token."""
+    rows, width, vocab = 128, 32, 2000
+    hidden, weight = random(rows, width, seed=1), random(vocab, width, seed=2)
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0))
+    targets[::5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+EVERYTHING = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="about plain PyTorch")
+@pytest.mark.parametrize("budget", [200_000, 500_000, 1_500_000, 20_000_000])
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_plain_pytorch_stays_in_the_budget(dtype, reduction, stats, skip_ignored, budget) -> None:
+    """With its copies of a chunk. The hidden gradient made in forward counts as a gradient."""
+    hidden, weight, targets = head_of(dtype)
+
+    def forward() -> torch.Tensor:
+        out = linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            reduction=reduction,
+            return_token_stats=stats,
+            skip_ignored=skip_ignored,
+            max_scratch_bytes=budget,
+            **EVERYTHING,
+        )
+        return torch.stack((out.loss, out.entropy)) if stats and reduction == "none" else out.loss
+
+    apart = hidden.nbytes + hidden[0].nbytes if reduction == "mean" else 0
+    for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, (hidden, weight))):
+        assert scratch <= budget + apart, f"{phase}: {scratch - apart} of {budget}"
+
+
+def test_peak_scratch() -> None:
+    """A gradient counts from when its memory is taken: before, as much is scratch."""
+    x = torch.ones(1000, requires_grad=True)
+
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            torch.zeros(3000)
+            ctx.kept = torch.zeros(500)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            torch.zeros(2000)
+            return grad.expand(1000).clone()
+
+    forward, backward = peak_scratch(lambda: Hungry.apply(x), (x,))
+    few = 100  # bytes, of scalars
+    assert 4 * 3000 <= forward <= 4 * 3000 + few
+    assert 4 * 2500 <= backward <= 4 * 2500 + few

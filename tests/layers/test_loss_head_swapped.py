@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.layers.heads import BATCH, SEQ, VOCAB, build, data
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligermodels.layers import LossHead
+from tests.kernels.scratch import peak_scratch
+from tests.layers.heads import BATCH, HIDDEN, SEQ, VOCAB, Counting, build, data
+from tests.models.pairs import relative
 
 
 def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
@@ -12,8 +21,90 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     assert head.proj.rows == [10, 10, 7]
     loss.backward()
     assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # once more in backward
-    head.proj.rows.clear()
-    # Rows of 37 logits in float32, their gradient and copies: room for eight rows or so.
-    head(hidden, targets, max_scratch_bytes=8 * 24 * VOCAB + 64 * BATCH * SEQ)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_budget_reaches_the_chunks(trained: bool) -> None:
+    """Beside the weight's gradient: its sum, a chunk's own, and the two added."""
+    head, weight, _ = build("swapped")
+    weight.requires_grad_(trained)
+    hidden, targets = data()
+    # Rows of 37 logits in float32 and what plain PyTorch makes of them: room for eight.
+    budget = 8 * 32 * VOCAB + 64 * BATCH * SEQ + hidden.nbytes
+    if trained:
+        budget += 3 * weight.nbytes
+    head(hidden, targets, max_scratch_bytes=budget)
     assert max(head.proj.rows) == 8
     assert sum(head.proj.rows) == BATCH * SEQ
+    with torch.no_grad():
+        head.proj.rows.clear()
+        head(hidden, targets, max_scratch_bytes=8 * 32 * VOCAB + 64 * BATCH * SEQ)
+    assert max(head.proj.rows) == 8
+
+
+def test_too_small_a_budget_names_the_least() -> None:
+    head, weight, _ = build("swapped")
+    hidden, targets = data()
+    with pytest.raises(ValueError, match="at least") as error:
+        head(hidden, targets, max_scratch_bytes=1)
+    least = int(str(error.value).split()[-1])
+    assert least > 3 * weight.nbytes
+    with pytest.raises(ValueError, match=f"at least {least}$"):
+        head(hidden, targets, max_scratch_bytes=least - 1)
+    head(hidden, targets, max_scratch_bytes=least)
+    assert set(head.proj.rows) == {1}
+    # One chunk needs no sum, so that a large projection does not stand in its way.
+    head.proj.rows.clear()
+    head(hidden[:1, :1], targets[:1, :1], max_scratch_bytes=3 * weight.nbytes)
+    assert head.proj.rows == [1]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("budget", [900_000, 1_200_000, 3_000_000, 20_000_000])
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scratch_stays_in_the_budget(
+    dtype: torch.dtype,
+    reduction: str,
+    stats: bool,
+    skip_ignored: bool,
+    budget: int,
+    trained: bool,
+) -> None:
+    options: dict[str, Any] = {"reduction": reduction, "return_token_stats": stats}
+    options |= {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
+    options |= {"skip_ignored": skip_ignored, "max_scratch_bytes": budget}
+    head = LossHead(32, 2000, **options)
+    head.proj = Counting(32, 2000, bias=False, dtype=dtype)
+    head.proj.weight.requires_grad_(trained)
+    hidden = torch.randn(128, 32).to(dtype).requires_grad_()
+    targets = torch.arange(128)
+    targets[::5] = -100
+
+    def forward() -> Tensor:
+        out = head(hidden, targets)
+        if stats and reduction == "none":
+            return torch.stack((out.loss, out.token_entropy))
+        return out.loss
+
+    scratch = peak_scratch(forward, (hidden, head.proj.weight))
+    for phase, most in zip(("forward", "backward"), scratch):
+        assert most <= budget, f"{phase}: {most} of {budget}"
+
+
+def test_a_budget_under_compile() -> None:
+    head, weight, _ = build("swapped")
+    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
+    hidden, targets = data()
+    options = {"max_scratch_bytes": 3 * weight.nbytes + 8 * 32 * VOCAB + 64 * BATCH * SEQ}
+    options["max_scratch_bytes"] += 4 * HIDDEN * BATCH * SEQ
+    loss = head(hidden, targets, **options).loss
+    wanted = torch.autograd.grad(loss, [hidden, weight])
+    torch._dynamo.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    out = compiled(hidden, targets, **options)
+    assert relative(out.loss, loss) <= 1e-6
+    for grad, want in zip(torch.autograd.grad(out.loss, [hidden, weight]), wanted):
+        assert relative(grad, want) <= 1e-6

@@ -1,0 +1,113 @@
+"""What a step holds at its peak beside its inputs and the gradients that it leaves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Event(NamedTuple):
+    """Memory at an address is taken, or (a negative size) given back."""
+
+    address: int
+    size: int
+
+
+class CpuTrace(TorchDispatchMode):
+    """Notes the memory of every operator's outputs, and when it is given back.
+
+    What an operator takes and gives back within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.live: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and address(x) not in given | self.live | {0}:
+                storage = x.untyped_storage()
+                self.live.add(address(x))
+                self.events.append(Event(address(x), storage.nbytes()))
+                weakref.finalize(storage, self._given_back, address(x), storage.nbytes())
+        return out
+
+    def _given_back(self, address: int, size: int) -> None:
+        self.live.discard(address)
+        self.events.append(Event(address, -size))
+
+    def mark(self) -> int:
+        return len(self.events)
+
+
+class GpuTrace:
+    """The CUDA allocator's own history."""
+
+    def __enter__(self) -> GpuTrace:
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history(context=None, clear_history=True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.events = self._read()
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _read(self) -> list[Event]:
+        events, live = [], {}
+        (entries,) = (x for x in torch.cuda.memory._snapshot()["device_traces"] if x)
+        for entry in entries:
+            at = entry.get("addr")
+            if entry["action"] == "alloc":
+                live[at] = entry["size"]
+                events.append(Event(at, entry["size"]))
+            elif entry["action"] == "free_completed" and at in live:
+                events.append(Event(at, -live.pop(at)))
+        return events
+
+    def mark(self) -> int:
+        return len(self._read())
+
+
+def address(x: Tensor) -> int:
+    """Where x's memory begins."""
+    return x.untyped_storage().data_ptr()
+
+
+def running(events: list[Event], apart: Iterable[int]) -> list[int]:
+    """Bytes held after each event, but for what is at some addresses at the end."""
+    last = {event.address: i for i, event in enumerate(events) if event.size > 0}
+    skipped = {last[at] for at in apart if at in last}
+    return list(accumulate(0 if i in skipped else event.size for i, event in enumerate(events)))
+
+
+def peak_scratch(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Most bytes held in forward, and in the backward of the sum of what it returns.
+
+    Inputs do not count, nor do the leaves' gradients, each from when its own memory is taken:
+    subtracted from the peak, one that comes later would hide as much scratch.
+    """
+    on_gpu = leaves[0].is_cuda
+    if on_gpu:  # kernels are compiled and the libraries' workspaces made once
+        forward().sum().backward()
+    for leaf in leaves:
+        leaf.grad = None
+    trace = GpuTrace() if on_gpu else CpuTrace()
+    with trace:
+        total = forward().sum()
+        mark = trace.mark()
+        total.backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+    apart = [address(leaf.grad) for leaf in leaves if leaf.grad is not None]
+    held = [0, *running(trace.events, apart)]
+    return max(held[: mark + 1]), max(held[mark:])
