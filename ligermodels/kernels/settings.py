@@ -32,6 +32,13 @@ NVIDIA: Table = {
         (None, Launch(0, 8)),
     ),
     "rms_norm_backward": (
+        (1024, Launch(0, 4, rows=4, programs=3)),
+        (2048, Launch(0, 8, rows=2, programs=2)),
+        (4096, Launch(0, 8, programs=2)),
+        (8192, Launch(0, 16)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    "add_rms_norm_backward": (
         (1024, Launch(0, 4, rows=2, programs=4)),
         (2048, Launch(0, 8, rows=2, programs=2)),
         (4096, Launch(0, 8, programs=2)),
@@ -48,6 +55,13 @@ NVIDIA: Table = {
         (1024, Launch(0, 4, 1, rows=4, programs=4)),
         (2048, Launch(0, 8, 1, rows=4, programs=2)),
         (4096, Launch(0, 8, programs=2)),
+        (8192, Launch(0, 16)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    "add_layer_norm_backward": (
+        (1024, Launch(0, 4, rows=2, programs=4)),
+        (2048, Launch(0, 8, rows=2, programs=2)),
+        (4096, Launch(0, 16, rows=2)),
         (8192, Launch(0, 16)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
@@ -70,6 +84,12 @@ NVIDIA: Table = {
 }
 
 # The norms' backwards have registers for one tile only on AMD; more programs hide the latency.
+_AMD_NORM_BACKWARD = (
+    (1024, Launch(0, 2, 1, programs=4)),
+    (4096, Launch(0, 8, 1, programs=4)),
+    (None, Launch(0, 16, 1, programs=4)),
+)
+
 AMD: Table = {
     "rms_norm_forward": (
         (1024, Launch(0, 2)),
@@ -77,22 +97,16 @@ AMD: Table = {
         (8192, Launch(0, 8)),
         (None, Launch(0, 16)),
     ),
-    "rms_norm_backward": (
-        (1024, Launch(0, 2, 1, programs=4)),
-        (4096, Launch(0, 8, 1, programs=4)),
-        (None, Launch(0, 16, 1, programs=4)),
-    ),
+    "rms_norm_backward": _AMD_NORM_BACKWARD,
+    "add_rms_norm_backward": _AMD_NORM_BACKWARD,
     "layer_norm_forward": (
         (1024, Launch(0, 2)),
         (4096, Launch(0, 4)),
         (8192, Launch(0, 8)),
         (None, Launch(0, 16)),
     ),
-    "layer_norm_backward": (
-        (1024, Launch(0, 2, 1, programs=4)),
-        (4096, Launch(0, 8, 1, programs=4)),
-        (None, Launch(0, 16, 1, programs=4)),
-    ),
+    "layer_norm_backward": _AMD_NORM_BACKWARD,
+    "add_layer_norm_backward": _AMD_NORM_BACKWARD,
     "column_sums": ((None, Launch(32, 4, rows=64)),),
     "mean_loss": ((None, Launch(4096, 8)),),
     "scaled": ((None, Launch(4096, 8)),),

@@ -34,7 +34,7 @@ AMD_ARCHES = ("gfx942", "gfx90a")
 # The least that a block may have on every NVIDIA GPU from sm_80 on (sm_86's 99 KiB).
 NVIDIA_SHARED = 99 * 1024
 AMD_SHARED, AMD_THREADS, NVIDIA_THREADS = 65536, 1024, 1024
-# The norms' backwards hold up to five arrays of a row's length: from 8192 columns on more than the
+# The norms' backwards hold up to five arrays of a tile's size: from 8192 elements on more than the
 # threads have registers for. A little of it may go to the L1 cache there, and nowhere else; more
 # in float32, where the launch is the one that is fastest for bfloat16.
 NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
@@ -59,11 +59,14 @@ def allowed_spill(launch: Recorded) -> int:
         options = ("WANT_STATS", "HAS_WEIGHTS", "HAS_SMOOTHING", "HAS_SOFTCAP")
         several = sum(launch.constants[option] for option in options) > 1
         return CROSS_ENTROPY_SPILL if several else 0
-    if launch.kernel.__name__ not in NORM_BACKWARDS or launch.constants["BLOCK"] < 8192:
+    if launch.kernel.__name__ not in NORM_BACKWARDS:
         return 0
-    if launch.signature["s_ptr"] == "*fp32" and launch.constants["BLOCK"] > 8192:
+    tile = launch.constants["ROWS"] * launch.constants["BLOCK"]
+    if tile < 8192:
+        return 0
+    if launch.signature["s_ptr"] == "*fp32" and tile > 8192:
         return 448
-    return 64
+    return 64 if launch.attributes else 128
 
 
 WIDTHS = (576, 1024, 2048, 2304, 3072, 3584, 4096, 5120, 8192, 16384)
@@ -225,8 +228,9 @@ def every_length(dtype: torch.dtype) -> None:
     """All launches of the tables at real sizes, with the flags that hold most."""
     for width in WIDTHS:
         norm_forward(width, dtype, dtype, True, "llama")
-        norm_backward(width, dtype, dtype, (True, True, True), "llama")
-        layer_norm(width, dtype)
+        for residual in (False, True):
+            norm_backward(width, dtype, dtype, (residual, True, True), "llama")
+            layer_norm(width, dtype, (residual, True, True))
     for vocab in VOCABS:
         for passes in PASSES:
             cross_entropy(vocab, dtype, passes)

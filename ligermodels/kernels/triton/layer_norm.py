@@ -211,7 +211,8 @@ def layer_norm_backward(
     columns = s.shape[-1]
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
-    setting = launch("layer_norm_backward", columns)
+    op = "layer_norm_backward" if grad_s is None else "add_layer_norm_backward"
+    setting = launch(op, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = torch.empty((programs, len(dtypes) * columns), dtype=torch.float32, device=s.device)

@@ -205,7 +205,8 @@ def rms_norm_backward(
     y = torch.empty_like(grad_y) if want_y else None
     if rows == 0:
         return grad_x, torch.zeros_like(weight) if want_weight else None, y
-    setting = launch("rms_norm_backward", columns)
+    op = "rms_norm_backward" if grad_s is None else "add_rms_norm_backward"
+    setting = launch(op, columns)
     programs = num_programs(setting, rows, s.device)
     partial = None
     if want_weight:
