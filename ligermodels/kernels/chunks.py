@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     vocab: int
     logit_bytes: int  # for each logit of a chunk
     hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
-    accumulator_bytes: int = 0  # float32 weight gradient; 0 where none is wanted
+    accumulator_bytes: int = 0  # to sum the weight gradient over chunks; 0 where none is wanted
     held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
     wider_bytes: int = 0  # by which that is wider than the gradient itself
     fixed_bytes: int = 0  # whatever the chunk

@@ -53,6 +53,7 @@ def _of_head(head: Head, lse: Tensor, entropy: Tensor | None = None) -> _Kept:
 
 
 def _keep(ctx, task: Task, kept: _Kept) -> None:
+    # Without task's tensors, which autograd is to watch over and to let go of after backward.
     ctx.save_for_backward(*kept)
     ctx.options, ctx.plan, ctx.wants = task.options, task.plan, task.wants
     ctx.set_materialize_grads(False)
@@ -223,7 +224,9 @@ def prepare(
 ) -> Call:
     """Check what `linear_cross_entropy` and `linear_log_probs` are given, and choose the chunks.
 
-    gradients_in_forward: whether they are made there and held until backward.
+    Args: as there; gradients_in_forward, whether they are made there and held until backward;
+        with_stats, whether log-probabilities, entropy and correctness are asked for.
+    Raises: as there, of a "loss head" or "cross entropy": see `called`.
     """
     vocab, width = weight.shape[0], weight.shape[-1]
     if hidden.shape[-1] != width:

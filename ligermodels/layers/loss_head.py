@@ -226,9 +226,11 @@ class LossHead(nn.Module):
         num_valid: int | None = None,
         **options: Any,
     ) -> CrossEntropyOutput:
-        """The loss through a projection that was swapped: called chunk by chunk, logits made again
-        in backward. Its gradients are its own affair, their accumulation autograd's. Under
-        skip_ignored the rows that count are gathered at once."""
+        """The loss through a projection that was swapped, called chunk by chunk.
+
+        Logits are made again in backward; the projection's gradients are its own affair, their
+        accumulation autograd's. Under skip_ignored the rows that count are gathered at once.
+        """
         ignore_index = options.get("ignore_index", -100)
         check_reduction(reduction, normalizer)
         if targets.shape != hidden.shape[:-1]:
@@ -239,23 +241,30 @@ class LossHead(nn.Module):
         rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         taken = valid_rows(row_targets, ignore_index, skip_ignored, num_valid)
         if taken is not None:
-            rows, row_targets = (
-                take_rows(rows, taken),
-                take_targets(row_targets, taken, ignore_index),
-            )
+            rows = take_rows(rows, taken)
+            row_targets = take_targets(row_targets, taken, ignore_index)
+        with_stats = options.get("return_token_stats", False)
         if chunk_size is None:
-            chunk_size = self._chunk(hidden, len(rows), max_scratch_bytes, skip_ignored, **options)
+            token_bytes = TOKEN_BYTES * (1 + with_stats + skip_ignored)
+            copied = skip_ignored or not hidden.is_contiguous()
+            chunk_size = self._chunk(
+                rows,
+                max_scratch_bytes,
+                # The projection's result, its gradient and float32 copies of either, or the loss's.
+                max(2 * hidden.element_size() + 16, logit_bytes(hidden, with_stats)),
+                token_bytes * targets.numel() + (rows.nbytes if copied else 0),
+            )
 
         def chunk_outputs(part: Tensor, part_targets: Tensor) -> tuple[Tensor | None, ...]:
             made = kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
-            return made.token_loss, made.z_loss, *made[3:]
+            stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
+            return made.token_loss, made.z_loss, *stats
 
         parts = [
             checkpoint(chunk_outputs, part, part_targets, use_reentrant=False)
             for part, part_targets in zip(rows.split(chunk_size), row_targets.split(chunk_size))
         ]
-        asked = [x for x in zip(*parts) if x[0] is not None]
-        tokens = [torch.cat(x) for x in asked]
+        tokens = [torch.cat(x) for x in zip(*parts)]
         if taken is not None:
             tokens = [put_rows(x, taken, targets.flatten(), ignore_index) for x in tokens]
         loss, z_loss, *stats = (x.view(targets.shape) for x in tokens)
@@ -276,29 +285,21 @@ class LossHead(nn.Module):
         )
 
     def _chunk(
-        self,
-        hidden: Tensor,
-        rows: int,
-        max_scratch_bytes: int | None,
-        skip_ignored: bool,
-        return_token_stats: bool = False,
-        **_: Any,
+        self, rows: Tensor, max_scratch_bytes: int | None, logit_bytes: int, fixed_bytes: int
     ) -> int:
-        """How many rows of hidden a swapped projection is called with at a time."""
-        grad = torch.is_grad_enabled()
-        trained = [_local(p) for p in self.proj.parameters() if grad and p.requires_grad]
-        tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-        # Rows gathered or made contiguous; the gradients of the chunks, which autograd joins.
-        copies = (skip_ignored or not hidden.is_contiguous()) + (grad and hidden.requires_grad)
-        sizes = Sizes(
-            rows,
-            self.vocab_size,
-            # What the projection makes, its gradient and float32 copies of either; or the loss's.
-            max(2 * hidden.element_size() + 16, logit_bytes(hidden, return_token_stats)),
+        """How many rows (rows, hidden) a swapped projection is called with at a time."""
+        sums = 0
+        if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
-            accumulator_bytes=3 * sum(p.nbytes for p in trained),
-            fixed_bytes=TOKEN_BYTES * tokens * (1 + return_token_stats + skip_ignored)
-            + copies * rows * width * hidden.element_size(),
+            sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
+            if rows.requires_grad:  # and joins those of the chunks' rows
+                fixed_bytes += rows.nbytes
+        sizes = Sizes(
+            len(rows),
+            self.vocab_size,
+            logit_bytes,
+            accumulator_bytes=sums,
+            fixed_bytes=fixed_bytes,
             second_loop=False,
         )
         return plan_chunks(sizes, max_scratch_bytes).rows
