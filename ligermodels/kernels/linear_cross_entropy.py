@@ -97,13 +97,16 @@ class _ReducedLoss(torch.autograd.Function):
             upstream = Upstream((torch.ones_like(divisor) if ctx.late else 1 / divisor).view(1))
         stats = _empty_stats(head)
         rows = row_loop(head, upstream, stats=stats)
-        kept = _of_head(head, rows.lse) if task.by_columns() else _Kept()
-        kept = kept._replace(
-            divisor=divisor,
-            grad_hidden=rows.grad_hidden,
-            grad_weight=rows.grad_weight,
-            grad_bias=rows.grad_bias,
-        )
+        if task.by_columns():
+            kept = _of_head(head, rows.lse)
+            kept = kept._replace(divisor=divisor, grad_hidden=rows.grad_hidden)
+        else:
+            kept = _Kept(
+                divisor=divisor,
+                grad_hidden=rows.grad_hidden,
+                grad_weight=rows.grad_weight,
+                grad_bias=rows.grad_bias,
+            )
         _keep(ctx, task, kept)
         z_sum = rows.z_loss.sum() / divisor
         ctx.mark_non_differentiable(z_sum, rows.loss, *(stats or ()))
@@ -195,16 +198,11 @@ class Call(NamedTuple):
         return x.view(self.targets.shape)
 
 
-def _in_place(hidden: Tensor) -> bool:
-    """Whether the rows of a chunk are calculated where they are, as by the Triton kernels."""
-    return select(hidden) is not reference
-
-
-def logit_bytes(hidden: Tensor, with_stats: bool) -> int:
-    """Bytes that each logit of a chunk takes at the peak."""
-    # Plain PyTorch holds several wide copies of a chunk; counted with every option set.
-    copies = 0 if _in_place(hidden) else 7 + 2 * with_stats
-    return hidden.element_size() + copies * compute_dtype(hidden).itemsize
+def wide_copies(hidden: Tensor, with_stats: bool) -> int:
+    """Copies of a chunk's logits in `compute_dtype` that exist at the peak beside the logits."""
+    if select(hidden) is not reference:
+        return 0  # the kernels work in place
+    return 7 + 2 * with_stats  # with every option set
 
 
 def prepare(
@@ -261,6 +259,7 @@ def prepare(
         row_targets = take_targets(row_targets, taken, options.ignore_index)
     if chunk_size is None:
         wide = compute_dtype(hidden).itemsize
+        copies = wide_copies(hidden, with_stats)
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
         if not (wants.weight and gradients_in_forward):
             held = 0
@@ -268,8 +267,8 @@ def prepare(
         sizes = Sizes(
             len(row_targets),
             vocab,
-            logit_bytes(hidden, with_stats),
-            hidden_bytes=copied + (0 if _in_place(hidden) else width * wide),
+            logit_bytes=hidden.element_size() + wide * copies,
+            hidden_bytes=copied + (width * wide if copies else 0),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
             held_bytes=held,
             wider_bytes=max(0, held - vocab * width * weight.element_size()),

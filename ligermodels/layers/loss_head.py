@@ -19,7 +19,8 @@ from ligermodels.kernels.cross_entropy import (
     check_reduction,
     loss_divisor,
 )
-from ligermodels.kernels.linear_cross_entropy import check_loss_options, logit_bytes
+from ligermodels.kernels.linear_cross_entropy import check_loss_options, wide_copies
+from ligermodels.kernels.reference import compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
 
@@ -247,11 +248,12 @@ class LossHead(nn.Module):
         if chunk_size is None:
             token_bytes = TOKEN_BYTES * (1 + with_stats + skip_ignored)
             copied = skip_ignored or not hidden.is_contiguous()
+            wide_bytes = compute_dtype(hidden).itemsize * wide_copies(hidden, with_stats)
             chunk_size = self._chunk(
                 rows,
                 max_scratch_bytes,
                 # The projection's result, its gradient and float32 copies of either, or the loss's.
-                max(2 * hidden.element_size() + 16, logit_bytes(hidden, with_stats)),
+                max(2 * hidden.element_size() + 16, hidden.element_size() + wide_bytes),
                 token_bytes * targets.numel() + (rows.nbytes if copied else 0),
             )
 
