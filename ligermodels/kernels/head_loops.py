@@ -251,23 +251,3 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def register_flop_formulas() -> None:
-    """Teach `torch.utils.flop_counter` the products of a chunked head: 2 * m * k * n operations.
-
-    A counter sees a registered op, not the product within. Call it before `FlopCounterMode` is
-    made; again is harmless. Not done on import, because the counter imports triton.
-    """
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
-    def product(a: torch.Size, b: torch.Size, **_: object) -> int:
-        return 2 * a[0] * a[1] * b[1]
-
-    def sum_of_products(total: torch.Size, a: torch.Size, b: torch.Size, **_: object) -> int:
-        return product(a, b)
-
-    ops = torch.ops.ligermodels
-    for op, formula in ((ops.wide_product, product), (ops.accumulate_product, sum_of_products)):
-        if op not in flop_registry:
-            register_flop_formula(op)(formula)
