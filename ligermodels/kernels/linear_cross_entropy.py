@@ -15,7 +15,6 @@ from torch import Tensor
 from ligermodels.kernels import reference
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
-from ligermodels.kernels.called import called
 from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -108,9 +107,16 @@ class _ReducedLoss(torch.autograd.Function):
                 grad_bias=rows.grad_bias,
             )
         _keep(ctx, task, kept)
-        z_sum = rows.z_loss.sum() / divisor
-        ctx.mark_non_differentiable(z_sum, rows.loss, *(stats or ()))
-        return rows.loss.sum() / divisor, z_sum, rows.loss, *(stats or ())
+        loss, z_loss, _ = select(hidden).mean_loss(
+            rows.loss,
+            rows.z_loss,
+            task.targets,
+            task.class_weights,
+            task.options.ignore_index,
+            divisor,
+        )
+        ctx.mark_non_differentiable(z_loss, rows.loss, *(stats or ()))
+        return loss, z_loss, rows.loss, *(stats or ())
 
     @staticmethod
     def backward(ctx, upstream, *_):
@@ -376,22 +382,21 @@ def linear_cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    with called("linear_cross_entropy"):
-        check_reduction(reduction, normalizer)
-        call = prepare(
-            hidden,
-            weight,
-            targets,
-            bias,
-            class_weights,
-            options,
-            chunk_size=chunk_size,
-            max_scratch_bytes=max_scratch_bytes,
-            skip_ignored=skip_ignored,
-            num_valid=num_valid,
-            gradients_in_forward=reduction != "none",
-            with_stats=return_token_stats,
-        )
+    check_reduction(reduction, normalizer)
+    call = prepare(
+        hidden,
+        weight,
+        targets,
+        bias,
+        class_weights,
+        options,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        num_valid=num_valid,
+        gradients_in_forward=reduction != "none",
+        with_stats=return_token_stats,
+    )
     if reduction == "none":
         return call.token_outputs()
     dtype = compute_dtype(call.head.hidden)

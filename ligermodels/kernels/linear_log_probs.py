@@ -6,7 +6,6 @@ Backward computes the logits again, chunk by chunk (four matrix products in all)
 
 from torch import Tensor
 
-from ligermodels.kernels.called import called
 from ligermodels.kernels.linear_cross_entropy import prepare
 from ligermodels.kernels.reference import CrossEntropyOptions
 
@@ -49,21 +48,20 @@ def linear_log_probs(
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    with called("linear_log_probs"):
-        call = prepare(
-            hidden,
-            weight,
-            targets,
-            bias,
-            None,
-            options,
-            chunk_size=chunk_size,
-            max_scratch_bytes=max_scratch_bytes,
-            skip_ignored=skip_ignored,
-            num_valid=num_valid,
-            gradients_in_forward=False,
-            with_stats=entropy,
-        )
+    call = prepare(
+        hidden,
+        weight,
+        targets,
+        bias,
+        None,
+        options,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        num_valid=num_valid,
+        gradients_in_forward=False,
+        with_stats=entropy,
+    )
     out = call.token_outputs()
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p; 0 - x leaves no -0 where it is ignored.

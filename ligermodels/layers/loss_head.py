@@ -12,7 +12,6 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
-from ligermodels.kernels.called import called
 from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -90,8 +89,7 @@ class LossHead(nn.Module):
             raise TypeError(
                 f"LossHead: unknown loss options {sorted(unknown)}; known: {sorted(LOSS_OPTIONS)}"
             )
-        with called("LossHead"):
-            check_loss_options(vocab_size, **loss_options)
+        check_loss_options(vocab_size, **loss_options)
         self.vocab_size = vocab_size
         self.loss_options = loss_options
         if tied_to is None:
@@ -131,12 +129,11 @@ class LossHead(nn.Module):
             head under FSDP2 outside the model's forward.
         """
         options = {**self.loss_options, **loss_options}
-        with called("LossHead"):
-            if self._is_linear():
-                weight, bias = self._parameters_here()
-                made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
-            else:
-                made = self._module_loss(hidden, targets, **options)
+        if self._is_linear():
+            weight, bias = self._parameters_here()
+            made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
+        else:
+            made = self._module_loss(hidden, targets, **options)
         num_valid = (targets != options.get("ignore_index", -100)).sum()
         token_loss = made.token_loss if return_token_loss or made.log_probs is not None else None
         return HeadOutput(
@@ -172,15 +169,14 @@ class LossHead(nn.Module):
             )
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}
-        with called("LossHead.log_probs"):
-            if self._is_linear():
-                weight, bias = self._parameters_here()
-                return kernels.linear_log_probs(
-                    hidden, weight, targets, bias, entropy=entropy, **options
-                )
-            made = self._module_loss(
-                hidden, targets, reduction="none", return_token_stats=True, **options
+        if self._is_linear():
+            weight, bias = self._parameters_here()
+            return kernels.linear_log_probs(
+                hidden, weight, targets, bias, entropy=entropy, **options
             )
+        made = self._module_loss(
+            hidden, targets, reduction="none", return_token_stats=True, **options
+        )
         assert made.log_probs is not None
         return made.log_probs, made.entropy if entropy else None
 

@@ -228,19 +228,19 @@ def test_compiled_equals_eager(place, asked, cut) -> None:
 def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
     made = inputs(bias=False)
     made["targets"][4] = target
-    with pytest.raises(IndexError, match=rf"^linear_log_probs: target {target} at flat position 4"):
+    with pytest.raises(IndexError, match=rf"^cross entropy: target {target} at flat position 4"):
         linear_log_probs(**made)
 
 
 def test_refusals() -> None:
     made = inputs(bias=False)
-    with pytest.raises(ValueError, match=r"^linear_log_probs: hidden .* differ in their"):
+    with pytest.raises(ValueError, match=r"^loss head: hidden .* differ in their"):
         linear_log_probs(made["hidden"], made["weight"][:, 1:], made["targets"])
-    with pytest.raises(ValueError, match=r"^linear_log_probs: softcap"):
+    with pytest.raises(ValueError, match=r"^cross entropy: softcap"):
         linear_log_probs(**made, softcap=-1.0)
     for option, value in (("chunk_size", 0), ("max_scratch_bytes", 1), ("num_valid", 3)):
-        with pytest.raises(ValueError, match=f"^linear_log_probs: {option}={value}"):
+        with pytest.raises(ValueError, match=f"^loss head: {option}={value}"):
             linear_log_probs(**made, **{option: value})
     for hidden in (made["hidden"].long(), made["hidden"].half()):
-        with pytest.raises(ValueError, match=r"^linear_log_probs: hidden is torch\."):
+        with pytest.raises(ValueError, match=r"^loss head: hidden is torch\."):
             linear_log_probs(**{**made, "hidden": hidden})
