@@ -362,8 +362,9 @@ def linear_cross_entropy(
             skip_ignored). Where it holds no float32 sum of the weight gradient
             (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
-            twice the sum. The hidden gradient made in forward is kept for backward and counts as
-            a gradient; what autocast casts is not counted, a copy of a sliced hidden is. On a CPU
+            twice the sum. The gradients made in forward are kept for backward and count as
+            gradients there: that of hidden, and with one chunk that of the weight. What autocast
+            casts is not counted, a copy of a sliced hidden is. On a CPU
             plain PyTorch makes several wide copies of a row of logits, which count as well.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,

@@ -110,10 +110,22 @@ def test_gradients_off_the_targets(place, vocab, softcap) -> None:
 BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
 
 
-def check_scratch(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], allowed: int) -> None:
-    """Forward and backward apart, each within what is allowed."""
-    for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, leaves)):
-        assert scratch <= allowed, f"{phase}: {scratch / MIB:.1f} MiB of {allowed / MIB:.1f}"
+def check_scratch(
+    forward: Callable[[], Tensor],
+    leaves: tuple[Tensor, ...],
+    allowed: int,
+    made_in_forward: int = 0,
+) -> None:
+    """Forward and backward apart, each within what is allowed.
+
+    made_in_forward: bytes of the weight's gradient where forward makes it whole, for backward.
+    """
+    in_forward, in_backward = peak_scratch(forward, leaves)
+    for phase, scratch, limit in (
+        ("forward", in_forward, allowed + made_in_forward),
+        ("backward", in_backward, allowed),
+    ):
+        assert scratch <= limit, f"{phase}: {scratch / MIB:.1f} MiB of {limit / MIB:.1f}"
 
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
@@ -153,8 +165,10 @@ def test_scratch_of_gathered_rows_is_in_the_budget(budget, num_valid) -> None:
     def forward() -> Tensor:
         return linear_cross_entropy(hidden, weight, targets, **options).loss
 
+    one_chunk = num_valid == 1000 and budget >= 300 * MIB
     # The hidden gradient that forward makes has one row to spare for the padding.
-    check_scratch(forward, (hidden, weight), budget + hidden.nbytes + width * 2)
+    allowed = budget + hidden.nbytes + width * 2
+    check_scratch(forward, (hidden, weight), allowed, weight.nbytes if one_chunk else 0)
 
 
 @pytest.mark.parametrize("budget", [32 * MIB, 64 * MIB, 700 * MIB])
