@@ -157,7 +157,7 @@ def cross_entropy_kernel(
             highest = new
         top = tl.max(highest)
         total_sum = tl.sum(total * tl.exp2((highest - top) * unit_2))
-        lse_x = top + tl.log2(total_sum) / unit_2
+        lse_x = top + tl.log2(total_sum) * tl.div_rn(LN_2, unit)
         lse = lse_x * unit
         log_prob = (target_x - lse_x) * unit
         loss = -target_weight * log_prob

@@ -48,8 +48,9 @@ def mean_loss_kernel(
         divisor = tl.sum(weight_sum)
         divisor = tl.where(divisor == 0.0, 1.0, divisor)
         tl.store(divisor_ptr, divisor)
-    tl.store(mean_ptr, tl.sum(loss_sum) / divisor)
-    tl.store(z_mean_ptr, tl.sum(z_sum) / divisor)
+    # Rounded to nearest: / may be wrong by two units in the last place.
+    tl.store(mean_ptr, tl.div_rn(tl.sum(loss_sum), divisor))
+    tl.store(z_mean_ptr, tl.div_rn(tl.sum(z_sum), divisor))
 
 
 def mean_loss(
