@@ -8,7 +8,7 @@ from ligermodels.kernels.settings import (
     NVIDIA,
     Launch,
     launch_for,
-    num_multiprocessors,
+    num_programs,
 )
 
 TABLE = {"op": ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))}
@@ -32,19 +32,22 @@ def test_first_fit_wins_and_block_0_is_the_row(length, expected) -> None:
 
 @pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
 def test_norms_hold_a_whole_row(table) -> None:
-    for op in (
-        f"{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("forward", "backward")
-    ):
+    norms = [op for op in table if "_norm_" in op and not op.startswith("qk_norm_rope")]
+    assert len(norms) >= 6
+    for op in norms:
         for width in (1, 576, 4096, 4097, 16384, 65536):
             block = launch_for(table, op, width).block
             assert block >= width and block & (block - 1) == 0
 
 
-def test_multiprocessors_without_a_gpu() -> None:
-    assert num_multiprocessors(None) > 0
+def test_programs_without_a_gpu() -> None:
+    assert num_programs(Launch(1, 4), 10**9, torch.device("cpu")) > 1
+    assert num_programs(Launch(1, 4, rows=4), 0, torch.device("cpu")) == 0
 
 
 @pytest.mark.gpu
-def test_multiprocessors_of_a_gpu() -> None:
-    expected = torch.cuda.get_device_properties(0).multi_processor_count
-    assert num_multiprocessors(0) == expected
+def test_programs_of_a_gpu() -> None:
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    setting, device = Launch(1, 4, rows=2, programs=3), torch.device("cuda", 0)
+    assert num_programs(setting, 10**9, device) == 3 * multiprocessors
+    assert num_programs(setting, 5, device) == 3
