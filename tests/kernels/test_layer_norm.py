@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import add_layer_norm, layer_norm
+from ligermodels.kernels.settings import NVIDIA, launch_for, num_programs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
@@ -19,6 +20,38 @@ def inputs(shape, residual: bool = False, weight: bool = True, bias: bool = True
     if residual:
         made["residual"] = random(*shape, seed=3)
     return made
+
+
+# With a residual and without: the op, its formula, and a width whose rows are read ahead.
+OPS = {
+    False: (layer_norm, formulas.layer_norm, 2056),
+    True: (add_layer_norm, formulas.add_layer_norm, 33),
+}
+
+
+def off_centre(shape: tuple[int, ...], residual: bool) -> dict:
+    """Inputs whose mean is as large as their deviation: to forget it changes everything."""
+    made = inputs(shape, residual)
+    return made | {"x": made["x"] + 3.0}
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
+    """Rows too long for the registers: the kernel reads them again after its reductions."""
+    op, formula, _ = OPS[residual]
+    assert launch_for(NVIDIA, f"{op.__name__}_backward", 8200).reload
+    compare(op, formula, off_centre((5, 8200), residual), float32_place)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
+    """Rows of 16 bits, more than two passes of all programs: the next ones are already loaded."""
+    op, formula, width = OPS[residual]
+    setting = launch_for(NVIDIA, f"{op.__name__}_backward", width)
+    assert setting.num_stages > 1
+    programs = num_programs(setting, 10**9, torch.device(float32_place.device, 0))
+    made = off_centre((2 * programs * setting.rows + 1, width), residual)
+    compare(op, formula, made, float32_place._replace(dtype=torch.float16))
 
 
 def test_one_output_unused(place) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import add_rms_norm, rms_norm
+from ligermodels.kernels.settings import NVIDIA, launch_for, num_programs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
@@ -15,10 +16,33 @@ def inputs(shape: tuple[int, ...], residual: bool) -> dict:
     return made
 
 
+# With a residual and without: the op and its formula.
+OPS = {False: (rms_norm, formulas.rms_norm), True: (add_rms_norm, formulas.add_rms_norm)}
+
+
 @pytest.mark.parametrize("casting, offset", [("gemma", 0.0), ("llama", 1.0)])
 def test_casting_without_its_offset(place, casting, offset) -> None:
     options = {"casting": casting, "offset": offset, "eps": 1e-5}
     compare(rms_norm, formulas.rms_norm, inputs((3, 33), False) | options, place)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
+    """Rows too long for the registers: the kernel reads them again after its reduction."""
+    op, formula = OPS[residual]
+    assert launch_for(NVIDIA, f"{op.__name__}_backward", 8200).reload
+    compare(op, formula, inputs((5, 8200), residual) | {"offset": 1.0}, float32_place)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
+    """Rows of 16 bits, more than two passes of all programs: the next ones are already loaded."""
+    op, formula = OPS[residual]
+    setting = launch_for(NVIDIA, f"{op.__name__}_backward", 33)
+    assert setting.num_stages > 1
+    programs = num_programs(setting, 10**9, torch.device(float32_place.device, 0))
+    made = inputs((2 * programs * setting.rows + 1, 33), residual) | {"offset": 1.0}
+    compare(op, formula, made, float32_place._replace(dtype=torch.float16))
 
 
 def test_one_output_unused(place) -> None:
