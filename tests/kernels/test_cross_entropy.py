@@ -154,6 +154,24 @@ def test_target_out_of_range_poisons_its_row_alone(place, target, weights) -> No
 
 
 @pytest.mark.parametrize("target", [-1, 5, 2**40])
+def test_target_out_of_range_weighs_nothing_in_the_mean(place, target) -> None:
+    """The mean's divisor sums the class weights of the targets inside alone; the loss is NaN.
+
+    The class weights lie between numbers that would show, had one of them been read.
+    """
+    logits = random(4, 5, seed=2).to(place.dtype).to(place.device)
+    targets = torch.tensor([1, target, -100, 4], device=place.device)
+    class_weights = torch.tensor([1e6, 3.0, 0.5, 7.0, 7.0, 0.25, 1e6], device=place.device)[1:-1]
+    ops = select(logits)
+    loss, z_loss, *_ = ops.cross_entropy_rows(
+        logits, targets, None, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
+    )
+    *means, divisor = ops.mean_loss(loss, z_loss, targets, class_weights, -100, None)
+    assert divisor == 0.75
+    assert all(mean.isnan() for mean in means)
+
+
+@pytest.mark.parametrize("target", [-1, 5, 2**40])
 def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
     targets = torch.tensor([[1, 2], [-100, target]])
     with pytest.raises(IndexError, match=rf"target {target} at flat position 3 .* vocabulary of 5"):
