@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -157,10 +158,7 @@ def _cuda_stack(cubin: bytes) -> int:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        return 0
-    import tempfile
-
+    assert tool.exists(), f"{tool} is missing: without it nothing says what a kernel spills"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
