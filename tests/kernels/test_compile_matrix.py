@@ -189,6 +189,23 @@ def cross_entropy(
     )
 
 
+def token_gradient(dtype: torch.dtype, log_probs: bool, entropy: bool) -> None:
+    """The gradient for upstream gradients of statistics alone: the loss has one zero for all."""
+    from ligermodels.kernels.triton import cross_entropy_rows
+
+    row = meta(ROWS, dtype=torch.float32)
+    cross_entropy_rows(
+        meta(ROWS, 32000, dtype=dtype),
+        meta(ROWS, dtype=torch.int64),
+        meta(1, dtype=torch.float32),
+        row,
+        None,
+        CrossEntropyOptions(),
+        True,
+        stats_scale=StatsScale(row if log_probs else None, row if entropy else None, row),
+    )
+
+
 def every_flag(dtype: torch.dtype) -> None:
     """All combinations of flags, at the length where a program holds most."""
     for residual, casting in product((False, True), ("llama", "gemma")):
@@ -201,6 +218,8 @@ def every_flag(dtype: torch.dtype) -> None:
         for features in product((False, True), repeat=3):
             cross_entropy(32000, dtype, passes, features, stats=False)
         cross_entropy(32000, dtype, passes, (False, False, False), stats=True)
+    for upstream in product((False, True), repeat=2):
+        token_gradient(dtype, *upstream)
     for in_place in (False, True):
         rope(32, 8, 128, dtype, in_place)
     for casting, want_weights in product(("llama", "gemma"), (False, True)):
@@ -256,6 +275,8 @@ def mixed() -> None:
     qk_norm_rope(32, 8, 128, torch.float16)
     glu(14336, torch.float16)
     cross_entropy(128256, torch.float16, "both")
+    scaled(torch.float32, torch.float16)
+    scaled(torch.float16, torch.float16)
     norm_forward(4096, torch.float32, torch.bfloat16, True, "llama")
     norm_backward(4096, torch.float32, torch.bfloat16, (True, True, True), "llama")
     layer_norm(4096, torch.float32, out=torch.bfloat16)
