@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
     accumulator_bytes: int = 0  # to sum the weight gradient over chunks; 0 where none is wanted
     held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
-    wider_bytes: int = 0  # by which that is wider than the gradient itself
+    kept_bytes: int = 0  # hidden gradient that forward makes and keeps for backward
     fixed_bytes: int = 0  # whatever the chunk
     second_loop: bool = True  # whether the weight gradient can be made by columns instead
 
@@ -44,12 +44,14 @@ class Plan(NamedTuple):
 
     Without `columns` the weight gradient is summed over the chunks of rows. With it, the rows pass
     first without it; then a second loop makes it for `columns` classes at a time from the logits
-    of `column_rows` rows at a time.
+    of `column_rows` rows at a time. Without `in_forward` there is no room for gradients between the
+    passes, and backward makes all of them, from logits made once more.
     """
 
     rows: int
     columns: int | None = None
     column_rows: int = 0
+    in_forward: bool = True
 
 
 def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
@@ -70,32 +72,37 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         return Plan(1)
     # The hidden states of a chunk and their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
-    whole_bytes = rows * row_bytes + sizes.wider_bytes
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
-        if whole_bytes <= default:
+        if rows * row_bytes <= default:
             return Plan(rows)
         return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
+    whole_bytes = rows * row_bytes + sizes.held_bytes
     # One column of one row, gathered, and of the float32 sum over the rows.
     column_bytes = accumulator_bytes // vocab
     least = row_bytes
     if accumulator_bytes and sizes.second_loop:
         least = max(least, logit_bytes + hidden_bytes + column_bytes)
     elif accumulator_bytes:
-        least = min(max(whole_bytes, sizes.held_bytes), accumulator_bytes + row_bytes)
+        least = min(whole_bytes, accumulator_bytes + row_bytes)
+    in_forward = 2 * sizes.kept_bytes <= free and least <= free - sizes.kept_bytes
+    if in_forward:
+        free -= sizes.kept_bytes
+    else:
+        whole_bytes = rows * row_bytes
     if free < least:
         beside = sizes.fixed_bytes + least - row_bytes
         raise ValueError(
             f"loss head: max_scratch_bytes={max_scratch_bytes} is too small for {rows} tokens; it "
             f"must hold a row of logits and {beside} bytes beside it: at least {beside + row_bytes}"
         )
-    if max(whole_bytes, sizes.held_bytes) <= free:
-        return Plan(rows)
+    if whole_bytes <= free:
+        return Plan(rows, in_forward=in_forward)
     beside = (free - accumulator_bytes) // row_bytes
     if not (accumulator_bytes and sizes.second_loop) or beside >= MIN_ACCUMULATED_ROWS:
-        return Plan(_even(beside))
+        return Plan(_even(beside), in_forward=in_forward)
 
     column_rows = rows
     while True:
@@ -104,7 +111,8 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         if columns >= min(128, vocab) or column_rows == 1:
             break
         column_rows = -(-column_rows // 2)
-    return Plan(min(_even(free // row_bytes), rows), min(_even(columns), vocab), column_rows)
+    row_chunk = min(_even(free // row_bytes), rows)
+    return Plan(row_chunk, min(_even(columns), vocab), column_rows, in_forward)
 
 
 def _even(length: int) -> int:

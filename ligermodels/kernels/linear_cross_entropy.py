@@ -4,7 +4,8 @@ Where the loss is one number, its gradients are computed in the forward pass whi
 logits are at hand (three matrix products in all); backward scales them by the upstream gradient.
 With reduction "none" the upstream gradient of each token is needed first, so backward computes
 the logits again (four products). A budget too small for a float32 sum of the weight gradient costs
-one product more: backward makes that gradient in a loop of its own, over the vocabulary.
+one product more: backward makes that gradient in a loop of its own, over the vocabulary. One too
+small for the hidden gradient, which forward would keep for backward, costs another.
 """
 
 from typing import Any, NamedTuple
@@ -182,11 +183,16 @@ class Call(NamedTuple):
 
     def reduced(self, divisor: Tensor) -> CrossEntropyOutput:
         """The loss of all tokens over divisor, alone differentiable."""
+        if not self.head.task.plan.in_forward:
+            out = self.token_outputs()
+            stats = (x.detach() for x in out[3:] if x is not None)
+            return CrossEntropyOutput(
+                out.loss.sum() / divisor, out.z_loss.sum() / divisor, out.loss.detach(), *stats
+            )
         hidden, weight, bias, task = self.head
         with without_autocast(hidden):
             loss, z_loss, *tokens = _ReducedLoss.apply(hidden, weight, bias, task, divisor)
-        token_loss, *stats = map(self.shaped, tokens)
-        return CrossEntropyOutput(loss, z_loss, token_loss, *stats)
+        return CrossEntropyOutput(loss, z_loss, *map(self.shaped, tokens))
 
     def token_outputs(self) -> CrossEntropyOutput:
         """Everything of each token, differentiable for any upstream gradient."""
@@ -228,7 +234,7 @@ def prepare(
 ) -> Call:
     """Check what `linear_cross_entropy` and `linear_log_probs` are given, and choose the chunks.
 
-    Args: as there; gradients_in_forward, whether they are made there and held until backward;
+    Args: as there; gradients_in_forward, whether they may be made there and held until backward;
         with_stats, whether log-probabilities, entropy and correctness are asked for.
     Raises: as there, of a "loss head" or "cross entropy": see `called`.
     """
@@ -266,9 +272,9 @@ def prepare(
     if chunk_size is None:
         wide = compute_dtype(hidden).itemsize
         copies = wide_copies(hidden, with_stats)
+        # What forward makes is held until backward hands out scaled copies.
+        kept = hidden.nbytes + width * hidden.element_size()  # a row to spare for padding
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
-        if not (wants.weight and gradients_in_forward):
-            held = 0
         copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
             len(row_targets),
@@ -276,8 +282,8 @@ def prepare(
             logit_bytes=hidden.element_size() + wide * copies,
             hidden_bytes=copied + (width * wide if copies else 0),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
-            held_bytes=held,
-            wider_bytes=max(0, held - vocab * width * weight.element_size()),
+            held_bytes=held if wants.weight and gradients_in_forward else 0,
+            kept_bytes=kept if wants.hidden and gradients_in_forward else 0,
             fixed_bytes=TOKEN_BYTES * targets.numel() * (1 + with_stats + skip_ignored)
             + (3 * wide * vocab if wants.bias else 0)
             + (0 if hidden.is_contiguous() else hidden.nbytes),
@@ -360,12 +366,12 @@ def linear_cross_entropy(
         max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients, down to a row
             of logits and 64 bytes a token (64 more for return_token_stats, as many for
             skip_ignored). Where it holds no float32 sum of the weight gradient
-            (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product.
+            (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product; below
+            twice the hidden gradient, which forward would keep for backward, that one, too.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
-            twice the sum. The gradients made in forward are kept for backward and count as
-            gradients there: that of hidden, and with one chunk that of the weight. What autocast
-            casts is not counted, a copy of a sliced hidden is. On a CPU
-            plain PyTorch makes several wide copies of a row of logits, which count as well.
+            twice the sum, and the gradients that forward keeps. What autocast casts is not
+            counted, a copy of a sliced hidden is. On a CPU plain PyTorch makes several wide
+            copies of a row of logits, which count as well.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,
             unless num_valid is given.

@@ -361,16 +361,18 @@ def cross_entropy_rows(
     A row whose target is neither in the vocabulary nor ignore_index gets NaN.
 
     Args: logits (rows, vocab); targets (rows) int64; row_scale (rows) or (1,) float32, or None
-        for no gradient; lse (rows) from an earlier call, which spares a pass over the logits;
+        for no gradient; lse (rows, 2) from an earlier call, which spares a pass over the logits;
         class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
         given, not together with lse; stats_scale adds the gradient of sum(stats_scale.log_probs *
         log_probs) + sum(stats_scale.entropy * entropy). With first_column and vocab, logits
         (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
         lse must be given.
-    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows), gradient (rows, vocab)
-        or None. All but the gradient are float32, or float64 for float64 logits; with lse given,
-        the first two may be anything. lse, the logsumexp of t, is to be handed back only: an
-        implementation may keep it in another unit, and anything for an ignored row.
+    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows, 2), gradient
+        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
+        with lse given, the first two may be anything. lse is the largest t and the logarithm of
+        sum(exp(t - largest)): their sum, the logsumexp, would be rounded to the size of the
+        largest. It is to be handed back only: an implementation may keep it in other units, and
+        anything for an ignored row.
     """
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     columns = logits.shape[-1]
@@ -389,24 +391,32 @@ def cross_entropy_rows(
     nan = _cast(torch.where(inside, 0.0, float("nan")), t.dtype)
     if lse is not None:
         loss = z = lse
+        top, log_sum = lse.unbind(-1)
     else:
-        lse = torch.logsumexp(t, -1)
+        top = t.amax(-1)
+        log_sum = torch.exp(t - top[:, None]).sum(-1).log()
+        lse = torch.stack((top, log_sum), -1)
         target_t = t.gather(-1, index[:, None])[:, 0]
-        loss = target_weight * (lse - target_t)
+        target_log_p = target_t - top - log_sum
+        loss = -target_weight * target_log_p
         if label_smoothing:
-            loss = loss + smooth * (lse * weights.sum() - (t * weights).sum(-1))
-        z = z_loss * lse * lse
+            # Everything less the target: sums over large logits would lose their differences.
+            anchor = torch.where(target_t == -torch.inf, 0.0, target_t)
+            above = top - anchor + log_sum
+            weighted = ((t - anchor[:, None]) * weights).sum(-1)
+            loss = loss + smooth * (above * weights.sum() - weighted)
+        z = z_loss * (top + log_sum) * (top + log_sum)
         loss = torch.where(valid, loss + z + nan, 0.0)
         z = torch.where(valid, z + nan, 0.0)
         if stats is not None:
-            log_p = t - lse[:, None]
+            log_p = t - top[:, None] - log_sum[:, None]
             p = torch.exp(log_p)
             entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
             # Compared before the softcap, which may round unequal logits to equal ones.
             best = scaled.gather(-1, index[:, None])
             before = torch.arange(columns, device=t.device) < index[:, None]
             beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
-            stats.log_probs.copy_(torch.where(valid, target_t - lse + nan, 0.0))
+            stats.log_probs.copy_(torch.where(valid, target_log_p + nan, 0.0))
             stats.entropy.copy_(torch.where(valid, entropy + nan, 0.0))
             stats.correct.copy_(valid & inside & ~beaten)
     if row_scale is None:
@@ -414,11 +424,11 @@ def cross_entropy_rows(
 
     scale = torch.where(valid, _cast(row_scale, t.dtype) + nan, 0.0)
     at_target = -target_weight * scale
-    factor = (target_weight + smooth * weights.sum() + 2 * z_loss * lse) * scale
+    factor = (target_weight + smooth * weights.sum() + 2 * z_loss * (top + log_sum)) * scale
     if stats_scale is not None and stats_scale.log_probs is not None:
         at_target = at_target + stats_scale.log_probs
         factor = factor - stats_scale.log_probs
-    p = torch.exp(t - lse[:, None])
+    p = torch.exp(t - top[:, None] - log_sum[:, None])
     grad = p * factor[:, None]
     here = index - first_column
     mine = (here >= 0) & (here < columns)
@@ -431,8 +441,8 @@ def cross_entropy_rows(
     if stats_scale is not None and stats_scale.entropy is not None:
         assert stats_scale.value is not None
         # p log p is 0 where p is, -infinity or not.
-        above = torch.where(p == 0, 0.0, p * (t - (lse - stats_scale.value)[:, None]))
-        grad = grad - stats_scale.entropy[:, None] * above
+        log_p = t - top[:, None] - (log_sum - stats_scale.value)[:, None]
+        grad = grad - stats_scale.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     # An ignored row gets exact zeros even where its logits are not finite.

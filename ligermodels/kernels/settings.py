@@ -1,6 +1,5 @@
 """Launch settings of every Triton kernel, one table per vendor. Change them here and only here."""
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -139,25 +138,23 @@ def launch_for(table: Table, op: str, length: int) -> Launch:
         if limit is None or length <= limit:
             if launch.block:
                 return launch
-            return launch._replace(block=1 << max(length - 1, 0).bit_length())
+            return Launch(1 << max(length - 1, 0).bit_length(), *launch[1:])
     raise AssertionError(f"{op} has no launch without a limit")
 
 
-@cache
 def launch(op: str, length: int) -> Launch:
     """The launch of `op` on the GPU at hand."""
     return launch_for(AMD if torch.version.hip else NVIDIA, op, length)
 
 
-@cache
-def num_multiprocessors(device_index: int | None) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a small number where there is none (the interpreter)."""
-    if device_index is None or not torch.cuda.is_available():
+    if device.type != "cuda":
         return 2
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def num_programs(setting: Launch, rows: int, device: torch.device) -> int:
     """Programs to launch where each handles many tiles of rows in turn."""
     tiles = -(-rows // setting.rows)
-    return min(tiles, setting.programs * num_multiprocessors(device.index))
+    return min(tiles, setting.programs * num_multiprocessors(device))

@@ -31,15 +31,16 @@ def head(rows: int, width: int, vocab: int, gathered: bool = False) -> Sizes:
 def scratch(sizes: Sizes, plan: Plan) -> int:
     """Bytes that a plan takes at the most, counted anew."""
     vocab, logit, hidden = sizes.vocab, sizes.logit_bytes, sizes.hidden_bytes
+    beside = sizes.fixed_bytes + (sizes.kept_bytes if plan.in_forward else 0)
     rows = min(plan.rows, sizes.rows)
     row_loop = rows * (vocab * logit + 2 * hidden)
     if plan.columns is not None:
         wide = sizes.accumulator_bytes // vocab if plan.column_rows < sizes.rows else 0
         columns = plan.columns * (plan.column_rows * logit + wide) + plan.column_rows * hidden
-        return sizes.fixed_bytes + max(row_loop, columns)
+        return beside + max(row_loop, columns)
     if plan.rows < sizes.rows:
-        return sizes.fixed_bytes + row_loop + sizes.accumulator_bytes
-    return sizes.fixed_bytes + max(row_loop, sizes.held_bytes)
+        return beside + row_loop + sizes.accumulator_bytes
+    return beside + row_loop + (sizes.held_bytes if plan.in_forward else 0)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -47,10 +48,12 @@ def scratch(sizes: Sizes, plan: Plan) -> int:
 @pytest.mark.parametrize("vocab", [32000, 128256, 262208])
 @pytest.mark.parametrize("width", [576, 2304, 16384])
 @pytest.mark.parametrize("rows", [1, 1000, 8192, 131072])
-def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered) -> None:
-    sizes = head(rows, width, vocab, gathered)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered, keeps) -> None:
+    sizes = head(rows, width, vocab, gathered)._replace(kept_bytes=2 * rows * width * keeps)
     plan = plan_chunks(sizes, budget * MIB)
     assert scratch(sizes, plan) <= budget * MIB
+    assert plan.in_forward or 2 * sizes.kept_bytes > budget * MIB - sizes.fixed_bytes
     if plan.columns is not None:
         # A block is as tall as it may be and no narrower than matrix products like, or all there is
         assert plan.columns >= 128 or plan.column_rows == 1 or not gathered
@@ -60,7 +63,7 @@ def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered) -> None:
 
 def test_one_chunk_where_all_rows_fit() -> None:
     sizes = head(1000, 64, 5000)
-    enough = 64 * 1000 + 2 * 1000 * 5000
+    enough = 64 * 1000 + 2 * 1000 * 5000 + 2 * 5000 * 64
     assert plan_chunks(sizes, enough) == Plan(1000)
     assert plan_chunks(sizes, enough - 1) != Plan(1000)
     assert plan_chunks(sizes, None) == Plan(1000)
@@ -71,6 +74,13 @@ def test_the_gradient_held_for_backward_counts() -> None:
     sizes = head(16, 4096, 128256)
     assert plan_chunks(sizes, 100 * MIB).columns is not None
     assert plan_chunks(sizes._replace(held_bytes=0), 100 * MIB) == Plan(16)
+
+
+def test_gradients_wait_for_backward_where_forward_could_not_keep_them() -> None:
+    sizes = head(8192, 4096, 128256)._replace(kept_bytes=2 * 8192 * 4096)
+    assert plan_chunks(sizes, 128 * MIB + sizes.fixed_bytes).in_forward
+    assert not plan_chunks(sizes, 127 * MIB).in_forward
+    assert plan_chunks(sizes, None).in_forward
 
 
 def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:

@@ -205,6 +205,25 @@ def test_loss_may_be_changed_in_place(place, reduction) -> None:
     assert torch.equal(logits.grad, torch.autograd.grad(expected, logits)[0])
 
 
+@pytest.mark.parametrize("offset", [1e3, 1e4, 2.0**20, 3e38])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_large_logits_keep_their_differences(place, offset, smoothing) -> None:
+    """A constant added to all logits changes nothing, though the logsumexp grows with it."""
+    if place.dtype not in (torch.float32, torch.float64):
+        pytest.skip("there the logits themselves are rounded")
+    spread = 0 if offset == 3e38 else torch.arange(40).view(4, 10) * 7 % 11
+    logits = (torch.full((4, 10), offset) + spread).to(place.dtype).to(place.device)
+    targets = torch.tensor([0, 3, 9, 5], device=place.device)
+    made = []
+    for x in (logits, logits - offset):
+        x = x.clone().requires_grad_()
+        loss, _ = cross_entropy(x, targets, label_smoothing=smoothing)
+        loss.backward()
+        made += [(loss.detach(), x.grad)]
+    for large, small in zip(*made):
+        torch.testing.assert_close(large, small, rtol=1e-6, atol=1e-7)
+
+
 def test_logits_stay(place) -> None:
     logits = random(3, 8).to(place.dtype).to(place.device).requires_grad_()
     before = logits.detach().clone()

@@ -93,7 +93,10 @@ def test_frozen_without_an_accumulator(place, frozen, reduction, bias) -> None:
 @pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("hidden", "weight")], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_products_made_without_an_accumulator(place, frozen, reduction) -> None:
-    """One product more, for the logits of the second loop."""
+    """One product more for the logits of the second loop; one for those of a backward of its own.
+
+    The least budget has no room for the hidden gradient between forward and backward.
+    """
     made = on(place, inputs(bias=False))
     for name in frozen:
         made[name].requires_grad_(False)
@@ -104,9 +107,9 @@ def test_products_made_without_an_accumulator(place, frozen, reduction) -> None:
         if loss.requires_grad:
             loss.sum().backward()
     products = {
-        ("mean", ()): 4,
+        ("mean", ()): 5,
         ("mean", ("hidden",)): 3,
-        ("mean", ("weight",)): 2,
+        ("mean", ("weight",)): 3,
         ("none", ()): 5,
         ("none", ("hidden",)): 3,
         ("none", ("weight",)): 3,
@@ -159,7 +162,7 @@ EVERYTHING = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_plain_pytorch_stays_in_the_budget(dtype, reduction, stats, skip_ignored, budget) -> None:
-    """With its copies of a chunk. The hidden gradient made in forward counts as a gradient."""
+    """With its copies of a chunk."""
     hidden, weight, targets = head_of(dtype)
 
     def forward() -> torch.Tensor:
@@ -175,9 +178,8 @@ def test_plain_pytorch_stays_in_the_budget(dtype, reduction, stats, skip_ignored
         )
         return torch.stack((out.loss, out.entropy)) if stats and reduction == "none" else out.loss
 
-    apart = hidden.nbytes + hidden[0].nbytes if reduction == "mean" else 0
     for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, (hidden, weight))):
-        assert scratch <= budget + apart, f"{phase}: {scratch - apart} of {budget}"
+        assert scratch <= budget, f"{phase}: {scratch} of {budget}"
 
 
 def test_peak_scratch() -> None:

@@ -82,7 +82,6 @@ def cross_entropy_kernel(
         if not HAS_LSE:
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
-            tl.store(lse_ptr + row, 0.0)
         if WANT_STATS:
             tl.store(log_prob_ptr + row, 0.0)
             tl.store(entropy_ptr + row, 0.0)
@@ -100,10 +99,9 @@ def cross_entropy_kernel(
     index = tl.where(inside, target, 0).to(tl.int32)
     # NaN for a target outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
-    # softmax and loss are those of t = unit * x. x stays as it is, and so does the logsumexp, in
-    # units of x: the difference of two x is exact where they are close, so that the largest
-    # probability is right, and the product with the unit comes last. Powers of 2 are cheaper
-    # than those of e.
+    # softmax and loss are those of t = unit * x. x stays as it is, and so does its maximum: the
+    # difference of two x is exact where they are close, however large both are, and the product
+    # with the unit comes after it. Powers of 2 are cheaper than those of e.
     inner, unit = 2.0 * LOG2_E * logit_scale / softcap, logit_scale
     if HAS_SOFTCAP:
         unit = softcap
@@ -116,8 +114,8 @@ def cross_entropy_kernel(
         weight_sum = tl.load(weight_sum_ptr)
 
     if HAS_LSE:
-        lse_x = tl.load(lse_ptr + row)
-        lse = lse_x * unit
+        top = tl.load(lse_ptr + 2 * row)
+        log_sum = tl.load(lse_ptr + 2 * row + 1)
     else:
         highest = tl.full((1, BLOCK), -infinity, tl.float32)
         total = tl.zeros((1, BLOCK), tl.float32)
@@ -127,6 +125,7 @@ def cross_entropy_kernel(
         # Read before the reductions below, whose barriers keep it ahead of every write in place.
         target_logit = tl.load(logits_ptr + index).to(tl.float32)
         target_x = _capped(target_logit, inner, HAS_SOFTCAP)
+        anchor = tl.where(target_x == -infinity, 0.0, target_x)
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
@@ -135,7 +134,7 @@ def cross_entropy_kernel(
             if HAS_SOFTCAP:
                 x = tl.where(mask, x, -infinity)
             if HAS_SMOOTHING:
-                summand = tl.where(mask, x, 0.0)
+                summand = tl.where(mask, x - anchor, 0.0)
                 if HAS_WEIGHTS:
                     weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
                     summand *= weights.to(tl.float32)
@@ -157,21 +156,24 @@ def cross_entropy_kernel(
             highest = new
         top = tl.max(highest)
         total_sum = tl.sum(total * tl.exp2((highest - top) * unit_2))
-        lse_x = top + tl.log2(total_sum) * tl.div_rn(LN_2, unit)
-        lse = lse_x * unit
-        log_prob = (target_x - lse_x) * unit
+        log_sum = tl.log2(total_sum)
+        log_prob = (target_x - top) * unit - log_sum * LN_2
         loss = -target_weight * log_prob
         if HAS_SMOOTHING:
-            loss += smooth * (lse_x * weight_sum - tl.sum(weighted)) * unit
+            # Everything less the target: sums over large logits would lose their differences.
+            above = (top - anchor) * unit + log_sum * LN_2
+            loss += smooth * (above * weight_sum - tl.sum(weighted) * unit)
+        lse = top * unit + log_sum * LN_2
         z = z_loss * lse * lse
-        tl.store(lse_ptr + row, lse_x)
+        tl.store(lse_ptr + 2 * row, top)
+        tl.store(lse_ptr + 2 * row + 1, log_sum)
         tl.store(loss_ptr + row, loss + z + poison)
         tl.store(z_loss_ptr + row, z + poison)
         if WANT_STATS:
             tl.store(log_prob_ptr + row, log_prob + poison)
             rise = tl.where(highest == -infinity, 0.0, (highest - top) * unit_2)
             below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
-            entropy = (tl.log2(total_sum) - below_sum / total_sum) * LN_2
+            entropy = (log_sum - below_sum / total_sum) * LN_2
             tl.store(entropy_ptr + row, entropy + poison)
             correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
             tl.store(correct_ptr + row, correct)
@@ -179,6 +181,7 @@ def cross_entropy_kernel(
     if WANT_GRAD:
         scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
         scale = (scale + poison) * logit_scale
+        lse = top * unit + log_sum * LN_2
         # The gradient is p * p_scale - target_scale at the target - smooth_scale.
         p_scale = (target_weight + smooth * weight_sum + 2.0 * z_loss * lse) * scale
         target_scale = target_weight * scale
@@ -198,7 +201,7 @@ def cross_entropy_kernel(
             mask = at < columns
             logits = tl.load(logits_ptr + at, mask=mask, other=0.0, eviction_policy=LAST)
             x = _capped(logits, inner, HAS_SOFTCAP)
-            p = tl.exp2((x - lse_x) * unit_2)
+            p = tl.exp2((x - top) * unit_2 - log_sum)
             grad = p * p_scale
             if (here >= start) & (here < start + PIECES * BLOCK):
                 grad -= tl.where(at == here, target_scale, 0.0)
@@ -210,7 +213,7 @@ def cross_entropy_kernel(
                     grad -= smooth_scale
             if HAS_ENTROPY_SCALE:
                 # p log p is 0 where p is, -infinity or not.
-                p_log_p = tl.where(p > 0.0, p * ((x - lse_x) * unit + entropy), 0.0)
+                p_log_p = tl.where(p > 0.0, p * ((x - top) * unit - log_sum * LN_2 + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
             if HAS_SOFTCAP:
                 grad *= 1.0 - x * x
@@ -238,8 +241,8 @@ def cross_entropy_rows(
     vocab = columns if vocab is None else vocab
     have_lse = lse is not None
     if lse is None:
-        lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    loss, z_loss = (lse, lse) if have_lse else (torch.empty_like(lse), torch.empty_like(lse))
+        lse = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
+    loss, z_loss = (lse, lse) if have_lse else (lse.new_empty(rows), lse.new_empty(rows))
     grad = None
     if row_scale is not None:
         grad = logits if in_place else torch.empty_like(logits)
