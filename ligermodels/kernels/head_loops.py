@@ -86,11 +86,10 @@ class Rows(NamedTuple):
     grad_bias: Tensor | None
 
 
-def _parts(rows: int, chunk: int) -> list[slice]:
-    """The chunks of rows. One chunk is no loop: compiled, a loop would make `rows` a constant."""
-    if chunk >= rows:
-        return [slice(0, rows)]
-    return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
+def parts(rows: int, chunk: int) -> list[slice]:
+    """The chunks of rows, at least one; compiled, one graph for all `rows` of as many chunks."""
+    starts = [i * chunk for i in range(max(1, -(-rows // chunk)))]  # a range to `rows` would fix it
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], rows])]
 
 
 def row_loop(
@@ -122,7 +121,7 @@ def row_loop(
     if wants.bias:
         grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
     losses, z_losses, lses = [], [], []
-    for part in _parts(rows, chunk):
+    for part in parts(rows, chunk):
         part_hidden = head.rows(part)
         logits = head.logits(part_hidden, everything)
         scale = None if upstream is None else upstream.part(part)
@@ -154,8 +153,8 @@ def row_loop(
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
         del part_hidden, logits, grad  # before the next chunk's logits are made
 
-    def join(parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def join(made: list[Tensor]) -> Tensor:
+        return made[0] if len(made) == 1 else torch.cat(made)
 
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
@@ -180,7 +179,7 @@ def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Te
     for first in range(0, vocab, columns):
         block = slice(first, min(first + columns, vocab))
         total = bias_total = None
-        for part in _parts(rows, chunk):
+        for part in parts(rows, chunk):
             part_hidden = head.rows(part)
             logits = head.logits(part_hidden, block)
             scale = upstream.part(part)

@@ -18,6 +18,7 @@ from ligermodels.kernels.cross_entropy import (
     check_reduction,
     loss_divisor,
 )
+from ligermodels.kernels.head_loops import parts
 from ligermodels.kernels.linear_cross_entropy import check_loss_options, wide_copies
 from ligermodels.kernels.reference import compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
@@ -258,11 +259,11 @@ class LossHead(nn.Module):
             stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
             return made.token_loss, made.z_loss, *stats
 
-        parts = [
-            checkpoint(chunk_outputs, part, part_targets, use_reentrant=False)
-            for part, part_targets in zip(rows.split(chunk_size), row_targets.split(chunk_size))
+        made = [
+            checkpoint(chunk_outputs, rows[part], row_targets[part], use_reentrant=False)
+            for part in parts(len(rows), chunk_size)
         ]
-        tokens = [torch.cat(x) for x in zip(*parts)]
+        tokens = [torch.cat(x) for x in zip(*made)]
         if taken is not None:
             tokens = [put_rows(x, taken, targets.flatten(), ignore_index) for x in tokens]
         loss, z_loss, *stats = (x.view(targets.shape) for x in tokens)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ligermodels.kernels import linear_cross_entropy
+from tests.kernels.checks import random
 from tests.kernels.conftest import FLOAT32, Place
 from tests.kernels.ops_table import CASES, Case, leaves, outputs_and_gradients
 
@@ -43,6 +46,33 @@ def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None
 def test_equals_eager(compiled_place, name) -> None:
     """At a first length, and at a second, which torch.compile takes for a symbol."""
     check(CASES[name], compiled_place, ((2, 3), 24), ((2, 5), 24))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_graph_for_one_number_of_chunks(reduction, dynamic) -> None:
+    """The head at every length that two chunks hold: one graph, and one for the first length."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    weight, bias = random(11, 6).requires_grad_(), random(11).requires_grad_()
+    options = {"reduction": reduction, "chunk_size": 8}
+
+    def loss(hidden, targets):
+        return linear_cross_entropy(hidden, weight, targets, bias, **options).loss
+
+    function = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in range(9, 17):
+        hidden, targets = random(rows, 6).requires_grad_(), torch.arange(rows) % 11
+        targets[1] = -100
+        results = []
+        for op in (loss, function):
+            out = op(hidden, targets)
+            upstream = random(*out.shape, seed=1)
+            results.append((out, *torch.autograd.grad(out, (hidden, weight, bias), upstream)))
+        for eager, ours in zip(*results):
+            torch.testing.assert_close(ours, eager)
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 def registered() -> set[str]:
