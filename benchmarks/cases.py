@@ -348,14 +348,17 @@ def qk_norm_rope(
     )
 
 
-def cross_entropy(random: Random, rows: int, vocab: int) -> Case:
+def cross_entropy(random: Random, rows: int, vocab: int, softcap: float | None = None) -> Case:
     targets = random.targets(rows, vocab)
 
     def eager(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), targets)
+        wide = logits.float()
+        if softcap is not None:
+            wide = softcap * torch.tanh(wide / softcap)
+        return F.cross_entropy(wide, targets)
 
     def liger_cross_entropy(logits: Tensor) -> Tensor:
-        return liger.liger_cross_entropy(logits, targets)
+        return liger.liger_cross_entropy(logits, targets, softcap=softcap)
 
     one_pass = rows * vocab * random.dtype.itemsize
     return Case(
@@ -368,11 +371,18 @@ def cross_entropy(random: Random, rows: int, vocab: int) -> Case:
             "liger (in place)": Implementation(
                 liger_cross_entropy, lambda: [random.normal(rows, vocab)]
             ),
-            "ligermodels": lambda logits: kernels.cross_entropy(logits, targets)[0],
+            "ligermodels": lambda logits: kernels.cross_entropy(logits, targets, softcap=softcap)[
+                0
+            ],
         },
         # Forward reads the logits; backward reads them again and writes their gradient.
         (one_pass, 3 * one_pass),
     )
+
+
+def cross_entropy_softcap(random: Random, rows: int, vocab: int) -> Case:
+    """With Gemma 2's cap."""
+    return cross_entropy(random, rows, vocab, softcap=30.0)
 
 
 def _torch_linear_cross_entropy(
@@ -572,6 +582,9 @@ OPS = {
             *((8192, vocab) for vocab in (32000, 151936, 262208)),
             *((rows, 128256) for rows in (1024, 4096, 32768)),
         ),
+    ),
+    "cross_entropy_softcap": Op(
+        cross_entropy_softcap, None, _sizes("rows vocab", (8192, 128256)), []
     ),
     "linear_cross_entropy": Op(
         linear_cross_entropy,

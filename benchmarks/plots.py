@@ -30,6 +30,7 @@ LABELS = {
     "rope": "RoPE",
     "qk_norm_rope": "q/k norm + RoPE",
     "cross_entropy": "cross entropy",
+    "cross_entropy_softcap": "cross entropy, soft cap",
     "linear_cross_entropy": "linear CE",
     "linear_log_probs": "linear log-probs",
 }

@@ -14,6 +14,7 @@ TINY = {
     "rope": HEADS,
     "qk_norm_rope": HEADS,
     "cross_entropy": {"rows": 12, "vocab": 24},
+    "cross_entropy_softcap": {"rows": 12, "vocab": 24},
     "linear_cross_entropy": HEAD,
     "linear_cross_entropy_ignored": HEAD | {"ignored": 0.5},
     "linear_cross_entropy_budget": HEAD | {"max_scratch_bytes": None},

@@ -127,6 +127,7 @@ GPU_SIZES = {
     "rope": HEADS | {"seq": 64, "head_dim": 64},
     "qk_norm_rope": HEADS | {"seq": 64, "head_dim": 64},
     "cross_entropy": {"rows": 256, "vocab": 1024},
+    "cross_entropy_softcap": {"rows": 256, "vocab": 1024},
     "linear_cross_entropy": {"rows": 256, "width": 256, "vocab": 1024},
     "linear_log_probs": {"rows": 256, "width": 256, "vocab": 1024, "entropy": False},
 }
