@@ -140,34 +140,77 @@ def cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
+    if reduction == "none":
+        return token_cross_entropy(logits, targets, class_weights, options, return_token_stats)
+    row_logits, row_targets = _rows(logits, targets, class_weights, options.ignore_index)
+    divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
+    with without_autocast(logits):
+        loss, z, *tokens = _ReducedCrossEntropy.apply(
+            row_logits, row_targets, class_weights, divisor, options, return_token_stats
+        )
+    return CrossEntropyOutput(loss, z, *(x.view(targets.shape) for x in tokens))
+
+
+def token_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    with_stats: bool,
+) -> CrossEntropyOutput:
+    """`cross_entropy` with reduction "none", for options that were checked before."""
+    rows = _rows(logits, targets, class_weights, options.ignore_index)
+    with without_autocast(logits):
+        tokens = _CrossEntropyRows.apply(*rows, class_weights, options, with_stats)
+    loss, z, *stats = (x.view(targets.shape) for x in tokens)
+    return CrossEntropyOutput(loss, z, loss, *stats)
+
+
+def _rows(
+    logits: Tensor, targets: Tensor, class_weights: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """logits (rows, vocab) and targets (rows), checked."""
+    if logits.dim() == 0:
+        raise ValueError("cross entropy: logits are 0-dimensional; expected (..., vocab)")
     if not logits.is_floating_point():
         raise ValueError(f"cross entropy: logits are {logits.dtype}; expected floating point")
-    check_cross_entropy(targets, logits.shape[:-1], logits.shape[-1], options, class_weights)
-    check_reduction(reduction, normalizer)
-    shape = targets.shape
-    row_logits = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    row_targets = targets.flatten()
-    with without_autocast(logits):
-        if reduction == "none":
-            loss, z, *stats = _CrossEntropyRows.apply(
-                row_logits, row_targets, class_weights, options, return_token_stats
-            )
-            loss, z = loss.view(shape), z.view(shape)
-            token_loss = loss
-        else:
-            divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
-            loss, z, token_loss, *stats = _ReducedCrossEntropy.apply(
-                row_logits, row_targets, class_weights, divisor, options, return_token_stats
-            )
-    stats = [x.view(shape) for x in stats]
-    return CrossEntropyOutput(loss, z, token_loss.view(shape), *stats)
+    *shape, vocab = logits.shape
+    check_targets(targets, torch.Size(shape), vocab, class_weights, ignore_index, logits.device)
+    return logits if logits.dim() == 2 else logits.reshape(-1, vocab), targets.flatten()
 
 
-def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
-    """Raise ValueError for an unknown reduction, or a normalizer that would divide nothing."""
+def check_options(
+    options: CrossEntropyOptions,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    **switches: bool,
+) -> None:
+    """Raise ValueError, naming the option, for a value that fits no call."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ValueError(f"cross entropy: ignore_index={ignore_index!r}; expected an integer")
+    _check_number("label_smoothing", label_smoothing)
+    _check_number("z_loss", z_loss)
+    _check_number("logit_scale", logit_scale)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
+    if not 0 < logit_scale < float("inf"):
+        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if not 0 < softcap < float("inf"):
+            raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
-    if normalizer is not None and reduction != "mean":
+    if normalizer is None:
+        return
+    if reduction != "mean":
         raise ValueError(
             f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
         )
@@ -177,8 +220,20 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
                 f"cross entropy: normalizer {tuple(normalizer.shape)}; expected a number or a "
                 "0-d tensor"
             )
-    elif normalizer is not None and not 0 <= normalizer < float("inf"):
-        raise ValueError(f"cross entropy: normalizer={normalizer!r}; expected a positive number")
+    elif not isinstance(normalizer, (int, float)) or not 0 <= normalizer < float("inf"):
+        raise ValueError(
+            f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
+        )
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
+            "logits, multiply hidden by it"
+        )
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
 
 
 def loss_divisor(
@@ -190,7 +245,6 @@ def loss_divisor(
     dtype: torch.dtype,
 ) -> Tensor:
     """What the summed loss is divided by, as a scalar tensor on the targets' device."""
-    check_reduction(reduction, normalizer)
     divisor = given_divisor(reduction, normalizer, targets.device, dtype)
     if divisor is None:
         return target_weight_sum(targets, class_weights, ignore_index, dtype)
@@ -211,46 +265,46 @@ def given_divisor(
     return None
 
 
-def check_cross_entropy(
+def check_targets(
     targets: Tensor,
     shape: torch.Size,
     vocab: int,
-    options: CrossEntropyOptions,
     class_weights: Tensor | None,
+    ignore_index: int,
+    device: torch.device,
 ) -> None:
-    """Raise for shapes, options or (on CPU in eager mode) targets that do not fit."""
+    """Raise for targets or class weights that do not fit logits of (*shape, vocab) on device.
+
+    Targets outside the vocabulary are looked for on CPU in eager mode alone.
+    """
     if targets.shape != shape:
         raise ValueError(
             f"cross entropy: targets {tuple(targets.shape)} do not fit {tuple(shape)} rows"
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
-    for name, value in options._asdict().items():
-        if isinstance(value, Tensor):
-            raise ValueError(
-                f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
-                "logits, multiply hidden by it"
-            )
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        raise ValueError(f"cross entropy: label_smoothing={options.label_smoothing} not in [0, 1]")
-    if options.softcap is not None and not 0 < options.softcap < float("inf"):
-        raise ValueError(f"cross entropy: softcap={options.softcap} must be positive or None")
-    if not 0 < options.logit_scale < float("inf"):
-        raise ValueError(f"cross entropy: logit_scale={options.logit_scale} must be positive")
     if vocab == 0:
         raise ValueError("cross entropy: a vocabulary of 0; expected 1 or more classes")
-    if not 0 <= options.z_loss < float("inf"):
-        raise ValueError(f"cross entropy: z_loss={options.z_loss} must not be negative")
-    if class_weights is not None and class_weights.shape != (vocab,):
+    if targets.device != device:
         raise ValueError(
-            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+            f"cross entropy: targets are on {targets.device}; expected {device}, as the rest"
         )
+    if class_weights is not None:
+        if class_weights.shape != (vocab,):
+            raise ValueError(
+                f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+            )
+        if class_weights.device != device:
+            raise ValueError(
+                f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
+                "as the rest"
+            )
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
-        wrong = (targets != options.ignore_index) & ((targets < 0) | (targets >= vocab))
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if wrong.any():
             position = int(wrong.flatten().nonzero()[0])
             raise IndexError(
                 f"cross entropy: target {int(targets.flatten()[position])} at flat position "
                 f"{position} is outside the vocabulary of {vocab} and is not "
-                f"ignore_index={options.ignore_index}"
+                f"ignore_index={ignore_index}"
             )

@@ -19,8 +19,8 @@ from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
-    check_cross_entropy,
-    check_reduction,
+    check_options,
+    check_targets,
     loss_divisor,
     token_upstream,
 )
@@ -236,15 +236,21 @@ def prepare(
 
     Args: as there; gradients_in_forward, whether they may be made there and held until backward;
         with_stats, whether log-probabilities, entropy and correctness are asked for.
-    Raises: as there, of a "loss head" or "cross entropy": see `called`.
+    Raises: as there, of a "loss head" or "cross entropy", but for `check_options`.
     """
-    vocab, width = weight.shape[0], weight.shape[-1]
+    if hidden.dim() == 0 or weight.dim() != 2:
+        raise ValueError(
+            f"loss head: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected "
+            "(..., in) and (vocab, in)"
+        )
+    vocab, width = weight.shape
     if hidden.shape[-1] != width:
         raise ValueError(
             f"loss head: hidden {tuple(hidden.shape)} and weight "
             f"{tuple(weight.shape)} differ in their last dimension"
         )
-    check_cross_entropy(targets, hidden.shape[:-1], vocab, options, class_weights)
+    rows = hidden.shape[:-1]
+    check_targets(targets, rows, vocab, class_weights, options.ignore_index, hidden.device)
     if not hidden.is_floating_point():
         raise ValueError(f"loss head: hidden is {hidden.dtype}; expected floating point")
     hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
@@ -272,8 +278,9 @@ def prepare(
     if chunk_size is None:
         wide = compute_dtype(hidden).itemsize
         copies = wide_copies(hidden, with_stats)
-        # What forward makes is held until backward hands out scaled copies.
-        kept = hidden.nbytes + width * hidden.element_size()  # a row to spare for padding
+        # What forward makes is held until backward hands out scaled copies. (Not hidden.nbytes:
+        # torch.compile has none for a number of rows that is a symbol.)
+        kept = (hidden.numel() + width) * hidden.element_size()  # a row to spare for padding
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
         copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
@@ -286,7 +293,7 @@ def prepare(
             kept_bytes=kept if wants.hidden and gradients_in_forward else 0,
             fixed_bytes=TOKEN_BYTES * targets.numel() * (1 + with_stats + skip_ignored)
             + (3 * wide * vocab if wants.bias else 0)
-            + (0 if hidden.is_contiguous() else hidden.nbytes),
+            + (0 if hidden.is_contiguous() else hidden.numel() * hidden.element_size()),
         )
         plan = plan_chunks(sizes, max_scratch_bytes)
     else:
@@ -312,17 +319,19 @@ def check_loss_options(
 
     But for a budget too small, which depends on how many tokens there are.
     """
-    for name, value in (("skip_ignored", skip_ignored), ("return_token_stats", return_token_stats)):
-        if not isinstance(value, bool):
-            raise ValueError(f"loss head: {name}={value!r}; expected True or False")
     given = CrossEntropyOptions(**options)
-    if isinstance(given.ignore_index, bool) or not isinstance(given.ignore_index, int):
-        raise ValueError(f"loss head: ignore_index={given.ignore_index!r}; expected an integer")
-    no_targets = torch.empty(0, dtype=torch.int64)
-    check_reduction(reduction, normalizer)
-    check_cross_entropy(no_targets, no_targets.shape, vocab, given, class_weights)
+    check_options(
+        given,
+        reduction,
+        normalizer,
+        skip_ignored=skip_ignored,
+        return_token_stats=return_token_stats,
+    )
+    device = None if class_weights is None else class_weights.device
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    check_targets(none, none.shape, vocab, class_weights, given.ignore_index, none.device)
     check_cut(chunk_size, max_scratch_bytes)
-    valid_rows(no_targets, given.ignore_index, skip_ignored, num_valid)
+    valid_rows(none, given.ignore_index, skip_ignored, num_valid)
 
 
 def linear_cross_entropy(
@@ -358,8 +367,8 @@ def linear_cross_entropy(
         bias: (vocab), weight's dtype.
         reduction: "mean" divides the sum by the normalizer, "sum" by nothing, "none" gives a loss
             for each token, 0 where the target is ignored.
-        normalizer: number or 0-d tensor for "mean"; default the number of valid targets, or with
-            class weights the sum of theirs. Not differentiated.
+        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor for "mean"; default the number of
+            valid targets, or with class weights the sum of theirs. Not differentiated.
         ignore_index: the target that counts for nothing.
         class_weights: (vocab), not differentiated.
         chunk_size: rows of logits at a time; overrides the budget.
@@ -389,7 +398,13 @@ def linear_cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_reduction(reduction, normalizer)
+    check_options(
+        options,
+        reduction,
+        normalizer,
+        skip_ignored=skip_ignored,
+        return_token_stats=return_token_stats,
+    )
     call = prepare(
         hidden,
         weight,

@@ -6,6 +6,7 @@ Backward computes the logits again, chunk by chunk (four matrix products in all)
 
 from torch import Tensor
 
+from ligermodels.kernels.cross_entropy import check_options
 from ligermodels.kernels.linear_cross_entropy import prepare
 from ligermodels.kernels.reference import CrossEntropyOptions
 
@@ -48,6 +49,7 @@ def linear_log_probs(
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+    check_options(options, skip_ignored=skip_ignored, entropy=entropy)
     call = prepare(
         hidden,
         weight,

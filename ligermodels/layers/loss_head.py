@@ -15,12 +15,13 @@ from ligermodels import kernels
 from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
-    check_reduction,
+    check_options,
     loss_divisor,
+    token_cross_entropy,
 )
 from ligermodels.kernels.head_loops import parts
 from ligermodels.kernels.linear_cross_entropy import check_loss_options, wide_copies
-from ligermodels.kernels.reference import compute_dtype
+from ligermodels.kernels.reference import CrossEntropyOptions, compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
 
@@ -63,7 +64,8 @@ class LossHead(nn.Module):
         loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
             ignore_index, chunk_size, max_scratch_bytes, skip_ignored, num_valid,
-            return_token_stats); any call may override them.
+            return_token_stats); any call may override them. class_weights become a buffer that is
+            not in the state_dict.
 
     A projection that is no plain `nn.Linear` (LoRA, float8, with hooks, sharded) is called chunk by
     chunk, and again in backward. max_scratch_bytes then holds the logits, what the loss makes of
@@ -75,6 +77,8 @@ class LossHead(nn.Module):
         TypeError: an unknown option.
         ValueError: an option that no call could take, or a bias for a tied head.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -92,6 +96,8 @@ class LossHead(nn.Module):
             )
         check_loss_options(vocab_size, **loss_options)
         self.vocab_size = vocab_size
+        # A buffer follows the head from device to device.
+        self.register_buffer("class_weights", loss_options.pop("class_weights", None), False)
         self.loss_options = loss_options
         if tied_to is None:
             self.proj = nn.Linear(hidden_size, vocab_size, bias=bias)
@@ -124,12 +130,13 @@ class LossHead(nn.Module):
         Args: hidden (..., hidden), targets (...) int64; return_token_loss fills the output's
             token_loss, the option `return_token_stats` all of its token_*, which cost no second
             pass over the vocabulary; loss_options as in the constructor, and
-            `normalizer`, a number or 0-d tensor that the summed loss is divided by (FSDP2's mixed
-            precision rounds float arguments: give it an integer tensor or a number there).
+            `normalizer`, a number >= 0 (0 counts as 1) or 0-d tensor dividing the summed loss
+            (FSDP2's mixed precision rounds float arguments: give it an integer tensor or a
+            number there).
         Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
             head under FSDP2 outside the model's forward.
         """
-        options = {**self.loss_options, **loss_options}
+        options = {**self.loss_options, "class_weights": self.class_weights, **loss_options}
         if self._is_linear():
             weight, bias = self._parameters_here()
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
@@ -222,16 +229,22 @@ class LossHead(nn.Module):
         max_scratch_bytes: int | None = None,
         skip_ignored: bool = False,
         num_valid: int | None = None,
-        **options: Any,
+        return_token_stats: bool = False,
+        class_weights: Tensor | None = None,
+        **scales: Any,
     ) -> CrossEntropyOutput:
         """The loss through a projection that was swapped, called chunk by chunk.
 
         Logits are made again in backward; the projection's gradients are its own affair, their
         accumulation autograd's. Under skip_ignored the rows that count are gathered at once.
         """
-        ignore_index = options.get("ignore_index", -100)
-        check_reduction(reduction, normalizer)
-        if targets.shape != hidden.shape[:-1]:
+        # Made out here: compiled, a checkpoint cannot take a number from the one before it.
+        options, with_stats = CrossEntropyOptions(**scales), return_token_stats
+        ignore_index = options.ignore_index
+        check_options(
+            options, reduction, normalizer, skip_ignored=skip_ignored, return_token_stats=with_stats
+        )
+        if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"loss head: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             )
@@ -241,7 +254,6 @@ class LossHead(nn.Module):
         if taken is not None:
             rows = take_rows(rows, taken)
             row_targets = take_targets(row_targets, taken, ignore_index)
-        with_stats = options.get("return_token_stats", False)
         if chunk_size is None:
             token_bytes = TOKEN_BYTES * (1 + with_stats + skip_ignored)
             copied = skip_ignored or not hidden.is_contiguous()
@@ -251,11 +263,13 @@ class LossHead(nn.Module):
                 max_scratch_bytes,
                 # The projection's result, its gradient and float32 copies of either, or the loss's.
                 max(2 * hidden.element_size() + 16, hidden.element_size() + wide_bytes),
-                token_bytes * targets.numel() + (rows.nbytes if copied else 0),
+                token_bytes * targets.numel()
+                + (rows.numel() * rows.element_size() if copied else 0),
             )
 
         def chunk_outputs(part: Tensor, part_targets: Tensor) -> tuple[Tensor | None, ...]:
-            made = kernels.cross_entropy(self.proj(part), part_targets, reduction="none", **options)
+            logits = self.proj(part)
+            made = token_cross_entropy(logits, part_targets, class_weights, options, with_stats)
             stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
             return made.token_loss, made.z_loss, *stats
 
@@ -274,7 +288,7 @@ class LossHead(nn.Module):
             targets,
             reduction,
             normalizer,
-            options.get("class_weights"),
+            class_weights,
             ignore_index,
             loss.dtype,
         )
@@ -292,7 +306,7 @@ class LossHead(nn.Module):
             # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
             sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
             if rows.requires_grad:  # and joins those of the chunks' rows
-                fixed_bytes += rows.nbytes
+                fixed_bytes += rows.numel() * rows.element_size()
         sizes = Sizes(
             len(rows),
             self.vocab_size,

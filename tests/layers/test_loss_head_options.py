@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.layers import LossHead
-from ligermodels.layers.loss_head import LOSS_OPTIONS
+from ligermodels.layers.loss_head import LOG_PROB_OPTIONS, LOSS_OPTIONS
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
@@ -28,7 +30,7 @@ def test_defaults_of_the_constructor_can_be_overridden() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "reduction": ("average", "reduction='average'; expected one of"),
-    "normalizer": (-4, "normalizer=-4; expected a positive number"),
+    "normalizer": (-4, "normalizer=-4; expected a number >= 0"),
     "ignore_index": (2.5, "ignore_index=2.5; expected an integer"),
     "label_smoothing": (1.5, "label_smoothing=1.5 not in"),
     "z_loss": (-1.0, "z_loss=-1.0 must not be negative"),
@@ -69,7 +71,82 @@ def test_the_constructor_takes_every_option(device: str) -> None:
     }
     assert good.keys() == LOSS_OPTIONS
     with torch.device(device):
-        assert LossHead(HIDDEN, VOCAB, **good).loss_options == good
+        head = LossHead(HIDDEN, VOCAB, **good)
+        assert head.loss_options | {"class_weights": head.class_weights} == good
+
+
+BAD_VALUES = [
+    ("skip_ignored", 1),
+    ("return_token_stats", 2),
+    ("ignore_index", 1.5),
+    ("ignore_index", True),
+    ("ignore_index", None),
+    ("softcap", "a"),
+    ("z_loss", None),
+    ("label_smoothing", None),
+    ("logit_scale", "x"),
+    ("normalizer", "3"),
+    ("normalizer", -1),
+    ("reduction", None),
+]
+
+
+@pytest.mark.parametrize("option, value", BAD_VALUES)
+def test_a_call_refuses_what_the_constructor_refuses(option: str, value: Any) -> None:
+    """One error of the head, plain or swapped, and of the ops that take the option."""
+    own, swapped = build("own")[0], build("swapped")[0]
+    hidden, targets = data()
+    logits = torch.randn(*targets.shape, VOCAB)
+    given = {option: value}
+    calls: list[Callable[[], Any]] = [
+        lambda: LossHead(HIDDEN, VOCAB, **given),
+        lambda: own(hidden, targets, **given),
+        lambda: swapped(hidden, targets, **given),
+        lambda: linear_cross_entropy(hidden, own.weight, targets, **given),
+    ]
+    if option in LOG_PROB_OPTIONS:
+        calls.append(lambda: linear_log_probs(hidden, own.weight, targets, **given))
+        calls.append(lambda: swapped.log_probs(hidden, targets, **given))
+    if option != "skip_ignored":
+        calls.append(lambda: cross_entropy(logits, targets, **given))
+    messages = set()
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{option}={value!r}") as error:
+            call()
+        messages.add(str(error.value))
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["own", "swapped"])
+def test_class_weights_move_with_the_head(kind: str) -> None:
+    weights = torch.rand(VOCAB)
+    head, _, _ = build(kind, class_weights=weights)
+    assert "class_weights" not in head.state_dict()
+    hidden, targets = data()
+    want, _ = dense(hidden, head.proj.weight, targets, class_weights=weights)
+    out = head(hidden, targets, reduction="none").loss
+    assert relative(out, want) <= 1e-6
+    ones = head(hidden, targets, reduction="none", class_weights=None).loss
+    assert relative(ones, dense(hidden, head.proj.weight, targets)[0]) <= 1e-6
+    head.to("meta")
+    loss = head(hidden.to("meta"), targets.to("meta")).loss
+    assert loss.device.type == head.class_weights.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", ["own", "swapped"])
+def test_devices_that_differ_are_named(kind: str) -> None:
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    elsewhere = torch.rand(VOCAB, device="meta")
+    logits = torch.randn(*targets.shape, VOCAB)
+    for op in (
+        lambda *x, **y: head(hidden, *x, **y),
+        lambda *x, **y: cross_entropy(logits, *x, **y),
+    ):
+        with pytest.raises(ValueError, match="class_weights are on meta; expected cpu"):
+            op(targets, class_weights=elsewhere)
+        with pytest.raises(ValueError, match="targets are on meta; expected cpu"):
+            op(targets.to("meta"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -94,6 +94,22 @@ def test_scratch_stays_in_the_budget(
         assert most <= budget, f"{phase}: {most} of {budget}"
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cut", [{"chunk_size": 10}, {"max_scratch_bytes": 32_000}], ids=str)
+def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[str, int]) -> None:
+    head, weight, _ = build("swapped")
+    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
+    hidden, targets = data()
+    torch._dynamo.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager", dynamic=True)
+    results = []
+    for function in (head, compiled):
+        out = function(hidden, targets, reduction=reduction, z_loss=0.1, **cut).loss
+        results.append((out, *torch.autograd.grad(out.sum(), [hidden, weight])))
+    for eager, ours in zip(*results):
+        assert relative(ours, eager) <= 1e-6
+
+
 def test_a_budget_under_compile() -> None:
     head, weight, _ = build("swapped")
     head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
