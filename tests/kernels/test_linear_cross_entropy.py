@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from ligermodels.kernels import linear_cross_entropy
+from ligermodels.kernels import cross_entropy, linear_cross_entropy
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 from tests.kernels.conftest import INTERPRETING
@@ -220,8 +220,9 @@ def test_any_chunk_gives_the_same(place, chunk_size) -> None:
         torch.testing.assert_close(*grads, rtol=tolerance, atol=tolerance / 10)
 
 
-def test_weight_gradient_is_accumulated_in_float32(place) -> None:
-    """bfloat16 in 64 chunks: no further from float64 than in one. A bfloat16 sum would be."""
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
+    """bfloat16 in many chunks: no further from float64 than in one. A bfloat16 sum would be."""
     if place.dtype != torch.bfloat16:
         pytest.skip("about bfloat16")
     rows, width, vocab = 256, 16, 8
@@ -234,9 +235,11 @@ def test_weight_gradient_is_accumulated_in_float32(place) -> None:
     exact["weight"].requires_grad_()
     formulas.linear_cross_entropy(**exact)[0].backward()
     errors = []
-    for chunk_size in (rows, 4):
+    # The least budget makes the gradient of some columns at a time, of few rows at a time.
+    least = {"max_scratch_bytes": small_budget(made, place, 0)}
+    for options in ({"chunk_size": rows}, {"chunk_size": 4} if cut == "rows" else least):
         leaves = on(place, made)
-        linear_cross_entropy(**leaves, chunk_size=chunk_size)[0].backward()
+        linear_cross_entropy(**leaves, **options)[0].backward()
         grad = leaves["weight"].grad.double().cpu()
         errors.append(float((grad - exact["weight"].grad).square().mean().sqrt()))
     assert errors[1] <= 1.1 * errors[0]
@@ -395,6 +398,11 @@ def test_refusals() -> None:
         linear_cross_entropy(made["hidden"].long(), made["weight"].long(), made["targets"])
     with pytest.raises(ValueError, match="differ in their last dimension"):
         linear_cross_entropy(made["hidden"], made["weight"][:, 1:], made["targets"])
+    for wrong in ({"weight": made["weight"][0]}, {"hidden": made["hidden"][0, 0]}):
+        with pytest.raises(ValueError, match=r"loss head: hidden .* and weight .*; expected \("):
+            linear_cross_entropy(**made | wrong)
+    with pytest.raises(ValueError, match=r"logits are 0-dimensional"):
+        cross_entropy(torch.tensor(1.0), torch.tensor(0))
     with pytest.raises(ValueError, match="chunk_size=0"):
         linear_cross_entropy(**made, chunk_size=0)
     with pytest.raises(ValueError, match="do not fit"):
