@@ -199,6 +199,18 @@ def test_what_a_bound_too_small_leaves_out_is_nan() -> None:
     assert values[:3].tolist() == [1.0, 0.0, 2.0] and values[4] == 0
 
 
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_bound_too_small_is_nan_under_compile(reduction) -> None:
+    torch._dynamo.reset()
+    op = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    made = inputs()
+    options = {"skip_ignored": True, "num_valid": valid(made) - 1, "reduction": reduction}
+    out = op(**made, **options)
+    assert out.loss.isnan().sum() == 1 and out.token_loss.isnan().sum() == 1
+    assert op(**made, **options | {"num_valid": valid(made)}).loss.isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_a_bound_too_small_is_nan_on_a_gpu(reduction) -> None:
