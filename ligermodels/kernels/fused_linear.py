@@ -82,6 +82,14 @@ def _check_residual(op: str, x: Tensor, residual: Tensor | None) -> None:
         )
 
 
+def _check_linear(op: str, name: str, x: Tensor, width: int, weight: Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise ValueError(
+            f"{op}: weight {tuple(weight.shape)} does not fit {name} {tuple(x.shape)}; expected "
+            f"(out, {width})"
+        )
+
+
 def norm_linear(
     x: Tensor,
     residual: Tensor | None,
@@ -98,9 +106,11 @@ def norm_linear(
     Args: x, residual (..., in); norm_weight (in); weight (out, in); bias (out); the rest as in
         `rms_norm`. residual None means zero.
     Returns: (..., out) in weight's dtype, and the sum (..., in).
+    Raises: ValueError where shapes do not agree, for another casting, or for an x of integers.
     """
     check_norm(x, norm_weight, casting)
     _check_residual("norm_linear", x, residual)
+    _check_linear("norm_linear", "x", x, x.shape[-1], weight)
     weight, bias = cast_operands(x, weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(
@@ -129,9 +139,12 @@ def norm_qkv_rope(
     Args: as in `norm_linear` with x (batch, seq, in) and the packed weight
         ((heads + 2 kv heads) * head_dim, in), and as in `rope`.
     Returns: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum.
+        cos and sin are not differentiated.
+    Raises: ValueError as `norm_linear` and `rope`.
     """
     check_norm(x, norm_weight, casting)
     _check_residual("norm_qkv_rope", x, residual)
+    _check_linear("norm_qkv_rope", "x", x, x.shape[-1], weight)
     check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, sin, num_heads, num_kv_heads)
     weight, bias = cast_operands(x, weight, bias)
     heads = (num_heads, num_kv_heads)
@@ -175,8 +188,10 @@ def glu_linear(
     Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out); activation as
         in `glu`.
     Returns: (..., out) in weight's dtype.
+    Raises: ValueError where shapes do not agree, and as `glu`.
     """
     check_glu(gate_up, activation)
+    _check_linear("glu_linear", "gate_up", gate_up, gate_up.shape[-1] // 2, weight)
     weight, bias = cast_operands(gate_up, weight, bias)
     with without_autocast(gate_up):
         return _GLULinear.apply(gate_up, weight, bias, activation)

@@ -28,7 +28,7 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     Args: gate_up (..., 2 * intermediate), the gate's columns first; activation "silu" for SwiGLU,
         "gelu_tanh" or "gelu" for GeGLU with the tanh approximation or with erf.
     Returns: (..., intermediate) in gate_up's dtype, calculated in float32 and rounded once.
-    Raises: ValueError for an odd last dimension or another activation.
+    Raises: ValueError for no dimension or an odd last one, another activation, or integers.
     """
     check_glu(gate_up, activation)
     return _GLU.apply(gate_up, activation)
@@ -53,7 +53,7 @@ def check_glu(gate_up: Tensor, activation: str) -> None:
     """Raise ValueError for rows that are not two halves, or an unknown activation."""
     if not gate_up.is_floating_point():
         raise ValueError(f"glu: gate_up is {gate_up.dtype}; expected a floating point tensor")
-    if gate_up.shape[-1] % 2:
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"glu: gate_up {tuple(gate_up.shape)} needs an even last dimension")
     if activation not in ACTIVATIONS:
         raise ValueError(

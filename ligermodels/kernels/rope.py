@@ -40,8 +40,12 @@ def rope(
     Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim), rows in the order q, k, v, last
         dimension contiguous; cos, sin (batch or 1, seq, head_dim / 2) float32.
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
-        dtype. qkv is left intact. Source: arXiv:2104.09864, half-split layout.
+        dtype. qkv is left intact; cos and sin are not differentiated. Source: arXiv:2104.09864,
+        half-split layout.
+    Raises: ValueError where shapes do not agree, or for a qkv that is not floating point.
     """
+    if not qkv.is_floating_point():
+        raise ValueError(f"rope: qkv is {qkv.dtype}; expected a floating point tensor")
     check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads)
 

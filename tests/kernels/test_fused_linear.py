@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -140,6 +142,22 @@ def test_refusals() -> None:
         glu_linear(torch.ones(2, 8), w, activation="relu")
     with pytest.raises(ValueError, match="packed columns"):
         norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    """By name, with both shapes, rather than by a product inside."""
+    made, packed, glu = norm_inputs((3, 8), 5), qkv_inputs(), glu_inputs((3, 8), 5)
+    complaint = r"{}: weight {} does not fit {} {}; expected \(out, {}\)"
+    for op, inputs, name, width in (
+        (norm_linear, made, "x", 8),
+        (norm_qkv_rope, packed, "x", 24),
+        (glu_linear, glu, "gate_up", 8),
+    ):
+        for weight in (inputs["weight"][:, 1:], inputs["weight"][:, 0]):
+            shapes = re.escape(str(tuple(weight.shape))), re.escape(str(tuple(inputs[name].shape)))
+            message = complaint.format(op.__name__, shapes[0], name, shapes[1], width)
+            with pytest.raises(ValueError, match=message):
+                op(**inputs | {"weight": weight})
 
 
 def test_a_residual_of_another_shape_is_refused() -> None:

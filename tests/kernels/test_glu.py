@@ -31,6 +31,8 @@ def test_names(place) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="even last dimension"):
         swiglu(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"gate_up \(\) needs an even last dimension"):
+        glu(torch.tensor(1.0))
     with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu'"):
         glu(torch.ones(2, 4), "relu")
     with pytest.raises(ValueError, match="approximate='erf'"):

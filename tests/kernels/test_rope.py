@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import rope, split_qkv
+from ligermodels.kernels import qk_norm_rope, rope, split_qkv
 from ligermodels.kernels.backend import select
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
@@ -77,6 +77,16 @@ def test_refusals() -> None:
         rope(torch.ones(2, 5, 32), cos, cos, 2, 1)
     with pytest.raises(ValueError, match="4 rows of 3 tokens"):
         rope(torch.ones(4, 3, 32), cos.expand(2, 3, 4), cos.expand(2, 3, 4), 2, 1)
+
+
+def test_integers_are_refused() -> None:
+    made = inputs(2, 5, 4, 2, 8)
+    made["qkv"] = made["qkv"].long()
+    with pytest.raises(ValueError, match=r"rope: qkv is torch\.int64; expected a floating point"):
+        rope(**made)
+    weight = torch.ones(8)
+    with pytest.raises(ValueError, match=r"is torch\.int64; expected a floating point"):
+        qk_norm_rope(**made, q_weight=weight, k_weight=weight)
 
 
 def test_angles_that_do_not_fit_are_refused() -> None:
