@@ -43,7 +43,8 @@ def layer_norm(
     Args: x (..., hidden); weight, bias (hidden), one and zero where None. Statistics are float32,
         the variance that of the row itself (divided by hidden), the result is rounded once.
     Returns: (..., hidden) in x's dtype.
-    Raises: ValueError for a weight or bias of another shape, or x that is not floating point.
+    Raises: ValueError for a weight or bias of another shape, or x that is not floating point;
+        under Triton for more than 65536 columns.
     Source: arXiv:1607.06450.
     """
     _check(x, weight, bias)

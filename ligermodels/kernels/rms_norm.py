@@ -44,6 +44,8 @@ def rms_norm(
         casting "llama" rounds the normalised x to its dtype before the product with the weight,
         "gemma" rounds once at the end. Statistics are float32.
     Returns: (..., hidden) in x's dtype. Source: arXiv:1910.07467.
+    Raises: ValueError for a weight of another shape, x that is not floating point, an unknown
+        casting; under Triton for more than 65536 columns.
     """
     check_norm(x, weight, casting)
     return _RMSNorm.apply(x, None, weight, eps, offset, casting)
@@ -62,6 +64,7 @@ def add_rms_norm(
 
     Args: x, residual (..., hidden), one shape; the rest as in `rms_norm`.
     Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
+    Raises: what `rms_norm` raises; ValueError where x and residual differ in shape.
     """
     check_norm(x, weight, casting)
     if x.shape != residual.shape:
