@@ -40,3 +40,14 @@ def test_block(number: int, smollm2: Path, tmp_path: Path, monkeypatch: pytest.M
         assert names["out"].token_log_probs[:, :-1][valid[:, 1:]].isfinite().all()
     else:
         assert names["loss" if number == 2 else "model"] is not None
+
+
+def test_tables_of_the_ops_are_those_of_the_committed_run() -> None:
+    """Row for row, but for a peer that is absent everywhere."""
+    text = README.read_text(encoding="utf-8")
+    shown = text[text.index("**Ops**") : text.index("**Training in bf16**")].splitlines()
+    rows = [line for line in shown if line.startswith("|")]
+    measured = (README.parent / "benchmarks" / "results" / "ops.md").read_text(encoding="utf-8")
+    measured = measured.replace("absent (torch linear_cross_entropy), ", "")
+    assert len(rows) > 20
+    assert not set(rows) - set(measured.splitlines())
