@@ -46,4 +46,6 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
             num_warps=setting.num_warps,
             num_stages=setting.num_stages,
         )
+    if len(dtypes) == 1:
+        return (out,)
     return tuple(part.to(dtype) for part, dtype in zip(out.chunk(len(dtypes)), dtypes))
