@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.layers import LossHead
 from tests.kernels import formulas
+from tests.models.pairs import relative
 
 HIDDEN, VOCAB, BATCH, SEQ = 20, 37, 3, 9
 KINDS = ["own", "own, bias", "tied", "swapped", "swapped, bias"]
@@ -93,3 +94,17 @@ def build(kind: str, **options: Any) -> tuple[LossHead, Tensor, Tensor | None]:
     if "swapped" in kind:
         swap(head)
     return head, head.weight, None if "tied" in kind else head.proj.bias
+
+
+def assert_compiled_equals_eager(
+    head: LossHead, weight: Tensor, hidden: Tensor, targets: Tensor, **options: Any
+) -> None:
+    """Loss and gradients of hidden and weight, in one graph."""
+    loss = head(hidden, targets, **options).loss
+    wanted = torch.autograd.grad(loss, [hidden, weight])
+    torch._dynamo.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    out = compiled(hidden, targets, **options)
+    assert relative(out.loss, loss) <= 1e-6
+    for grad, want in zip(torch.autograd.grad(out.loss, [hidden, weight]), wanted):
+        assert relative(grad, want) <= 1e-6

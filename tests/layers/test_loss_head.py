@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from ligermodels.layers import HeadOutput, LossHead
-from tests.layers.heads import BATCH, KINDS, SEQ, VOCAB, build, data, dense, make
+from tests.layers.heads import (
+    BATCH,
+    KINDS,
+    SEQ,
+    VOCAB,
+    assert_compiled_equals_eager,
+    build,
+    data,
+    dense,
+    make,
+)
 from tests.models.pairs import relative
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -186,11 +196,4 @@ def test_compiled_equals_eager(kind: str) -> None:
         head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
     hidden, targets = data()
     options = {"chunk_size": 10, "label_smoothing": 0.1, "z_loss": 0.01}
-    loss = head(hidden, targets, **options).loss
-    wanted = torch.autograd.grad(loss, [hidden, weight])
-    torch._dynamo.reset()
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    out = compiled(hidden, targets, **options)
-    assert relative(out.loss, loss) <= 1e-6
-    for grad, want in zip(torch.autograd.grad(out.loss, [hidden, weight]), wanted):
-        assert relative(grad, want) <= 1e-6
+    assert_compiled_equals_eager(head, weight, hidden, targets, **options)

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from ligermodels.layers import LossHead
 from tests.kernels.scratch import peak_scratch
-from tests.layers.heads import BATCH, HIDDEN, SEQ, VOCAB, Counting, build, data
+from tests.layers.heads import (
+    BATCH,
+    HIDDEN,
+    SEQ,
+    VOCAB,
+    Counting,
+    assert_compiled_equals_eager,
+    build,
+    data,
+)
 from tests.models.pairs import relative
 
 
@@ -116,11 +125,4 @@ def test_a_budget_under_compile() -> None:
     hidden, targets = data()
     options = {"max_scratch_bytes": 3 * weight.nbytes + 8 * 32 * VOCAB + 64 * BATCH * SEQ}
     options["max_scratch_bytes"] += 4 * HIDDEN * BATCH * SEQ
-    loss = head(hidden, targets, **options).loss
-    wanted = torch.autograd.grad(loss, [hidden, weight])
-    torch._dynamo.reset()
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    out = compiled(hidden, targets, **options)
-    assert relative(out.loss, loss) <= 1e-6
-    for grad, want in zip(torch.autograd.grad(out.loss, [hidden, weight]), wanted):
-        assert relative(grad, want) <= 1e-6
+    assert_compiled_equals_eager(head, weight, hidden, targets, **options)
