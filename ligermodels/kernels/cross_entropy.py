@@ -55,7 +55,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
         mean, z_mean, divisor = ops.mean_loss(
-            loss, z_loss, targets, class_weights, options.ignore_index, divisor
+            loss, z_loss, divisor, targets, class_weights, options.ignore_index
         )
         ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
         ctx.options = options

@@ -37,7 +37,7 @@ class _NormLinear(torch.autograd.Function):
         outputs = (out,)
         if cos is not None:
             # In place: `out` was made just above and nobody else holds it.
-            out = ops.rope_packed(*split_qkv(out, *heads), cos, sin, out)
+            out = ops.rope_forward(out, cos, sin, *heads, True)
             outputs = split_qkv(out, *heads)
         ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
         ctx.options = eps, offset, casting
@@ -56,7 +56,7 @@ class _NormLinear(torch.autograd.Function):
         if cos is None:
             grad_out = grads[0]
         else:
-            grad_out = ops.rope_packed(*grads[:3], cos, sin, None, inverse=True)
+            grad_out = ops.rope_backward(*grads[:3], cos, sin)
 
         grad_norm = grad_s_total = None
         if any(needs[:3]):

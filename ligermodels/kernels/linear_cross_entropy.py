@@ -108,14 +108,7 @@ class _ReducedLoss(torch.autograd.Function):
                 grad_bias=rows.grad_bias,
             )
         _keep(ctx, task, kept)
-        loss, z_loss, _ = select(hidden).mean_loss(
-            rows.loss,
-            rows.z_loss,
-            task.targets,
-            task.class_weights,
-            task.options.ignore_index,
-            divisor,
-        )
+        loss, z_loss, _ = select(hidden).mean_loss(rows.loss, rows.z_loss, divisor)
         ctx.mark_non_differentiable(z_loss, rows.loss, *(stats or ()))
         return loss, z_loss, rows.loss, *(stats or ())
 

@@ -152,40 +152,43 @@ def layer_norm_backward(
 # --- RoPE ----------------------------------------------------------------------------------------
 
 
-def rope_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: Tensor | None,
-    inverse: bool = False,
+def rope_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
 ) -> Tensor:
-    """Rotate q and k, copy v, pack the three: the rotary embedding or, inverse, its gradient.
+    """The rotary embedding of q and k within packed rows; v is left as it is.
 
     Su et al. 2021, arXiv:2104.09864, in the half-split layout of HF checkpoints: with (a, b) the
     two halves of a head, (a cos - b sin, b cos + a sin).
 
-    Args: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), any strides;
-        cos, sin (batch or 1, seq, head_dim / 2); out, the packed buffer that q, k and v are views
-        of, which may be overwritten, or None for a new one; inverse turns by the negative angles.
-    Returns: (batch, seq, (heads + 2 kv heads) * head_dim), out or a new buffer.
+    Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim); cos, sin (batch or 1, seq,
+        head_dim / 2); in_place: qkv is contiguous and may be overwritten.
+    Returns: the rows in qkv's shape, in qkv itself or a new tensor.
     """
-    dtype = compute_dtype(q)
+    dtype = compute_dtype(qkv)
     cos, sin = _cast(cos, dtype), _cast(sin, dtype)
-    if inverse:
-        sin = -sin
-
-    def rotate(x: Tensor) -> Tensor:
-        return _cast(_rotated(_cast(x, dtype), cos, sin), x.dtype).flatten(-2)
-
-    q_columns, k_columns = q.shape[-2] * q.shape[-1], k.shape[-2] * k.shape[-1]
-    if out is None or torch.compiler.is_compiling():
+    rotated = (num_heads + num_kv_heads) * 2 * cos.shape[-1]
+    heads = qkv[..., :rotated].unflatten(-1, (-1, 2 * cos.shape[-1]))
+    turned = _cast(_rotated(_cast(heads, dtype), cos, sin), qkv.dtype).flatten(-2)
+    if not in_place or torch.compiler.is_compiling():
         # Compiled, writes become copies anyway, and torch 2.11 loses those through views.
-        return torch.cat((rotate(q), rotate(k), v.flatten(-2)), -1)
-    out[..., :q_columns] = rotate(q)
-    out[..., q_columns : q_columns + k_columns] = rotate(k)
-    return out
+        return torch.cat((turned, qkv[..., rotated:]), -1)
+    qkv[..., :rotated] = turned
+    return qkv
+
+
+def rope_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Gradient of `rope_forward`: q's and k's turned back, v's copied, the three packed.
+
+    Args: grad_q (batch, seq, heads, head_dim), grad_k, grad_v (batch, seq, kv heads, head_dim),
+        any strides; cos, sin as there.
+    Returns: (batch, seq, (heads + 2 kv heads) * head_dim), a new tensor.
+    """
+    dtype = compute_dtype(grad_q)
+    cos, sin = _cast(cos, dtype), _cast(sin, dtype)
+    turned = (_cast(_rotated(_cast(x, dtype), cos, -sin), x.dtype) for x in (grad_q, grad_k))
+    return torch.cat((*turned, grad_v), -2).flatten(-2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -469,16 +472,17 @@ def target_weight_sum(
 def mean_loss(
     loss: Tensor,
     z_loss: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
     divisor: Tensor | None,
+    targets: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of loss (rows), that of z_loss (rows) and what both are divided by, scalars.
 
-    A divisor of None stands for `target_weight_sum`.
+    A divisor of None stands for `target_weight_sum` of the targets, which must then be given.
     """
     if divisor is None:
+        assert targets is not None
         divisor = target_weight_sum(targets, class_weights, ignore_index, loss.dtype)
     return loss.sum() / divisor, z_loss.sum() / divisor, divisor
 

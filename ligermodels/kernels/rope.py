@@ -20,15 +20,14 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads):
         ctx.save_for_backward(cos, sin)
-        q, k, v = split_qkv(qkv, num_heads, num_kv_heads)
-        out = select(qkv).rope_packed(q, k, v, cos, sin, None)
+        out = select(qkv).rope_forward(qkv, cos, sin, num_heads, num_kv_heads, False)
         return split_qkv(out, num_heads, num_kv_heads)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         refuse_double_backward("rope")
         cos, sin = ctx.saved_tensors
-        grad = select(grad_q).rope_packed(grad_q, grad_k, grad_v, cos, sin, None, inverse=True)
+        grad = select(grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
         return grad, None, None, None, None
 
 
@@ -37,8 +36,8 @@ def rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed qkv into q, k, v and rotate q and k by their positions' angles.
 
-    Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim), rows in the order q, k, v, last
-        dimension contiguous; cos, sin (batch or 1, seq, head_dim / 2) float32.
+    Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim), rows in the order q, k, v;
+        cos, sin (batch or 1, seq, head_dim / 2) float32.
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
         dtype. qkv is left intact; cos and sin are not differentiated. Source: arXiv:2104.09864,
         half-split layout.

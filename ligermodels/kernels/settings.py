@@ -151,7 +151,7 @@ def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a small number where there is none (the interpreter)."""
     if device.type != "cuda":
         return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device.index).multi_processor_count
 
 
 def num_programs(setting: Launch, rows: int, device: torch.device) -> int:

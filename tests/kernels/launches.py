@@ -33,6 +33,11 @@ class Recorded(NamedTuple):
     attributes: dict[tuple[int, ...], list]
     options: dict[str, int]
 
+    @property
+    def pointers(self) -> set[str]:
+        """The names of the pointers that are not None."""
+        return {name for name, kind in self.signature.items() if kind.startswith("*")}
+
     def key(self) -> tuple:
         return (
             self.kernel.__name__,
@@ -66,7 +71,7 @@ class _Recorder:
         signature, constants, attributes = {}, {}, {}
         for position, name in enumerate(self.kernel.arg_names):
             value = values[name]
-            if name in constexprs or (isinstance(value, int) and value == 1):
+            if name in constexprs or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[name] = POINTERS[value.dtype]

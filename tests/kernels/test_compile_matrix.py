@@ -56,8 +56,9 @@ def is_without_divisibility(launch: Recorded) -> bool:
 def allowed_spill(launch: Recorded) -> int:
     """Bytes a thread may spill on NVIDIA."""
     if launch.kernel.__name__ == "cross_entropy_kernel":
-        options = ("WANT_STATS", "HAS_WEIGHTS", "HAS_SMOOTHING", "HAS_SOFTCAP")
-        several = sum(launch.constants[option] for option in options) > 1
+        given = ("log_prob_ptr" in launch.pointers, "class_weights_ptr" in launch.pointers)
+        options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
+        several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
     if launch.kernel.__name__ not in NORM_BACKWARDS:
         return 0
@@ -123,12 +124,12 @@ def layer_norm(
 
 def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place: bool):
     from ligermodels.kernels.rope import split_qkv
-    from ligermodels.kernels.triton import rope_packed
+    from ligermodels.kernels.triton import rope_backward, rope_forward
 
     packed = meta(2, ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos = meta(1, ROWS, head_dim // 2, dtype=torch.float32)
-    q, k, v = split_qkv(packed, heads, kv_heads)
-    rope_packed(q, k, v, cos, cos, packed if in_place else None)
+    rope_forward(packed, cos, cos, heads, kv_heads, in_place)
+    rope_backward(*split_qkv(packed, heads, kv_heads), cos, cos)
 
 
 def qk_norm_rope(
@@ -240,7 +241,7 @@ def mean_loss(class_weights: bool, divisor: bool) -> None:
 
     row, targets = meta(ROWS, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
     weights = meta(1000) if class_weights else None
-    launch_mean_loss(row, row, targets, weights, -100, meta(dtype=row.dtype) if divisor else None)
+    launch_mean_loss(row, row, meta(dtype=row.dtype) if divisor else None, targets, weights)
 
 
 def every_length(dtype: torch.dtype) -> None:

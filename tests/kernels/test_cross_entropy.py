@@ -166,7 +166,7 @@ def test_target_out_of_range_weighs_nothing_in_the_mean(place, target) -> None:
     loss, z_loss, *_ = ops.cross_entropy_rows(
         logits, targets, None, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
     )
-    *means, divisor = ops.mean_loss(loss, z_loss, targets, class_weights, -100, None)
+    *means, divisor = ops.mean_loss(loss, z_loss, None, targets, class_weights)
     assert divisor == 0.75
     assert all(mean.isnan() for mean in means)
 

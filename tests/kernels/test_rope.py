@@ -51,9 +51,9 @@ def test_in_place(place) -> None:
     qkv = made["qkv"].to(place.dtype).to(place.device)
     angles = [made[k].float().to(place.device) for k in CONSTANT]
     ops = select(qkv)
-    expected = ops.rope_packed(*split_qkv(qkv, 4, 2), *angles, None)
+    expected = ops.rope_forward(qkv, *angles, 4, 2, False)
     buffer = qkv.clone()
-    result = ops.rope_packed(*split_qkv(buffer, 4, 2), *angles, buffer)
+    result = ops.rope_forward(buffer, *angles, 4, 2, True)
     assert result.data_ptr() == buffer.data_ptr()
     assert torch.equal(result, expected)
     assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])

@@ -9,7 +9,7 @@ from ligermodels.kernels.triton.layer_norm import layer_norm_backward, layer_nor
 from ligermodels.kernels.triton.mean_loss import mean_loss
 from ligermodels.kernels.triton.qk_norm_rope import qk_norm_rope_backward, qk_norm_rope_forward
 from ligermodels.kernels.triton.rms_norm import rms_norm_backward, rms_norm_forward
-from ligermodels.kernels.triton.rope import rope_packed
+from ligermodels.kernels.triton.rope import rope_backward, rope_forward
 from ligermodels.kernels.triton.scaled import scaled
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "qk_norm_rope_forward",
     "rms_norm_backward",
     "rms_norm_forward",
-    "rope_packed",
+    "rope_backward",
+    "rope_forward",
     "scaled",
 ]

@@ -33,7 +33,7 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         return ()
     rows, columns = x.shape
     dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
-    out = torch.empty(columns, dtype=dtype, device=x.device)
+    out = x.new_empty(columns, dtype=dtype)
     if columns:
         setting = launch("column_sums", columns)
         column_sums_kernel[(triton.cdiv(columns, setting.block),)](

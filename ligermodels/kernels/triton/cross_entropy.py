@@ -50,11 +50,6 @@ def cross_entropy_kernel(
     softcap,
     logit_scale,
     HAS_LSE: tl.constexpr,
-    WANT_STATS: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
-    HAS_LOG_PROB_SCALE: tl.constexpr,
-    HAS_ENTROPY_SCALE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PIECES: tl.constexpr,
@@ -62,7 +57,8 @@ def cross_entropy_kernel(
 ):
     """Loss, z-loss and logsumexp of one row a program, its statistics, and its gradient.
 
-    The logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
+    What is not wanted or not given is None; statistics are wanted all three or not at all. The
+    logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
     They are read in tiles of PIECES x BLOCK: a lane takes one maximum of its pieces, so that an
     element costs little more than one exponential, of base 2. Where the row is read twice, the
     cache is told to keep it the first time. An ignored row is not read.
@@ -75,24 +71,25 @@ def cross_entropy_kernel(
     infinity = float("inf")
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    grad_ptr += row * grad_stride
+    if grad_ptr is not None:
+        grad_ptr += row * grad_stride
     column = tl.arange(0, PIECES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
         if not HAS_LSE:
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
-        if WANT_STATS:
+        if log_prob_ptr is not None:
             tl.store(log_prob_ptr + row, 0.0)
             tl.store(entropy_ptr + row, 0.0)
             tl.store(correct_ptr + row, 0)
-        if WANT_GRAD:
+        if grad_ptr is not None:
             zeros = tl.zeros((PIECES, BLOCK), grad_ptr.dtype.element_ty)
             for start in range(0, columns, PIECES * BLOCK):
                 tl.store(grad_ptr + start + column, zeros, mask=start + column < columns)
         return
 
-    TWICE: tl.constexpr = WANT_GRAD and not HAS_LSE
+    TWICE: tl.constexpr = grad_ptr is not None and not HAS_LSE
     FIRST: tl.constexpr = "evict_last" if TWICE else ""
     LAST: tl.constexpr = "evict_first" if TWICE else ""
     inside = (target >= 0) & (target < vocab)
@@ -109,7 +106,7 @@ def cross_entropy_kernel(
     smooth = label_smoothing / vocab
     target_weight = 1.0 - label_smoothing
     weight_sum = tl.cast(vocab, tl.float32)
-    if HAS_WEIGHTS:
+    if class_weights_ptr is not None:
         target_weight *= tl.load(class_weights_ptr + index).to(tl.float32)
         weight_sum = tl.load(weight_sum_ptr)
 
@@ -135,14 +132,14 @@ def cross_entropy_kernel(
                 x = tl.where(mask, x, -infinity)
             if HAS_SMOOTHING:
                 summand = tl.where(mask, x - anchor, 0.0)
-                if HAS_WEIGHTS:
+                if class_weights_ptr is not None:
                     weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
                     summand *= weights.to(tl.float32)
                 weighted += tl.sum(summand, 0, keep_dims=True)
             new = tl.maximum(highest, tl.max(x, 0, keep_dims=True))
             shift = tl.where(new == -infinity, 0.0, new)
             share = tl.exp2((x - shift) * unit_2)
-            if WANT_STATS:
+            if log_prob_ptr is not None:
                 rise = tl.where(highest == -infinity, 0.0, (highest - shift) * unit_2)
                 gap = tl.where(x == -infinity, 0.0, (x - shift) * unit_2)
                 below = tl.exp2(rise) * (below + rise * total)
@@ -169,7 +166,7 @@ def cross_entropy_kernel(
         tl.store(lse_ptr + 2 * row + 1, log_sum)
         tl.store(loss_ptr + row, loss + z + poison)
         tl.store(z_loss_ptr + row, z + poison)
-        if WANT_STATS:
+        if log_prob_ptr is not None:
             tl.store(log_prob_ptr + row, log_prob + poison)
             rise = tl.where(highest == -infinity, 0.0, (highest - top) * unit_2)
             below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
@@ -178,7 +175,7 @@ def cross_entropy_kernel(
             correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
             tl.store(correct_ptr + row, correct)
 
-    if WANT_GRAD:
+    if grad_ptr is not None:
         scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
         scale = (scale + poison) * logit_scale
         lse = top * unit + log_sum * LN_2
@@ -186,15 +183,15 @@ def cross_entropy_kernel(
         p_scale = (target_weight + smooth * weight_sum + 2.0 * z_loss * lse) * scale
         target_scale = target_weight * scale
         smooth_scale = smooth * scale
-        if HAS_LOG_PROB_SCALE:
+        if log_prob_scale_ptr is not None:
             log_prob_scale = tl.load(log_prob_scale_ptr + row).to(tl.float32) * logit_scale
             p_scale -= log_prob_scale
             target_scale -= log_prob_scale
-        if HAS_ENTROPY_SCALE:
+        if entropy_scale_ptr is not None:
             entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
             entropy = tl.load(entropy_ptr + row)
         here = index - first_column  # outside [0, columns) where another block has the target
-        if HAS_WEIGHTS:
+        if class_weights_ptr is not None:
             class_weights_ptr += first_column
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
@@ -206,12 +203,12 @@ def cross_entropy_kernel(
             if (here >= start) & (here < start + PIECES * BLOCK):
                 grad -= tl.where(at == here, target_scale, 0.0)
             if HAS_SMOOTHING:
-                if HAS_WEIGHTS:
+                if class_weights_ptr is not None:
                     weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
                     grad -= smooth_scale * weights.to(tl.float32)
                 else:
                     grad -= smooth_scale
-            if HAS_ENTROPY_SCALE:
+            if entropy_scale_ptr is not None:
                 # p log p is 0 where p is, -infinity or not.
                 p_log_p = tl.where(p > 0.0, p * ((x - top) * unit - log_sum * LN_2 + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
@@ -241,7 +238,7 @@ def cross_entropy_rows(
     vocab = columns if vocab is None else vocab
     have_lse = lse is not None
     if lse is None:
-        lse = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
+        lse = logits.new_empty((rows, 2), dtype=torch.float32)
     loss, z_loss = (lse, lse) if have_lse else (lse.new_empty(rows), lse.new_empty(rows))
     grad = None
     if row_scale is not None:
@@ -269,20 +266,20 @@ def cross_entropy_rows(
         logits,
         logits.stride(0),
         targets.contiguous(),
-        lse if row_scale is None else row_scale,
+        row_scale,
         0 if row_scale is None or row_scale.numel() == 1 else row_scale.stride(0),
-        lse if class_weights is None else class_weights,
-        lse if weight_sum is None else weight_sum,
-        loss,
-        z_loss,
+        class_weights,
+        weight_sum,
+        None if have_lse else loss,
+        None if have_lse else z_loss,
         lse,
-        logits if grad is None else grad,
-        (logits if grad is None else grad).stride(0),
-        lse if stats is None else stats.log_probs,
-        lse if entropy is None else entropy,
-        lse if stats is None else stats.correct,
-        lse if log_prob_scale is None else log_prob_scale.contiguous(),
-        lse if entropy_scale is None else entropy_scale.contiguous(),
+        grad,
+        0 if grad is None else grad.stride(0),
+        None if stats is None else stats.log_probs,
+        entropy,
+        None if stats is None else stats.correct,
+        None if log_prob_scale is None else log_prob_scale.contiguous(),
+        None if entropy_scale is None else entropy_scale.contiguous(),
         columns,
         first_column,
         vocab,
@@ -292,11 +289,6 @@ def cross_entropy_rows(
         options.softcap or 1.0,
         options.logit_scale,
         HAS_LSE=have_lse,
-        WANT_STATS=stats is not None,
-        WANT_GRAD=grad is not None,
-        HAS_LOG_PROB_SCALE=log_prob_scale is not None,
-        HAS_ENTROPY_SCALE=entropy_scale is not None,
-        HAS_WEIGHTS=class_weights is not None,
         HAS_SMOOTHING=options.label_smoothing > 0,
         HAS_SOFTCAP=options.softcap is not None,
         PIECES=setting.pieces,

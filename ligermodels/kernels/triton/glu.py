@@ -46,10 +46,9 @@ def glu_backward_kernel(
     out_ptr,
     width,
     ACTIVATION: tl.constexpr,
-    WANT_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row a program; the output again where it is wanted."""
+    """A block of one row a program; the output again unless its pointer is None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -63,7 +62,7 @@ def glu_backward_kernel(
     dtype = grad_gate_up_ptr.dtype.element_ty
     tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), mask=mask)
     tl.store(grad_gate_up_ptr + at + width, (grad * activation).to(dtype), mask=mask)
-    if WANT_OUT:
+    if out_ptr is not None:
         out = (activation * up).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * width + column, out, mask=mask)
 
@@ -103,10 +102,9 @@ def glu_backward(
         gate_up,
         grad,
         grad_gate_up,
-        grad_gate_up if out is None else out,
+        out,
         width,
         ACTIVATION=activation,
-        WANT_OUT=want_out,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,

@@ -23,13 +23,10 @@ def layer_norm_forward_kernel(
     rows,
     columns,
     eps,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of whole rows a program."""
+    """A tile of whole rows a program; residual, weight and bias may be None."""
     eps = tl.cast(eps, tl.float32)  # torch.compile passes Python floats as float64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -37,7 +34,7 @@ def layer_norm_forward_kernel(
     mask = (row < rows) & inside
     at = row.to(tl.int64) * columns + column
     s = tl.load(x_ptr + at, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         # The statistics are those of the sum as stored.
         s = (s.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -50,9 +47,9 @@ def layer_norm_forward_kernel(
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         y *= _parameter(weight_ptr, column, columns, "")
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += _parameter(bias_ptr, column, columns, "")
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -69,8 +66,6 @@ def layer_norm_backward_kernel(
     partial_ptr,
     rows,
     columns,
-    HAS_GRAD_S: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     WANT_WEIGHT: tl.constexpr,
     WANT_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -80,6 +75,7 @@ def layer_norm_backward_kernel(
 ):
     """Many tiles of rows a program, which sums their part of the gradients of weight and bias.
 
+    grad_s and weight may be None.
     With PREFETCH the next tile is on its way while this one waits for its reductions. With RELOAD
     a tile is read once more after them, from the cache: it would take the registers of the sums.
     """
@@ -94,46 +90,40 @@ def layer_norm_backward_kernel(
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     grad_bias = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
-        s, grad, grad_s = _tile(
-            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S, ""
-        )
+        s, grad, grad_s = _tile(grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, "")
         mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S, ""
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, ""
             )
             next_mean = _statistic(mean_ptr, row + step, rows)
             next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
-            s, grad, _unused = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, FIRST
-            )
+            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, FIRST)
             mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
         normed = (s.to(tl.float32) - mean) * rstd
         grad_normed = grad.to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             # From the cache at every row: in registers it would spill at the longest rows.
             grad_normed *= _parameter(weight_ptr, column, columns, FIRST)
         # Beyond the row's end grad is zero, and so are both summands.
         grad_mean = tl.sum(grad_normed, 1, keep_dims=True) / columns
         slope = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
         if RELOAD:
-            s, grad, _unused = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, LAST
-            )
+            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, LAST)
             normed = (s.to(tl.float32) - mean) * rstd
             grad_normed = grad.to(tl.float32)
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 grad_normed *= _parameter(weight_ptr, column, columns, "")
         if WANT_WEIGHT:
             grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
         if WANT_BIAS:
             grad_bias += tl.sum(grad.to(tl.float32), 0, keep_dims=True)
         grad_x = (grad_normed - grad_mean - normed * slope) * rstd
-        if HAS_GRAD_S:
+        if grad_s_ptr is not None:
             if not PREFETCH:
                 # Only now: before the reduction it would take registers from the rest.
                 grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
@@ -158,23 +148,21 @@ def layer_norm_forward(
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
     y = torch.empty_like(x)
-    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = x.new_empty(rows, dtype=torch.float32)
     rstd = torch.empty_like(mean)
     s = x
     if residual is not None:
         residual = residual.contiguous()
-        s = torch.empty(
-            x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
-        )
+        s = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     if rows == 0:
         return y, s, mean, rstd
     check_norm_width("layer_norm", columns)
     setting = launch("layer_norm_forward", columns)
     layer_norm_forward_kernel[(triton.cdiv(rows, setting.rows),)](
         x,
-        x if residual is None else residual,
-        x if weight is None else weight.contiguous(),
-        x if bias is None else bias.contiguous(),
+        residual,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
         y,
         s,
         mean,
@@ -182,9 +170,6 @@ def layer_norm_forward(
         rows,
         columns,
         eps,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
         ROWS=setting.rows,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
@@ -215,21 +200,19 @@ def layer_norm_backward(
     setting = launch(op, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
-    partial = torch.empty((programs, len(dtypes) * columns), dtype=torch.float32, device=s.device)
+    partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
     if rows:
         layer_norm_backward_kernel[(programs,)](
             grad_y,
-            s if grad_s is None else grad_s,
+            grad_s,
             s,
-            s if weight is None else weight.contiguous(),
+            None if weight is None else weight.contiguous(),
             mean,
             rstd,
             grad_x,
             partial,
             rows,
             columns,
-            HAS_GRAD_S=grad_s is not None,
-            HAS_WEIGHT=weight is not None,
             WANT_WEIGHT=weight_dtype is not None,
             WANT_BIAS=bias_dtype is not None,
             ROWS=setting.rows,

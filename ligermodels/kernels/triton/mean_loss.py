@@ -19,11 +19,12 @@ def mean_loss_kernel(
     rows,
     vocab,
     ignore_index,
-    HAS_DIVISOR: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: always the same order of addition."""
+    """One program: always the same order of addition.
+
+    With targets the divisor is their weights' sum, and written; without, it is read.
+    """
     loss_sum = tl.zeros((BLOCK,), tl.float32)
     z_sum = tl.zeros((BLOCK,), tl.float32)
     weight_sum = tl.zeros((BLOCK,), tl.float32)
@@ -32,22 +33,22 @@ def mean_loss_kernel(
         mask = row < rows
         loss_sum += tl.load(loss_ptr + row, mask=mask, other=0.0)
         z_sum += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
-        if not HAS_DIVISOR:
+        if targets_ptr is not None:
             target = tl.load(targets_ptr + row, mask=mask, other=ignore_index)
             valid = target != ignore_index
-            if HAS_WEIGHTS:
+            if class_weights_ptr is not None:
                 valid &= (target >= 0) & (target < vocab)
                 weight = tl.load(class_weights_ptr + target, mask=valid, other=0.0)
                 weight_sum += weight.to(tl.float32)
             else:
                 weight_sum += tl.where(valid, 1.0, 0.0)
-    if HAS_DIVISOR:
-        divisor = tl.load(divisor_ptr)
-    else:
+    if targets_ptr is not None:
         # With every target ignored the loss is 0 / 1.
         divisor = tl.sum(weight_sum)
         divisor = tl.where(divisor == 0.0, 1.0, divisor)
         tl.store(divisor_ptr, divisor)
+    else:
+        divisor = tl.load(divisor_ptr)
     # Rounded to nearest: / may be wrong by two units in the last place.
     tl.store(mean_ptr, tl.div_rn(tl.sum(loss_sum), divisor))
     tl.store(z_mean_ptr, tl.div_rn(tl.sum(z_sum), divisor))
@@ -56,31 +57,31 @@ def mean_loss_kernel(
 def mean_loss(
     loss: Tensor,
     z_loss: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    ignore_index: int,
     divisor: Tensor | None,
+    targets: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.mean_loss` on the GPU."""
     # Not views of one tensor: autograd forbids changing a view that a Function returns.
     mean, z_mean = loss.new_empty(()), loss.new_empty(())
-    has_divisor = divisor is not None
     if divisor is None:
-        divisor = loss.new_empty(())
+        assert targets is not None
+        targets, divisor = targets.contiguous(), loss.new_empty(())
+    else:
+        targets = class_weights = None
     setting = launch("mean_loss", len(loss))
     mean_loss_kernel[(1,)](
         loss,
         z_loss,
-        targets.contiguous(),
-        loss if class_weights is None else class_weights.contiguous(),
+        targets,
+        None if class_weights is None else class_weights.contiguous(),
         divisor,
         mean,
         z_mean,
         len(loss),
         0 if class_weights is None else len(class_weights),
         ignore_index,
-        HAS_DIVISOR=has_divisor,
-        HAS_WEIGHTS=class_weights is not None,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,

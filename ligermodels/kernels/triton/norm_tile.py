@@ -16,16 +16,15 @@ def _tile(
     rows,
     column,
     columns,
-    WITH_GRAD_S: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """s, grad_y and, where it is asked for, grad_s as they are stored; zeros outside."""
+    """s, grad_y and, unless its pointer is None, grad_s as they are stored; zeros outside."""
     mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * columns + column
     s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION)
     grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION)
     grad_s = grad
-    if WITH_GRAD_S:
+    if grad_s_ptr is not None:
         grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
     return s, grad, grad_s
 

@@ -224,11 +224,13 @@ def qk_norm_rope_backward_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LLAMA: tl.constexpr,
-    WANT_WEIGHTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """All heads of many tokens a program, which sums their part of the weights' gradients."""
+    """All heads of many tokens a program, which sums their part of the weights' gradients.
+
+    partial, where the sums go, may be None.
+    """
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     program = tl.program_id(0)
@@ -261,7 +263,7 @@ def qk_norm_rope_backward_kernel(
             HEADS,
             HALF,
             LLAMA,
-            WANT_WEIGHTS,
+            partial_ptr is not None,
             BLOCK_HEADS,
             BLOCK_HALF,
         )
@@ -282,7 +284,7 @@ def qk_norm_rope_backward_kernel(
             KV_HEADS,
             HALF,
             LLAMA,
-            WANT_WEIGHTS,
+            partial_ptr is not None,
             BLOCK_HEADS,
             BLOCK_HALF,
         )
@@ -294,7 +296,7 @@ def qk_norm_rope_backward_kernel(
             mask = (head < KV_HEADS) & (wide < 2 * HALF)
             at = grad_v + head.to(tl.int64) * grad_v_head_stride + wide
             tl.store(to + head * (2 * HALF) + wide, tl.load(at, mask=mask, other=0.0), mask=mask)
-    if WANT_WEIGHTS:
+    if partial_ptr is not None:
         at = partial_ptr + program * (4 * HALF) + tl.arange(0, BLOCK_HALF)
         mask = tl.arange(0, BLOCK_HALF) < HALF
         tl.store(at, tl.sum(grad_q_weight_a, 0), mask=mask)
@@ -384,7 +386,7 @@ def qk_norm_rope_backward(
     programs = num_programs(setting, tokens, q.device)
     partial = None
     if want_weights:
-        partial = torch.empty((programs, 2 * head_dim), dtype=torch.float32, device=q.device)
+        partial = q.new_empty((programs, 2 * head_dim), dtype=torch.float32)
     if tokens:
         grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -400,7 +402,7 @@ def qk_norm_rope_backward(
             cos,
             sin,
             grad_qkv,
-            grad_qkv if partial is None else partial,
+            partial,
             tokens,
             seq,
             *grad_q.stride()[:3],
@@ -415,7 +417,6 @@ def qk_norm_rope_backward(
             KV_HEADS=kv_heads,
             HALF=head_dim // 2,
             LLAMA=casting == "llama",
-            WANT_WEIGHTS=want_weights,
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             num_warps=setting.num_warps,

@@ -22,12 +22,11 @@ def rms_norm_forward_kernel(
     columns,
     eps,
     offset,
-    HAS_RESIDUAL: tl.constexpr,
     LLAMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of whole rows a program."""
+    """A tile of whole rows a program; the residual may be None."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -35,7 +34,7 @@ def rms_norm_forward_kernel(
     mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * columns + column
     s = tl.load(x_ptr + at, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         # The statistics are those of the sum as stored.
         s = (s.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -63,9 +62,6 @@ def rms_norm_backward_kernel(
     rows,
     columns,
     offset,
-    HAS_GRAD_S: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_Y: tl.constexpr,
     LLAMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,6 +70,7 @@ def rms_norm_backward_kernel(
 ):
     """Many tiles of rows a program, which sums their part of the weight gradient.
 
+    grad_s, and y and partial, which are written, may be None.
     With PREFETCH the next tile is on its way while this one waits for its reduction. With RELOAD
     a tile is read once more after it, from the cache: it would take the registers of the sums.
     """
@@ -88,20 +85,16 @@ def rms_norm_backward_kernel(
     inside = column < columns
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
-        s, grad, grad_s = _tile(
-            grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, HAS_GRAD_S, ""
-        )
+        s, grad, grad_s = _tile(grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, "")
         rstd = _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
             next_s, next_grad, next_grad_s = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, HAS_GRAD_S, ""
+                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, ""
             )
             next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
-            s, grad, _unused = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, FIRST
-            )
+            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, FIRST)
             rstd = _statistic(rstd_ptr, row, rows)
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
@@ -111,14 +104,12 @@ def rms_norm_backward_kernel(
         grad_normed = grad.to(tl.float32) * weight
         mean = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
         if RELOAD:
-            s, grad, _unused = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, False, LAST
-            )
+            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, LAST)
             normed = s.to(tl.float32) * rstd
             weight = _parameter(weight_ptr, column, columns, "") + offset
             grad_normed = grad.to(tl.float32) * weight
         grad_x = (grad_normed - normed * mean) * rstd
-        if HAS_GRAD_S:
+        if grad_s_ptr is not None:
             if not PREFETCH:
                 # Only now: before the reduction it would take registers from the rest.
                 grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
@@ -126,14 +117,14 @@ def rms_norm_backward_kernel(
         tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if LLAMA:
             normed = normed.to(s.dtype).to(tl.float32)
-        if WANT_WEIGHT:
+        if partial_ptr is not None:
             grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
-        if WANT_Y:
+        if y_ptr is not None:
             tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
         row += step
         if PREFETCH:
             s, grad, grad_s, rstd = next_s, next_grad, next_grad_s, next_rstd
-    if WANT_WEIGHT:
+    if partial_ptr is not None:
         tl.store(partial_ptr + program * columns + column, grad_weight, mask=inside)
 
 
@@ -150,21 +141,20 @@ def rms_norm_forward(
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    # empty_like and new_empty take the host half as long as torch.empty.
+    y = torch.empty_like(x, dtype=out_dtype)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     s = x
     if residual is not None:
         residual = residual.contiguous()
-        s = torch.empty(
-            x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
-        )
+        s = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     if rows == 0:
         return y, s, rstd
     check_norm_width("rms_norm", columns)
     setting = launch("rms_norm_forward", columns)
     rms_norm_forward_kernel[(triton.cdiv(rows, setting.rows),)](
         x,
-        x if residual is None else residual,
+        residual,
         weight.contiguous(),
         y,
         s,
@@ -173,7 +163,6 @@ def rms_norm_forward(
         columns,
         eps,
         offset,
-        HAS_RESIDUAL=residual is not None,
         LLAMA=casting == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
@@ -210,22 +199,19 @@ def rms_norm_backward(
     programs = num_programs(setting, rows, s.device)
     partial = None
     if want_weight:
-        partial = torch.empty((programs, columns), dtype=torch.float32, device=s.device)
+        partial = s.new_empty((programs, columns), dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
         grad_y,
-        s if grad_s is None else grad_s,
+        grad_s,
         s,
         weight.contiguous(),
         rstd,
         grad_x,
-        s if y is None else y,
-        rstd if partial is None else partial,
+        y,
+        partial,
         rows,
         columns,
         offset,
-        HAS_GRAD_S=grad_s is not None,
-        WANT_WEIGHT=want_weight,
-        WANT_Y=want_y,
         LLAMA=casting == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,

@@ -1,6 +1,5 @@
-"""Rotation of q and k, copy of v and packing: RoPE and its gradient, one launch per call."""
+"""Rotation of q and k beside a copy of v: RoPE and its gradient, one launch each."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,13 +37,61 @@ def _rotate(
 
 
 @triton.jit
-def rope_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+def _copy(from_ptr, head_stride, to_ptr, columns, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < columns
+        source = from_ptr + (at // HEAD_DIM).to(tl.int64) * head_stride + at % HEAD_DIM
+        tl.store(to_ptr + at, tl.load(source, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def rope_forward_kernel(
+    qkv_ptr,
     cos_ptr,
     sin_ptr,
     out_ptr,
+    seq,
+    batch_stride,
+    seq_stride,
+    cos_batch_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All heads of one token a program; in place v stays where it is."""
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // seq
+    position = token % seq
+    cos_row = batch * cos_batch_stride + position * HALF
+    qkv_ptr += batch * batch_stride + position * seq_stride
+    out_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    _rotate(
+        qkv_ptr,
+        2 * HALF,
+        out_ptr,
+        cos_ptr + cos_row,
+        sin_ptr + cos_row,
+        (HEADS + KV_HEADS) * HALF,
+        False,
+        HALF,
+        BLOCK,
+    )
+    if not IN_PLACE:
+        v: tl.constexpr = (HEADS + KV_HEADS) * 2 * HALF
+        _copy(qkv_ptr + v, 2 * HALF, out_ptr + v, KV_HEADS * 2 * HALF, 2 * HALF, BLOCK)
+
+
+@triton.jit
+def rope_backward_kernel(
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    cos_ptr,
+    sin_ptr,
+    grad_ptr,
     seq,
     q_batch_stride,
     q_seq_stride,
@@ -59,8 +106,6 @@ def rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    INVERSE: tl.constexpr,
-    COPY_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """All heads of one token a program."""
@@ -70,65 +115,82 @@ def rope_kernel(
     cos_row = batch * cos_batch_stride + position * HALF
     cos_ptr += cos_row
     sin_ptr += cos_row
-    out_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
-    q_ptr += batch * q_batch_stride + position * q_seq_stride
-    k_ptr += batch * k_batch_stride + position * k_seq_stride
-    _rotate(q_ptr, q_head_stride, out_ptr, cos_ptr, sin_ptr, HEADS * HALF, INVERSE, HALF, BLOCK)
-    out_ptr += HEADS * 2 * HALF
-    _rotate(k_ptr, k_head_stride, out_ptr, cos_ptr, sin_ptr, KV_HEADS * HALF, INVERSE, HALF, BLOCK)
-    if COPY_V:
-        out_ptr += KV_HEADS * 2 * HALF
-        v_ptr += batch * v_batch_stride + position * v_seq_stride
-        for start in range(0, KV_HEADS * 2 * HALF, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            mask = at < KV_HEADS * 2 * HALF
-            head = (at // (2 * HALF)).to(tl.int64)
-            value = tl.load(v_ptr + head * v_head_stride + at % (2 * HALF), mask=mask, other=0.0)
-            tl.store(out_ptr + at, value, mask=mask)
+    grad_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    grad_q_ptr += batch * q_batch_stride + position * q_seq_stride
+    grad_k_ptr += batch * k_batch_stride + position * k_seq_stride
+    grad_v_ptr += batch * v_batch_stride + position * v_seq_stride
+    pairs: tl.constexpr = KV_HEADS * HALF
+    _rotate(grad_q_ptr, q_head_stride, grad_ptr, cos_ptr, sin_ptr, HEADS * HALF, True, HALF, BLOCK)
+    grad_ptr += HEADS * 2 * HALF
+    _rotate(grad_k_ptr, k_head_stride, grad_ptr, cos_ptr, sin_ptr, pairs, True, HALF, BLOCK)
+    grad_ptr += KV_HEADS * 2 * HALF
+    _copy(grad_v_ptr, v_head_stride, grad_ptr, 2 * pairs, 2 * HALF, BLOCK)
 
 
-def rope_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: Tensor | None,
-    inverse: bool = False,
+def rope_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
 ) -> Tensor:
-    """`reference.rope_packed` on the GPU."""
-    batch, seq, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    in_place = out is not None
-    if out is None:
-        columns = (heads + 2 * kv_heads) * head_dim
-        out = torch.empty((batch, seq, columns), dtype=q.dtype, device=q.device)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    else:
-        assert out.is_contiguous()
+    """`reference.rope_forward` on the GPU."""
+    if qkv.stride(-1) != 1:
+        qkv, in_place = qkv.contiguous(), False
+    batch, seq, columns = qkv.shape
+    assert qkv.is_contiguous() or not in_place
+    out = qkv if in_place else qkv.new_empty((batch, seq, columns))
     if out.numel() == 0:
         return out
     cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch("rope", heads * head_dim // 2)
-    rope_kernel[(batch * seq,)](
-        q,
-        k,
-        v,
+    half = cos.shape[-1]
+    setting = launch("rope", num_heads * half)
+    rope_forward_kernel[(batch * seq,)](
+        qkv,
         cos,
         sin,
         out,
         seq,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
+        qkv.stride(0),
+        qkv.stride(1),
         0 if cos.shape[0] == 1 else cos.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        INVERSE=inverse,
-        COPY_V=not in_place,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HALF=half,
+        IN_PLACE=in_place,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
     return out
+
+
+def rope_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """`reference.rope_backward` on the GPU."""
+    batch, seq, heads, head_dim = grad_q.shape
+    kv_heads = grad_k.shape[2]
+    grad = grad_q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
+    if grad.numel() == 0:
+        return grad
+    grads = (grad_q, grad_k, grad_v)
+    grad_q, grad_k, grad_v = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    setting = launch("rope", heads * head_dim // 2)
+    rope_backward_kernel[(batch * seq,)](
+        grad_q,
+        grad_k,
+        grad_v,
+        cos,
+        sin,
+        grad,
+        seq,
+        *grad_q.stride()[:3],
+        *grad_k.stride()[:3],
+        *grad_v.stride()[:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
+    )
+    return grad
