@@ -41,23 +41,28 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def differentiable(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return [output for output in outputs if output.requires_grad]
+
+
 def training_call(
     implementation: Implementation, random: Random
 ) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor], list[Tensor]]:
     """Forward + backward as a call that returns outputs and gradients; inputs; upstream gradients.
 
-    Upstream gradients are random, and one for a loss that is a single number, as in training.
+    Upstream gradients are random, and one for a loss that is a single number, as in training;
+    outputs that cannot be differentiated have none.
     """
     inputs = implementation.inputs()
     outputs = as_tuple(implementation.function(*inputs))
-    upstream = [torch.ones_like(output) for output in outputs]
+    upstream = [torch.ones_like(output) for output in differentiable(outputs)]
     for gradient in upstream:
         if gradient.dim():
             gradient.normal_(generator=random.generator)
 
     def run() -> tuple[Tensor, ...]:
         results = as_tuple(implementation.function(*inputs))
-        return *results, *torch.autograd.grad(results, inputs, upstream)
+        return *results, *torch.autograd.grad(differentiable(results), inputs, upstream)
 
     return run, inputs, upstream
 
@@ -118,7 +123,7 @@ def floors(
         logits = products[0]
         return {
             "forward": logits,
-            "forward + backward": case.logits_products * logits + products[1] + products[2],
+            "forward + backward": case.forward_products * logits + products[1] + products[2],
         }
     assert implementation.bytes is not None
     forward, both = (1e3 * count / bandwidth for count in implementation.bytes)

@@ -27,11 +27,17 @@ LABELS = {
     "add_layer_norm": "add + LayerNorm",
     "swiglu": "SwiGLU",
     "geglu": "GeGLU (tanh)",
+    "geglu_erf": "GeGLU (erf)",
     "rope": "RoPE",
     "qk_norm_rope": "q/k norm + RoPE",
     "cross_entropy": "cross entropy",
     "cross_entropy_softcap": "cross entropy, soft cap",
+    "norm_linear": "add + RMSNorm + linear",
+    "norm_qkv_rope": "add + RMSNorm + qkv + RoPE",
+    "glu_linear": "SwiGLU + linear",
     "linear_cross_entropy": "linear CE",
+    "linear_cross_entropy_none": "linear CE of each token",
+    "linear_cross_entropy_stats": "linear CE, token statistics",
     "linear_log_probs": "linear log-probs",
 }
 # Okabe and Ito's colours, which the colour-blind tell apart; variants of one differ in the dashes.
@@ -147,9 +153,9 @@ def op_table(result: Row, mode: str) -> str:
 
 
 def scratch_table(result: Row) -> str:
-    """GB beyond inputs, outputs and gradients of the losses, forward + backward."""
+    """GB beyond inputs, outputs and gradients, forward + backward: losses and fused linears."""
     lines = []
-    for op in ("cross_entropy", "linear_cross_entropy", "linear_log_probs"):
+    for op in ("cross_entropy", *(op for op in LABELS if "linear" in op or "qkv" in op)):
         for sizes in OPS[op].table:
             rows = [
                 row
@@ -169,11 +175,11 @@ def copy_speed(result: Row) -> float:
 
 
 def product_speeds(result: Row) -> list[float]:
-    """TFLOP/s of the linear cross entropies' matrix products alone, at each size."""
-    speeds = []
+    """TFLOP/s of the linear cross entropies' matrix products alone, at each size of the table."""
+    op, speeds = "linear_cross_entropy", []
     for row in result["rows"]:
-        if row["op"] == "linear_cross_entropy" and BOTH in row:
-            sizes = row["sizes"]
+        sizes = row["sizes"]
+        if row["op"] == op and sizes in OPS[op].table and BOTH in row:
             flop = 6 * sizes["rows"] * sizes["width"] * sizes["vocab"]
             speeds.append(flop / row[BOTH]["floor ms"] / 1e9)
     return speeds

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import cases
-from benchmarks.cases import OPS, Absent, Case, Random
-from benchmarks.ops import as_tuple, training_call
+from benchmarks.cases import OPS, Absent, Case, Random, base
+from benchmarks.ops import as_tuple, differentiable, training_call
 from tests.benchmarks.sizes import HEAD, HEADS, TINY
 
 # What a peer takes instead of the case's inputs cannot be compared with the case's result.
@@ -16,6 +15,8 @@ OWN_INPUTS = {
     ("swiglu", "liger (in place)"),
     ("geglu", "liger (in place)"),
     ("rope", "liger (in place)"),
+    ("norm_qkv_rope", "liger (in place)"),
+    ("glu_linear", "liger (in place)"),
 }
 
 
@@ -25,8 +26,9 @@ def outcome(case: Case, name: str, inputs: list[Tensor]) -> list[Tensor]:
     outputs = as_tuple(case.implementation(name).function(*leaves))
     kept = [output.detach().clone() for output in outputs]  # some peers work in place
     torch.manual_seed(1)
-    upstream = [torch.randn_like(output) if output.dim() else None for output in outputs]
-    return [*kept, *torch.autograd.grad(outputs, leaves, upstream)]
+    roots = differentiable(outputs)
+    upstream = [torch.randn_like(root) if root.dim() else None for root in roots]
+    return [*kept, *torch.autograd.grad(roots, leaves, upstream)]
 
 
 def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
@@ -52,7 +54,7 @@ def test_no_size_is_measured_twice():
 
 @pytest.mark.parametrize("op", TINY)
 def test_ours_is_what_eager_pytorch_computes(op, monkeypatch):
-    monkeypatch.setattr(cases, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     case = OPS[op].build(Random("cpu", torch.float32), **TINY[op])
     if op == "linear_cross_entropy_budget":
         reference = OPS["linear_cross_entropy"].build(Random("cpu", torch.float32), **HEAD)
@@ -70,11 +72,12 @@ def test_ours_is_what_eager_pytorch_computes(op, monkeypatch):
 def test_torch_compile_measures_eager_pytorch(op, monkeypatch):
     compiled = []
 
-    def note(function):
+    def note(function, dynamic):
+        assert dynamic is False
         compiled.append(function)
         return function
 
-    monkeypatch.setattr(cases, "_compiled", note)
+    monkeypatch.setattr(torch, "compile", note)
     case = OPS[op].build(Random("cpu", torch.float32), **TINY[op])
     if "torch.compile" in case.implementations:
         assert compiled == [case.implementations["eager"]]
@@ -103,7 +106,7 @@ def test_targets_are_ignored_by_share():
 
 
 def test_what_is_not_installed_is_absent():
-    missing = cases._peer("a_package_that_nobody_has")
+    missing = base.peer("a_package_that_nobody_has")
     with pytest.raises(Absent, match="a_package_that_nobody_has"):
         missing.function  # noqa: B018
 
@@ -124,11 +127,24 @@ GPU_SIZES = {
     "add_layer_norm": {"rows": 64, "width": 512},
     "swiglu": {"rows": 64, "width": 512},
     "geglu": {"rows": 64, "width": 512},
+    "geglu_erf": {"rows": 64, "width": 512},
     "rope": HEADS | {"seq": 64, "head_dim": 64},
     "qk_norm_rope": HEADS | {"seq": 64, "head_dim": 64},
+    "norm_linear": {"rows": 64, "width": 512, "out": 256},
+    "norm_qkv_rope": {
+        "batch": 2,
+        "seq": 64,
+        "width": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+    },
+    "glu_linear": {"rows": 64, "width": 512, "out": 256},
     "cross_entropy": {"rows": 256, "vocab": 1024},
     "cross_entropy_softcap": {"rows": 256, "vocab": 1024},
     "linear_cross_entropy": {"rows": 256, "width": 256, "vocab": 1024},
+    "linear_cross_entropy_none": {"rows": 256, "width": 256, "vocab": 1024},
+    "linear_cross_entropy_stats": {"rows": 256, "width": 256, "vocab": 1024},
     "linear_log_probs": {"rows": 256, "width": 256, "vocab": 1024, "entropy": False},
 }
 

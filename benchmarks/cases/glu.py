@@ -1,0 +1,60 @@
+"""SwiGLU and GeGLU on packed rows."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases.base import Case, Function, Implementation, Random, compiled, liger
+from ligermodels import kernels
+
+
+def _liger(random: Random, rows: int, width: int, name: str) -> dict[str, Implementation]:
+    def glu(gate: Tensor, up: Tensor) -> Tensor:
+        return getattr(liger, f"liger_{name}")(gate, up)
+
+    return {
+        # Halves of packed rows are not contiguous: Liger copies them.
+        "liger": Implementation(lambda gate_up: glu(*gate_up.chunk(2, -1))),
+        # Halves apart, as the linears of transformers make them; gradients overwrite them.
+        "liger (in place)": Implementation(
+            glu, lambda: [random.normal(rows, width) for _ in range(2)]
+        ),
+    }
+
+
+def _glu(
+    random: Random,
+    rows: int,
+    width: int,
+    activation: Function,
+    peers: dict[str, Implementation],
+    ours: Function,
+) -> Case:
+    def eager(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    one_pass = rows * width * random.dtype.itemsize
+    return Case(
+        lambda: [random.normal(rows, 2 * width)],
+        {"eager": eager, "torch.compile": compiled(eager), **peers, "ligermodels": ours},
+        # Forward reads gate, up and writes y; backward reads gate, up, dy and writes two gradients.
+        (3 * one_pass, 8 * one_pass),
+    )
+
+
+def swiglu(random: Random, rows: int, width: int) -> Case:
+    peers = _liger(random, rows, width, "swiglu")
+    return _glu(random, rows, width, F.silu, peers, kernels.swiglu)
+
+
+def geglu(random: Random, rows: int, width: int) -> Case:
+    def activation(gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh")
+
+    peers = _liger(random, rows, width, "geglu")
+    return _glu(random, rows, width, activation, peers, kernels.geglu)
+
+
+def geglu_erf(random: Random, rows: int, width: int) -> Case:
+    """With the exact GELU, which Liger does not have."""
+    return _glu(random, rows, width, F.gelu, {}, lambda gate_up: kernels.geglu(gate_up, "none"))

@@ -1,0 +1,238 @@
+"""Cross entropy, the heads that make logits of their own, and log-probabilities."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases.base import (
+    Absent,
+    Case,
+    Implementation,
+    Random,
+    cce,
+    compiled,
+    liger,
+    liger_ops,
+)
+from ligermodels import kernels
+
+
+def cross_entropy(random: Random, rows: int, vocab: int, softcap: float | None = None) -> Case:
+    targets = random.targets(rows, vocab)
+
+    def eager(logits: Tensor) -> Tensor:
+        wide = logits.float()
+        if softcap is not None:
+            wide = softcap * torch.tanh(wide / softcap)
+        return F.cross_entropy(wide, targets)
+
+    def liger_cross_entropy(logits: Tensor) -> Tensor:
+        return liger.liger_cross_entropy(logits, targets, softcap=softcap)
+
+    one_pass = rows * vocab * random.dtype.itemsize
+    return Case(
+        lambda: [random.normal(rows, vocab)],
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "liger (copying)": lambda logits: liger_cross_entropy(logits.clone()),
+            # Gradients overwrite the logits: leaves of its own.
+            "liger (in place)": Implementation(
+                liger_cross_entropy, lambda: [random.normal(rows, vocab)]
+            ),
+            "ligermodels": lambda logits: kernels.cross_entropy(logits, targets, softcap=softcap)[
+                0
+            ],
+        },
+        # Forward reads the logits; backward reads them again and writes their gradient.
+        (one_pass, 3 * one_pass),
+    )
+
+
+def cross_entropy_softcap(random: Random, rows: int, vocab: int) -> Case:
+    """With Gemma 2's cap."""
+    return cross_entropy(random, rows, vocab, softcap=30.0)
+
+
+def _torch_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
+) -> Tensor:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Absent(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, weight, targets, reduction=reduction, options=options)
+
+
+def _head_inputs(random: Random, rows: int, width: int, vocab: int) -> list[Tensor]:
+    # Logits of a standard deviation near 1, as at the start of training.
+    return [random.normal(rows, width), random.normal(vocab, width, scale=width**-0.5)]
+
+
+def _linear_cross_entropy(random: Random, targets: Tensor, width: int, vocab: int) -> Case:
+    rows = targets.numel()
+
+    def eager(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+
+    def liger_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return liger.liger_fused_linear_cross_entropy(hidden, weight, targets, **options)
+
+    def cce_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return cce.linear_cross_entropy(hidden, weight, targets, impl="cce", **options)
+
+    return Case(
+        lambda: _head_inputs(random, rows, width, vocab),
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "torch linear_cross_entropy": lambda h, w: _torch_linear_cross_entropy(h, w, targets),
+            "liger (bf16 sum)": liger_head,
+            "liger (float32 sum)": lambda h, w: liger_head(h, w, accum_dtype=torch.float32),
+            # By default it leaves out gradients below bf16's precision, tile by tile.
+            "cce (filtered)": cce_head,
+            "cce (exact)": lambda h, w: cce_head(h, w, filter_eps=None),
+            "ligermodels": lambda h, w: kernels.linear_cross_entropy(h, w, targets)[0],
+        },
+        products=(rows, width, vocab),
+    )
+
+
+def linear_cross_entropy(random: Random, rows: int, width: int, vocab: int) -> Case:
+    return _linear_cross_entropy(random, random.targets(rows, vocab), width, vocab)
+
+
+def linear_cross_entropy_ignored(
+    random: Random, rows: int, width: int, vocab: int, ignored: float
+) -> Case:
+    """Some targets ignored, and their rows left out where that is asked for."""
+    targets = random.targets(rows, vocab, ignored)
+    valid = int((targets != -100).sum())
+    case = _linear_cross_entropy(random, targets, width, vocab)
+    names = ("eager", "torch.compile", "liger (float32 sum)", "cce (filtered)", "ligermodels")
+    case.implementations = {name: case.implementations[name] for name in names} | {
+        "ligermodels (skip_ignored)": lambda h, w: kernels.linear_cross_entropy(
+            h, w, targets, skip_ignored=True, num_valid=valid
+        )[0]
+    }
+    case.products = (valid, width, vocab)
+    return case
+
+
+def linear_cross_entropy_budget(
+    random: Random, rows: int, width: int, vocab: int, max_scratch_bytes: int | None
+) -> Case:
+    """Ours with a budget for scratch; None is the default."""
+    targets = random.targets(rows, vocab)
+    case = _linear_cross_entropy(random, targets, width, vocab)
+    case.implementations = {
+        "ligermodels": lambda h, w: kernels.linear_cross_entropy(
+            h, w, targets, max_scratch_bytes=max_scratch_bytes
+        )[0]
+    }
+    return case
+
+
+def linear_cross_entropy_none(random: Random, rows: int, width: int, vocab: int) -> Case:
+    """The loss of each token, for any upstream gradient."""
+    targets = random.targets(rows, vocab)
+
+    def eager(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="none")
+
+    def cce_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return cce.linear_cross_entropy(
+            hidden, weight, targets, impl="cce", reduction="none", **options
+        )
+
+    return Case(
+        lambda: _head_inputs(random, rows, width, vocab),
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "torch linear_cross_entropy": lambda h, w: _torch_linear_cross_entropy(
+                h, w, targets, "none"
+            ),
+            "cce (filtered)": cce_head,
+            "cce (exact)": lambda h, w: cce_head(h, w, filter_eps=None),
+            "ligermodels": lambda h, w: kernels.linear_cross_entropy(
+                h, w, targets, reduction="none"
+            )[0],
+        },
+        products=(rows, width, vocab),
+        forward_products=2,
+    )
+
+
+def linear_cross_entropy_stats(random: Random, rows: int, width: int, vocab: int) -> Case:
+    """The mean loss with each token's log-probability, entropy and whether it was the best.
+
+    The loss alone is differentiated.
+    """
+    targets = random.targets(rows, vocab)
+
+    def eager(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        logits = F.linear(hidden, weight).float()
+        log_probs = logits.log_softmax(-1)
+        chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+        detached = log_probs.detach()
+        entropy = -(detached.exp() * detached).sum(-1)
+        return -chosen.mean(), chosen.detach(), entropy, logits.argmax(-1) == targets
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        out = kernels.linear_cross_entropy(hidden, weight, targets, return_token_stats=True)
+        return out.loss, out.log_probs, out.entropy, out.correct
+
+    return Case(
+        lambda: _head_inputs(random, rows, width, vocab),
+        {"eager": eager, "torch.compile": compiled(eager), "ligermodels": ours},
+        products=(rows, width, vocab),
+    )
+
+
+def linear_log_probs(random: Random, rows: int, width: int, vocab: int, entropy: bool) -> Case:
+    targets = random.targets(rows, vocab)
+
+    def eager(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        logp = F.linear(hidden, weight).float().log_softmax(-1)
+        chosen = logp.gather(-1, targets[:, None]).squeeze(-1)
+        return (chosen, -(logp.exp() * logp).sum(-1)) if entropy else (chosen,)
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        outputs = kernels.linear_log_probs(hidden, weight, targets, entropy=entropy)
+        return tuple(output for output in outputs if output is not None)
+
+    # The loss of a token is its log-probability, negated.
+    def liger_scaled(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        function = liger_ops.LigerFusedLinearScaledCrossEntropyFunction
+        # Positional: temperature, ignore_index, m_tiles_per_cluster, return_entropy.
+        outputs = function.apply(hidden, weight, targets, 1.0, -100, 1, entropy)
+        return (-outputs[0], outputs[1]) if entropy else (-outputs,)
+
+    def torch_head(hidden: Tensor, weight: Tensor) -> Tensor:
+        return -_torch_linear_cross_entropy(hidden, weight, targets, "none")
+
+    def cce_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return -cce.linear_cross_entropy(
+            hidden, weight, targets, impl="cce", reduction="none", **options
+        )
+
+    case = Case(
+        lambda: _head_inputs(random, rows, width, vocab),
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "liger": liger_scaled,
+            "ligermodels": ours,
+        },
+        products=(rows, width, vocab),
+        forward_products=2,
+    )
+    if not entropy:  # these give the loss alone
+        case.implementations |= {
+            "torch linear_cross_entropy": torch_head,
+            "cce (filtered)": cce_head,
+            "cce (exact)": lambda h, w: cce_head(h, w, filter_eps=None),
+        }
+    return case

@@ -1,0 +1,124 @@
+"""RoPE, alone and behind the norm of the heads."""
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.base import Case, Implementation, Random, compiled, liger
+from benchmarks.cases.norms import eager_norm
+from ligermodels import kernels
+from ligermodels.kernels.backend import select
+
+
+class Rotation:
+    """RoPE's angles; how eager PyTorch and Liger turn (batch, seq, heads, head_dim) by them."""
+
+    def __init__(self, random: Random, seq: int, head_dim: int) -> None:
+        self.cos, self.sin = random.angles(seq, head_dim // 2)
+        self.wide_cos, self.wide_sin = (
+            torch.cat((t, t), -1).to(random.dtype) for t in (self.cos, self.sin)
+        )
+
+    def eager(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * self.wide_cos[:, :, None] + torch.cat((-b, a), -1) * self.wide_sin[:, :, None]
+
+    def liger(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """In place where q and k are contiguous, on copies where they are not."""
+        q, k = liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), self.wide_cos, self.wide_sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class _RopeInPlace(torch.autograd.Function):
+    """As `kernels.norm_qkv_rope` rotates what its linear has just made; v stays where it is."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+        ctx.save_for_backward(cos, sin)
+        qkv = qkv.detach()
+        select(qkv).rope_forward(qkv, cos, sin, heads, kv_heads, True)
+        return kernels.split_qkv(qkv, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        cos, sin = ctx.saved_tensors
+        grad = select(grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
+        return grad, *[None] * 4
+
+
+def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    rotation = Rotation(random, seq, head_dim)
+
+    def eager(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+        return rotation.eager(q), rotation.eager(k), v
+
+    def liger_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+        return *rotation.liger(q, k), v
+
+    head_pass = batch * seq * head_dim * random.dtype.itemsize
+    rotated = heads + kv_heads
+    return Case(
+        lambda: [random.normal(batch, seq, (rotated + kv_heads) * head_dim)],
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "liger": liger_packed,
+            # q and k apart, without v: fewer bytes.
+            "liger (in place)": Implementation(
+                rotation.liger,
+                lambda: [random.normal(batch, seq, n, head_dim) for n in (heads, kv_heads)],
+                (2 * rotated * head_pass, 4 * rotated * head_pass),
+            ),
+            "ligermodels": lambda qkv: kernels.rope(
+                qkv, rotation.cos, rotation.sin, heads, kv_heads
+            ),
+            "ligermodels (in place)": lambda qkv: _RopeInPlace.apply(
+                qkv, rotation.cos, rotation.sin, heads, kv_heads
+            ),
+        },
+        # Forward reads q, k and writes them, v can stay where it is; backward reads dq, dk, dv and
+        # writes them packed.
+        (2 * rotated * head_pass, (4 * rotated + 2 * kv_heads) * head_pass),
+    )
+
+
+def qk_norm_rope(
+    random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int
+) -> Case:
+    rotation = Rotation(random, seq, head_dim)
+
+    def eager(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+        return (
+            rotation.eager(eager_norm(q, q_weight)),
+            rotation.eager(eager_norm(k, k_weight)),
+            v,
+        )
+
+    def liger_two(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = kernels.split_qkv(qkv, heads, kv_heads)
+        norm = liger.liger_rms_norm
+        return *rotation.liger(norm(q, q_weight, 1e-6), norm(k, k_weight, 1e-6)), v
+
+    head_pass = batch * seq * head_dim * random.dtype.itemsize
+    return Case(
+        lambda: [
+            random.normal(batch, seq, (heads + 2 * kv_heads) * head_dim),
+            random.normal(head_dim),
+            random.normal(head_dim),
+        ],
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "liger (norm, then rope)": liger_two,
+            "ligermodels": lambda qkv, q_weight, k_weight: kernels.qk_norm_rope(
+                qkv, q_weight, k_weight, rotation.cos, rotation.sin, heads, kv_heads
+            ),
+        },
+        # Forward reads q, k and writes them; backward reads q, k, dq, dk, dv and writes all three.
+        (
+            2 * (heads + kv_heads) * head_pass,
+            (5 * (heads + kv_heads) + 2 * kv_heads) * head_pass,
+        ),
+    )
