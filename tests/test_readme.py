@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 README = Path(__file__).parent.parent / "README.md"
+RESULTS = README.parent / "benchmarks" / "results"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -47,7 +49,24 @@ def test_tables_of_the_ops_are_those_of_the_committed_run() -> None:
     text = README.read_text(encoding="utf-8")
     shown = text[text.index("**Ops**") : text.index("**Training in bf16**")].splitlines()
     rows = [line for line in shown if line.startswith("|")]
-    measured = (README.parent / "benchmarks" / "results" / "ops.md").read_text(encoding="utf-8")
+    measured = (RESULTS / "ops.md").read_text(encoding="utf-8")
     measured = measured.replace("absent (torch linear_cross_entropy), ", "")
     assert len(rows) > 20
     assert not set(rows) - set(measured.splitlines())
+
+
+def test_tables_of_the_steps_are_those_of_the_committed_runs() -> None:
+    lines = README.read_text(encoding="utf-8").replace("**", "").splitlines()
+    for row in json.loads((RESULTS / "step.json").read_text())["rows"]:
+        shape, name = row["batch x seq"], row["implementation"]
+        assert f"| {shape} | {name} | {row['ms']:.0f} | {row['peak GiB']:.1f} |" in lines
+    families: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in json.loads((RESULTS / "families.json").read_text())["rows"]:
+        families.setdefault((row["preset"], row["seq"]), {})[row["implementation"]] = row
+    assert len(families) == 7
+    for (preset, tokens), rows in families.items():
+        shown = [rows[n] for n in ("transformers", "transformers + liger", "ligermodels")]
+        cells = " | ".join(f"{row['ms']:.1f} / {row['peak GiB']:.1f}" for row in shown)
+        errors = ", ".join(f"{row['gradient error']:.4f}" for row in shown)
+        workload = f"{preset.removesuffix(' layers')} x {tokens}"
+        assert f"| {workload} | {cells} | {errors} |" in lines
