@@ -1,4 +1,4 @@
-"""LayerNorm, alone or behind the residual add, each way in one launch."""
+"""LayerNorm, alone or behind the residual add, fused each way."""
 
 import torch
 from torch import Tensor
@@ -58,7 +58,9 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(x + residual), x + residual) from one launch, and one launch backward.
+    """Return (layer_norm(x + residual), x + residual) from one launch.
+
+    Backward is one launch, and a small one for the parameters' gradients where they are wanted.
 
     Args: x, residual (..., hidden), one shape; the rest as in `layer_norm`.
     Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.

@@ -1,4 +1,4 @@
-"""RMS norm of every query and key head, then rotary embedding, one launch each way."""
+"""RMS norm of every query and key head, then rotary embedding, fused each way."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or behind the residual add, each way in one launch."""
+"""RMSNorm, alone or behind the residual add, fused each way."""
 
 import torch
 from torch import Tensor
@@ -60,7 +60,9 @@ def add_rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual) from one launch, and one launch backward.
+    """Return (rms_norm(x + residual), x + residual) from one launch.
+
+    Backward is one launch, and a small one for the weight's gradient where that is wanted.
 
     Args: x, residual (..., hidden), one shape; the rest as in `rms_norm`.
     Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.

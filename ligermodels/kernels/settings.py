@@ -10,11 +10,12 @@ class Launch(NamedTuple):
 
     block: int  # elements of a row that a program handles at once
     num_warps: int
-    num_stages: int = 2  # above 1, the norms' backwards load 16-bit rows a tile ahead
+    num_stages: int = 2
     rows: int = 1  # rows that a program handles at once
     programs: int = 1  # for each multiprocessor, where a program handles many rows in turn
     pieces: int = 1  # of `block` elements that a program reads at once, where it takes more
-    reload: bool = False  # whether the norms' backwards read a row again instead of holding it
+    prefetch: bool = False  # whether the norms' backwards load 16-bit rows a tile ahead
+    reload: bool = False  # whether they read a row again instead of holding it
 
 
 # Op -> (largest row length, launch), first fit wins; None means any length.
@@ -31,17 +32,17 @@ NVIDIA: Table = {
         (None, Launch(0, 8)),
     ),
     "rms_norm_backward": (
-        (1024, Launch(0, 4, rows=4, programs=3)),
-        (2048, Launch(0, 8, rows=2, programs=2)),
-        (4096, Launch(0, 8, programs=2)),
-        (8192, Launch(0, 16)),
+        (1024, Launch(0, 4, rows=4, programs=3, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
     "add_rms_norm_backward": (
-        (1024, Launch(0, 4, rows=2, programs=4)),
-        (2048, Launch(0, 8, rows=2, programs=2)),
-        (4096, Launch(0, 8, programs=2)),
-        (8192, Launch(0, 16)),
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
     "layer_norm_forward": (
@@ -53,15 +54,15 @@ NVIDIA: Table = {
     "layer_norm_backward": (
         (1024, Launch(0, 4, 1, rows=4, programs=4)),
         (2048, Launch(0, 8, 1, rows=4, programs=2)),
-        (4096, Launch(0, 8, programs=2)),
-        (8192, Launch(0, 16)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
     "add_layer_norm_backward": (
-        (1024, Launch(0, 4, rows=2, programs=4)),
-        (2048, Launch(0, 8, rows=2, programs=2)),
-        (4096, Launch(0, 16, rows=2)),
-        (8192, Launch(0, 16)),
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 16, rows=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
     "column_sums": ((None, Launch(16, 4, rows=64)),),

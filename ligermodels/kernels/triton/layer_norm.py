@@ -1,4 +1,4 @@
-"""LayerNorm with the residual add, forward and backward in one launch each."""
+"""LayerNorm with the residual add, one launch each way and the sum of the parameters'."""
 
 import torch
 import triton
@@ -217,7 +217,7 @@ def layer_norm_backward(
             WANT_BIAS=bias_dtype is not None,
             ROWS=setting.rows,
             BLOCK=setting.block,
-            PREFETCH=setting.num_stages > 1 and s.element_size() <= 2,
+            PREFETCH=setting.prefetch and s.element_size() <= 2,
             RELOAD=setting.reload,
             num_warps=setting.num_warps,
             num_stages=setting.num_stages,

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual add, forward and backward in one launch each."""
+"""RMSNorm with the residual add, one launch each way and the sum of the weight's gradient."""
 
 import torch
 import triton
@@ -215,7 +215,7 @@ def rms_norm_backward(
         LLAMA=casting == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
-        PREFETCH=setting.num_stages > 1 and s.element_size() <= 2,
+        PREFETCH=setting.prefetch and s.element_size() <= 2,
         RELOAD=setting.reload,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
