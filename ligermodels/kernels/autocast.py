@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that matmuls on x's device take under the autocast now active, or None."""
+def autocast_is_on(x: Tensor) -> bool:
+    """Whether autocast is active for x's device."""
     kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that matmuls of x take under the autocast now active; None for float64, too."""
+    if autocast_is_on(x) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
     return None
 
 
@@ -25,6 +30,6 @@ def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast leaves x's device alone."""
-    if autocast_dtype(x) is None:
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    if autocast_is_on(x):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()

@@ -37,10 +37,24 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[st
     return "triton", "GPU tensors take Triton"
 
 
-def select(x: Tensor) -> ModuleType:
-    """Return the module (reference, or the Triton launchers) whose functions handle `x`."""
-    if choose(x.device, x.dtype)[0] == "torch":
+def select(x: Tensor, residual: Tensor | None = None) -> ModuleType:
+    """Return the module (reference, or the Triton launchers) whose functions handle `x`.
+
+    A float64 residual makes the sum of both float64.
+
+    Raises:
+        RuntimeError: Triton is forced onto tensors of a CPU outside its interpreter.
+    """
+    dtype = x.dtype
+    if residual is not None and residual.dtype == torch.float64:
+        dtype = torch.float64
+    if choose(x.device, dtype)[0] == "torch":
         return reference
+    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            f"{ENVIRONMENT_VARIABLE}=triton, but the tensors are on a CPU: set TRITON_INTERPRET=1 "
+            f"before Python starts, for Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"
+        )
     # A statement: torch.compile traces it, importlib.import_module it refuses.
     import ligermodels.kernels.triton as triton_launchers
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from ligermodels.kernels.checks import check_count
+
 DEFAULT_LOGITS_BYTES = 2**30
 """Default scratch for logits; the float32 accumulator of the weight gradient comes on top."""
 
@@ -16,13 +18,15 @@ TOKEN_BYTES = 64
 """Scratch for each token: loss, z-loss, logsumexp, masks, float32 or int64, joined from parts."""
 
 
-def check_cut(chunk_size: int | None, max_scratch_bytes: int | None) -> None:
-    """Raise ValueError for a chunk size or a budget that is no positive integer."""
-    for name, value in (("chunk_size", chunk_size), ("max_scratch_bytes", max_scratch_bytes)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"loss head: {name}={value!r}; expected an integer of 1 or more")
+def check_cut(
+    chunk_size: int | None, max_scratch_bytes: int | None
+) -> tuple[int | None, int | None]:
+    """Both as ints or None; raise ValueError for one that is no positive integer."""
+    if chunk_size is not None:
+        chunk_size = check_count("loss head", "chunk_size", chunk_size, 1)
+    if max_scratch_bytes is not None:
+        max_scratch_bytes = check_count("loss head", "max_scratch_bytes", max_scratch_bytes, 1)
+    return chunk_size, max_scratch_bytes
 
 
 class Sizes(NamedTuple):
@@ -76,7 +80,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
         if rows * row_bytes <= default:
             return Plan(rows)
-        return Plan(_even(max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
+        return Plan(_balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
     whole_bytes = rows * row_bytes + sizes.held_bytes
@@ -102,7 +106,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         return Plan(rows, in_forward=in_forward)
     beside = (free - accumulator_bytes) // row_bytes
     if not (accumulator_bytes and sizes.second_loop) or beside >= MIN_ACCUMULATED_ROWS:
-        return Plan(_even(beside), in_forward=in_forward)
+        return Plan(_balanced(rows, beside), in_forward=in_forward)
 
     column_rows = rows
     while True:
@@ -111,11 +115,20 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         if columns >= min(128, vocab) or column_rows == 1:
             break
         column_rows = -(-column_rows // 2)
-    row_chunk = min(_even(free // row_bytes), rows)
-    return Plan(row_chunk, min(_even(columns), vocab), column_rows, in_forward)
+    row_chunk, columns = _balanced(rows, free // row_bytes), _balanced(vocab, columns)
+    return Plan(row_chunk, columns, column_rows, in_forward)
 
 
-def _even(length: int) -> int:
-    """Rounded down to what matrix products like: a multiple of 128, of 8 where it is shorter."""
-    step = 128 if length >= 128 else 8 if length >= 8 else 1
-    return length - length % step
+def _balanced(total: int, most: int) -> int:
+    """The length of equal pieces of at most `most`, as few as can be.
+
+    A short last piece would cost nearly as much as a whole one. Lengths are what matrix products
+    like: multiples of 128, or of 8 where pieces are shorter.
+    """
+    if most >= total:
+        return total
+    step = 128 if most >= 128 else 8 if most >= 8 else 1
+    most -= most % step
+    pieces = -(-total // most)
+    length = -(-total // pieces)
+    return length + -length % step

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.reference import (
     CrossEntropyOptions,
     StatsScale,
@@ -173,8 +174,7 @@ def _rows(
     """logits (rows, vocab) and targets (rows), checked."""
     if logits.dim() == 0:
         raise ValueError("cross entropy: logits are 0-dimensional; expected (..., vocab)")
-    if not logits.is_floating_point():
-        raise ValueError(f"cross entropy: logits are {logits.dtype}; expected floating point")
+    check_floating("cross entropy", "logits", logits)
     *shape, vocab = logits.shape
     check_targets(targets, torch.Size(shape), vocab, class_weights, ignore_index, logits.device)
     return logits if logits.dim() == 2 else logits.reshape(-1, vocab), targets.flatten()
@@ -232,7 +232,7 @@ def _check_number(name: str, value: object) -> None:
             f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
             "logits, multiply hidden by it"
         )
-    if not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.glu import check_glu
-from ligermodels.kernels.rms_norm import check_norm
+from ligermodels.kernels.rms_norm import check_norm, check_residual
 from ligermodels.kernels.rope import check_rope, split_qkv
 
 
@@ -29,7 +30,7 @@ def _linear_grads(
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting):
-        ops = select(x)
+        ops = select(x, residual)
         y, s, rstd = ops.rms_norm_forward(
             x, residual, norm_weight, eps, offset, casting, weight.dtype
         )
@@ -75,19 +76,23 @@ class _NormLinear(torch.autograd.Function):
         return grad_x, grad_residual, grad_norm, grad_weight, grad_bias, *[None] * 6
 
 
-def _check_residual(op: str, x: Tensor, residual: Tensor | None) -> None:
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"{op}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape"
-        )
-
-
-def _check_linear(op: str, name: str, x: Tensor, width: int, weight: Tensor) -> None:
+def _operands(
+    op: str, name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, checked, as autocast would cast them."""
+    check_floating(op, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != width:
         raise ValueError(
             f"{op}: weight {tuple(weight.shape)} does not fit {name} {tuple(x.shape)}; expected "
             f"(out, {width})"
         )
+    weight, bias = cast_operands(x, weight, bias)
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"{op}: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
+            f"{tuple(weight.shape)} {weight.dtype}; expected ({len(weight)},) {weight.dtype}"
+        )
+    return weight, bias
 
 
 def norm_linear(
@@ -109,9 +114,9 @@ def norm_linear(
     Raises: ValueError where shapes do not agree, for another casting, or for an x of integers.
     """
     check_norm(x, norm_weight, casting)
-    _check_residual("norm_linear", x, residual)
-    _check_linear("norm_linear", "x", x, x.shape[-1], weight)
-    weight, bias = cast_operands(x, weight, bias)
+    if residual is not None:
+        check_residual("norm_linear", x, residual)
+    weight, bias = _operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(
             x, residual, norm_weight, weight, bias, None, None, None, eps, offset, casting
@@ -143,10 +148,10 @@ def norm_qkv_rope(
     Raises: ValueError as `norm_linear` and `rope`.
     """
     check_norm(x, norm_weight, casting)
-    _check_residual("norm_qkv_rope", x, residual)
-    _check_linear("norm_qkv_rope", "x", x, x.shape[-1], weight)
+    if residual is not None:
+        check_residual("norm_qkv_rope", x, residual)
+    weight, bias = _operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
     check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, sin, num_heads, num_kv_heads)
-    weight, bias = cast_operands(x, weight, bias)
     heads = (num_heads, num_kv_heads)
     with without_autocast(x):
         outputs = _NormLinear.apply(
@@ -191,7 +196,7 @@ def glu_linear(
     Raises: ValueError where shapes do not agree, and as `glu`.
     """
     check_glu(gate_up, activation)
-    _check_linear("glu_linear", "gate_up", gate_up, gate_up.shape[-1] // 2, weight)
-    weight, bias = cast_operands(gate_up, weight, bias)
+    width = gate_up.shape[-1] // 2
+    weight, bias = _operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
         return _GLULinear.apply(gate_up, weight, bias, activation)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -51,8 +52,7 @@ def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 
 def check_glu(gate_up: Tensor, activation: str) -> None:
     """Raise ValueError for rows that are not two halves, or an unknown activation."""
-    if not gate_up.is_floating_point():
-        raise ValueError(f"glu: gate_up is {gate_up.dtype}; expected a floating point tensor")
+    check_floating("glu", "gate_up", gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"glu: gate_up {tuple(gate_up.shape)} needs an even last dimension")
     if activation not in ACTIVATIONS:

@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.rms_norm import check_residual
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        y, s, mean, rstd = select(x).layer_norm_forward(x, residual, weight, bias, eps)
+        ops = select(x, residual)
+        y, s, mean, rstd = ops.layer_norm_forward(x, residual, weight, bias, eps)
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.x_dtype = x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -67,19 +70,19 @@ def add_layer_norm(
     Raises: what `layer_norm` raises; ValueError where x and residual differ in shape.
     """
     _check(x, weight, bias)
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"add_layer_norm: x {tuple(x.shape)} and residual {tuple(residual.shape)} "
-            "differ in shape"
-        )
+    check_residual("add_layer_norm", x, residual)
     return _LayerNorm.apply(x, residual, weight, bias, eps)
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"layer_norm: x is {x.dtype}; expected a floating point tensor")
+    check_floating("layer_norm", "x", x)
+    if x.dim() == 0:
+        raise ValueError("layer_norm: x is 0-dimensional; expected (..., hidden)")
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
+        if parameter is None:
+            continue
+        check_floating("layer_norm", name, parameter)
+        if parameter.shape != x.shape[-1:]:
             raise ValueError(
                 f"layer_norm: {name} {tuple(parameter.shape)} does not fit x {tuple(x.shape)}; "
                 f"expected ({x.shape[-1]},)"

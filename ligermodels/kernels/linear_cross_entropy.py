@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels.kernels import reference
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -237,27 +238,32 @@ def prepare(
             "(..., in) and (vocab, in)"
         )
     vocab, width = weight.shape
-    if hidden.shape[-1] != width:
+    if hidden.shape[-1] != width or width == 0:
         raise ValueError(
             f"loss head: hidden {tuple(hidden.shape)} and weight "
-            f"{tuple(weight.shape)} differ in their last dimension"
+            f"{tuple(weight.shape)}; expected the same last dimension, of 1 or more"
         )
     rows = hidden.shape[:-1]
     check_targets(targets, rows, vocab, class_weights, options.ignore_index, hidden.device)
-    if not hidden.is_floating_point():
-        raise ValueError(f"loss head: hidden is {hidden.dtype}; expected floating point")
+    check_floating("loss head", "hidden", hidden)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != hidden.device:
+            raise ValueError(
+                f"loss head: {name} is on {parameter.device}, hidden on {hidden.device}; move one"
+            )
     hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
     if hidden.dtype != weight.dtype:
+        # autocast leaves float64 alone
+        way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
         raise ValueError(
-            f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one, "
-            "or run under torch.autocast"
+            f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one{way}"
         )
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
         raise ValueError(
             f"loss head: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
             f"{tuple(weight.shape)} {weight.dtype}; expected ({vocab},) {weight.dtype}"
         )
-    check_cut(chunk_size, max_scratch_bytes)
+    chunk_size, max_scratch_bytes = check_cut(chunk_size, max_scratch_bytes)
     grad = torch.is_grad_enabled()
     wants = Wants(
         hidden=grad and hidden.requires_grad,

@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, casting):
-        y, s, rstd = select(x).rms_norm_forward(x, residual, weight, eps, offset, casting, x.dtype)
+        y, s, rstd = select(x, residual).rms_norm_forward(
+            x, residual, weight, eps, offset, casting, x.dtype
+        )
         ctx.save_for_backward(s, weight, rstd)
         ctx.options = offset, casting, None if residual is None else residual.dtype
         ctx.x_dtype = x.dtype
@@ -69,17 +72,16 @@ def add_rms_norm(
     Raises: what `rms_norm` raises; ValueError where x and residual differ in shape.
     """
     check_norm(x, weight, casting)
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"add_rms_norm: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape"
-        )
+    check_residual("add_rms_norm", x, residual)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting)
 
 
 def check_norm(x: Tensor, weight: Tensor, casting: str) -> None:
     """Raise ValueError for a weight that does not fit x, or an unknown casting."""
-    if not x.is_floating_point():
-        raise ValueError(f"rms_norm: x is {x.dtype}; expected a floating point tensor")
+    check_floating("rms_norm", "x", x)
+    check_floating("rms_norm", "weight", weight)
+    if x.dim() == 0:
+        raise ValueError("rms_norm: x is 0-dimensional; expected (..., hidden)")
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "
@@ -87,3 +89,12 @@ def check_norm(x: Tensor, weight: Tensor, casting: str) -> None:
         )
     if casting not in ("llama", "gemma"):
         raise ValueError(f"rms_norm: casting={casting!r}; expected 'llama' or 'gemma'")
+
+
+def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+    """Raise ValueError for a residual that cannot be added to x."""
+    check_floating(op, "residual", residual)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape"
+        )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_count, check_floating
 
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,8 +44,7 @@ def rope(
         half-split layout.
     Raises: ValueError where shapes do not agree, or for a qkv that is not floating point.
     """
-    if not qkv.is_floating_point():
-        raise ValueError(f"rope: qkv is {qkv.dtype}; expected a floating point tensor")
+    check_floating("rope", "qkv", qkv)
     check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads)
 
@@ -53,10 +53,13 @@ def check_rope(
     shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> None:
     """Raise ValueError where packed columns, heads and the shapes of cos and sin do not agree."""
-    if len(shape) != 3 or cos.ndim != 3:
+    # Not the product of both with head_dim alone: a kernel would write heads that are not there.
+    check_count("rope", "num_heads", num_heads, 1)
+    check_count("rope", "num_kv_heads", num_kv_heads, 0)
+    if len(shape) != 3 or cos.ndim != 3 or cos.shape[-1] == 0:
         raise ValueError(
             f"rope: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
-            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2)"
+            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2) of 1 or more"
         )
     if sin.shape != cos.shape:
         raise ValueError(f"rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")

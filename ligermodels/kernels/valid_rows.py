@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import check_count
+
 
 def valid_rows(
     targets: Tensor, ignore_index: int, skip_ignored: bool, num_valid: int | None
@@ -23,8 +25,7 @@ def valid_rows(
                 f"loss head: num_valid={num_valid} bounds the rows taken under skip_ignored; "
                 "set skip_ignored=True"
             )
-        if isinstance(num_valid, bool) or not isinstance(num_valid, int) or num_valid < 0:
-            raise ValueError(f"loss head: num_valid={num_valid!r} must be 0 or more targets")
+        num_valid = check_count("loss head", "num_valid", num_valid, 0)
     rows = len(targets)
     if not skip_ignored or rows == 0:
         return None

@@ -90,10 +90,7 @@ class LossHead(nn.Module):
         **loss_options: Any,
     ) -> None:
         super().__init__()
-        if unknown := loss_options.keys() - LOSS_OPTIONS:
-            raise TypeError(
-                f"LossHead: unknown loss options {sorted(unknown)}; known: {sorted(LOSS_OPTIONS)}"
-            )
+        _check_known("LossHead", loss_options, LOSS_OPTIONS)
         check_loss_options(vocab_size, **loss_options)
         self.vocab_size = vocab_size
         # A buffer follows the head from device to device.
@@ -136,6 +133,7 @@ class LossHead(nn.Module):
         Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
             head under FSDP2 outside the model's forward.
         """
+        _check_known("LossHead", loss_options, LOSS_OPTIONS)
         options = {**self.loss_options, "class_weights": self.class_weights, **loss_options}
         if self._is_linear():
             weight, bias = self._parameters_here()
@@ -170,11 +168,7 @@ class LossHead(nn.Module):
         Raises: what `linear_log_probs` raises; TypeError for an unknown option; RuntimeError for
             a tied head under FSDP2 outside the model's forward.
         """
-        if unknown := options.keys() - LOG_PROB_OPTIONS:
-            raise TypeError(
-                f"LossHead.log_probs: unknown options {sorted(unknown)}; known: "
-                f"{sorted(LOG_PROB_OPTIONS)}"
-            )
+        _check_known("LossHead.log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}
         if self._is_linear():
@@ -248,7 +242,7 @@ class LossHead(nn.Module):
             raise ValueError(
                 f"loss head: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             )
-        check_cut(chunk_size, max_scratch_bytes)
+        chunk_size, max_scratch_bytes = check_cut(chunk_size, max_scratch_bytes)
         rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         taken = valid_rows(row_targets, ignore_index, skip_ignored, num_valid)
         if taken is not None:
@@ -316,6 +310,11 @@ class LossHead(nn.Module):
             second_loop=False,
         )
         return plan_chunks(sizes, max_scratch_bytes).rows
+
+
+def _check_known(caller: str, options: dict[str, Any], known: frozenset[str]) -> None:
+    if unknown := options.keys() - known:
+        raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
 def _is_distributed(tensor: Tensor | None) -> bool:

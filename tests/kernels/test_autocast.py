@@ -30,6 +30,20 @@ def test_loss_stays_in_float32(place) -> None:
         assert loss.dtype == torch.float32
 
 
+def test_float64_is_left_alone(float32_place) -> None:
+    """x in float64 and a weight in float32: no product is in 16 bits, forward or backward."""
+    made = norm_linear_inputs((4,), 24)
+    low = leaves(CASES["norm_linear"], made, float32_place)
+    low["x"] = low["x"].detach().double().requires_grad_()
+    with torch.autocast(float32_place.device, dtype=torch.bfloat16):
+        out, total = norm_linear(**low)
+        (out.sum() + total.sum()).backward()
+    assert (out.dtype, total.dtype) == (torch.float32, torch.float64)
+    assert (low["x"].grad.dtype, low["weight"].grad.dtype) == (torch.float64, torch.float32)
+    expected, _ = norm_linear(**low)
+    assert torch.equal(out, expected)
+
+
 def test_operands() -> None:
     x = torch.ones(2)
     assert autocast_dtype(x) is None

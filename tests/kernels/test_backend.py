@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import backend, reference
+from ligermodels.kernels import backend, reference, swiglu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -30,18 +30,32 @@ def test_forced(monkeypatch, name, device) -> None:
     assert backend.choose(device) == (name, f"LIGERMODELS_BACKEND={name}")
 
 
+def test_forced_where_triton_cannot_run(monkeypatch) -> None:
+    """Triton itself would speak of drivers."""
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before Python starts"):
+        swiglu(torch.ones(2, 4))
+
+
+def test_the_residual_counts(monkeypatch) -> None:
+    """A sum in float64 is no matter for kernels that calculate in float32."""
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    assert backend.select(torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference
+
+
 def test_forced_by_a_misspelling(monkeypatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "Triton")
     with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='Triton': expected"):
         backend.select(torch.ones(1))
 
 
-def test_both_implementations_have_the_same_functions(monkeypatch) -> None:
+def test_both_implementations_have_the_same_functions() -> None:
     import inspect
 
     pytest.importorskip("triton")
-    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    module = backend.select(torch.ones(1))
+    import ligermodels.kernels.triton as module
+
     for name in module.__all__:
         ours, twin = (inspect.signature(getattr(m, name)) for m in (module, reference))
         assert ours == twin, name

@@ -92,7 +92,9 @@ def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
         plan = plan_chunks(sizes, budget)
         assert plan.columns is None and plan.rows % 128 == 0
         assert scratch(sizes, plan) <= budget
-        assert scratch(sizes, Plan(plan.rows + 128)) > budget
+        fewer = -(-10000 // plan.rows) - 1
+        longer = -(-10000 // (128 * fewer)) * 128
+        assert scratch(sizes, Plan(longer)) > budget
 
 
 def test_no_weight_gradient_needs_no_second_loop() -> None:
@@ -111,6 +113,16 @@ def test_default() -> None:
     # Logits of 3.9 GiB: less than twice the float32 sum of a gradient of 256000 x 2304.
     assert plan_chunks(head(8192, 2304, 256000), None) == Plan(8192)
     assert plan_chunks(head(16384, 2304, 256000), None).rows < 8192
+
+
+@pytest.mark.parametrize("budget", [None, 300 * MIB, 3000 * MIB])
+@pytest.mark.parametrize("vocab, width", [(128256, 2048), (32000, 4096)])
+@pytest.mark.parametrize("rows", [8300, 16800, 34000])
+def test_no_piece_is_much_shorter_than_the_rest(rows, vocab, width, budget) -> None:
+    plan = plan_chunks(head(rows, width, vocab), budget)
+    for total, length in ((rows, plan.rows), (vocab, plan.columns or vocab)):
+        pieces = -(-total // length)
+        assert length - (total - (pieces - 1) * length) < 128 * pieces
 
 
 def test_a_row_larger_than_the_default_still_works() -> None:

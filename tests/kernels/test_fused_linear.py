@@ -160,6 +160,18 @@ def test_weights_that_do_not_fit_are_refused() -> None:
                 op(**inputs | {"weight": weight})
 
 
+def test_biases_that_do_not_fit_are_refused() -> None:
+    """One of one element, which a product would take for all columns, and one of another dtype."""
+    made, glu = norm_inputs((3, 8), 5), glu_inputs((3, 8), 5)
+    for op, inputs in ((norm_linear, made), (glu_linear, glu)):
+        name, weight = op.__name__, inputs["weight"]
+        for bias in (weight.new_ones(1), weight.new_ones(6), torch.ones(5, dtype=torch.float16)):
+            with pytest.raises(ValueError, match=rf"{name}: bias \({len(bias)},\) .*; expected"):
+                op(**inputs | {"bias": bias})
+        with pytest.raises(ValueError, match=rf"{name}: weight is torch.int64"):
+            op(**inputs | {"weight": weight.long()})
+
+
 def test_a_residual_of_another_shape_is_refused() -> None:
     """PyTorch would broadcast it, a kernel would read beyond it."""
     made = norm_inputs((2, 3, 8), 6)

@@ -378,6 +378,16 @@ def test_one_graph_for_any_number_of_tokens(reduction) -> None:
     assert len(graphs) <= 2
 
 
+def test_numpys_integers_are_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    made = {k: v.float() if v.is_floating_point() else v for k, v in inputs().items()}
+    valid = int((made["targets"] != -100).sum())
+    expected = linear_cross_entropy(**made, chunk_size=3, skip_ignored=True, num_valid=valid)
+    options = {"chunk_size": numpy.int32(3), "num_valid": numpy.int64(valid)}
+    result = linear_cross_entropy(**made, skip_ignored=True, **options)
+    assert torch.equal(result.loss, expected.loss)
+
+
 def test_refusals() -> None:
     made = inputs(bias=False)
     for bias in (made["weight"][:1, 0], made["weight"][:, 0].float()):
@@ -394,10 +404,20 @@ def test_refusals() -> None:
             linear_cross_entropy(**made, **{option: torch.tensor(0.5)})
         with pytest.raises(ValueError, match=option):
             linear_cross_entropy(**made, **{option: float("inf")})
-    with pytest.raises(ValueError, match="expected floating point"):
+    with pytest.raises(ValueError, match="expected a floating point tensor"):
         linear_cross_entropy(made["hidden"].long(), made["weight"].long(), made["targets"])
-    with pytest.raises(ValueError, match="differ in their last dimension"):
+    with pytest.raises(ValueError, match="expected the same last dimension"):
         linear_cross_entropy(made["hidden"], made["weight"][:, 1:], made["targets"])
+    with pytest.raises(ValueError, match="of 1 or more"):
+        linear_cross_entropy(made["hidden"][..., :0], made["weight"][:, :0], made["targets"])
+    # Products with a tensor that has no memory are numbers from anywhere.
+    with pytest.raises(ValueError, match="weight is on meta, hidden on cpu"):
+        linear_cross_entropy(made["hidden"], made["weight"].to("meta"), made["targets"])
+    with pytest.raises(ValueError, match="softcap=True; expected a number"):
+        linear_cross_entropy(**made, softcap=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match=r"float64 and weight torch\.float32; cast one$"):
+            linear_cross_entropy(made["hidden"].double(), made["weight"].float(), made["targets"])
     for wrong in ({"weight": made["weight"][0]}, {"hidden": made["hidden"][0, 0]}):
         with pytest.raises(ValueError, match=r"loss head: hidden .* and weight .*; expected \("):
             linear_cross_entropy(**made | wrong)

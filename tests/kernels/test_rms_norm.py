@@ -80,6 +80,21 @@ def test_residual_in_a_wider_dtype(place) -> None:
     torch.testing.assert_close(residual.grad.double().cpu(), exact[1].grad, rtol=1e-4, atol=1e-4)
 
 
+def test_a_float64_residual(place) -> None:
+    """The sum is exact to float64, whatever the dtype of the branch."""
+    x = random(3, 16, seed=1).to(place.device, place.dtype)
+    residual = random(3, 16, seed=2).to(place.device).requires_grad_()
+    weight = torch.ones(16, device=place.device)
+    y, s = add_rms_norm(x, residual, weight)
+    assert (y.dtype, s.dtype) == (place.dtype, torch.float64)
+    assert torch.equal(s, x.double() + residual)
+    (y.double().sum() + s.sum()).backward()
+    exact = residual.detach().requires_grad_()
+    want_y, want_s = formulas.add_rms_norm(x.double(), exact, weight.double())
+    (want_y.sum() + want_s.sum()).backward()
+    torch.testing.assert_close(residual.grad, exact.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_refusals() -> None:
     x, weight = torch.ones(2, 4), torch.ones(4)
     with pytest.raises(ValueError, match=r"expected \(4,\)"):
@@ -88,3 +103,10 @@ def test_refusals() -> None:
         rms_norm(x, weight, casting="hf")
     with pytest.raises(ValueError, match="differ in shape"):
         add_rms_norm(x, torch.ones(1, 4), weight)
+    for wrong in (weight.long(), weight.to(torch.float8_e4m3fn)):
+        with pytest.raises(ValueError, match=rf"rms_norm: weight is {wrong.dtype}; expected a fl"):
+            rms_norm(x, wrong)
+    with pytest.raises(ValueError, match=r"add_rms_norm: residual is torch\.int64"):
+        add_rms_norm(x, x.long(), weight)
+    with pytest.raises(ValueError, match="0-dimensional"):
+        rms_norm(torch.tensor(1.0), torch.tensor(1.0))

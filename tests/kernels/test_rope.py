@@ -89,6 +89,19 @@ def test_integers_are_refused() -> None:
         qk_norm_rope(**made, q_weight=weight, k_weight=weight)
 
 
+@pytest.mark.parametrize("op", [rope, qk_norm_rope])
+@pytest.mark.parametrize(
+    "heads, kv_heads, option",
+    [(6, -1, "num_kv_heads=-1"), (-2, 3, "num_heads=-2"), (2.0, 1, "num_heads=2.0")],
+)
+def test_head_counts_are_refused(op, heads, kv_heads, option) -> None:
+    """Even where they add up to the columns that are there: a kernel would write beyond them."""
+    made = inputs(2, 5, 2, 1, 8)
+    weights = {} if op is rope else {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
+    with pytest.raises(ValueError, match=rf"rope: {option}; expected an integer of [01] or more"):
+        op(**made | weights | {"num_heads": heads, "num_kv_heads": kv_heads})
+
+
 def test_angles_that_do_not_fit_are_refused() -> None:
     """A kernel would read beyond a sine that is shorter than the cosine."""
     made = inputs(2, 5, 4, 2, 8)
@@ -97,3 +110,5 @@ def test_angles_that_do_not_fit_are_refused() -> None:
             rope(**made | {"sin": sin})
     with pytest.raises(ValueError, match="expected"):
         rope(**made | {"qkv": made["qkv"][0]})
+    with pytest.raises(ValueError, match="of 1 or more"):
+        rope(torch.ones(2, 5, 0), *[made["cos"][..., :0]] * 2, 2, 1)

@@ -264,7 +264,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="num_valid=3 bounds the rows taken under skip"):
             op(**made, num_valid=3)
         for wrong in (-1, 2.5, torch.tensor(3)):
-            with pytest.raises(ValueError, match="must be 0 or more targets"):
+            with pytest.raises(ValueError, match="expected an integer of 0 or more"):
                 op(**made, skip_ignored=True, num_valid=wrong)
 
 
