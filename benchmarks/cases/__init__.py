@@ -137,7 +137,7 @@ OPS = {
         _sizes(
             _HEAD,
             *((8192, 2048, vocab) for vocab in (32000, 128256, 262208)),
-            *((rows, 2048, 128256) for rows in (1, 1024, 4096, 65536)),
+            *((rows, 2048, 128256) for rows in (1, 1024, 4096)),
         ),
     ),
     "linear_cross_entropy_ignored": Op(

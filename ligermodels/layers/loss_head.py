@@ -313,7 +313,8 @@ class LossHead(nn.Module):
 
 
 def _check_known(caller: str, options: dict[str, Any], known: frozenset[str]) -> None:
-    if unknown := options.keys() - known:
+    # A list: torch 2.11's Dynamo does not take one set of names from another.
+    if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
