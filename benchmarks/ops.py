@@ -1,8 +1,9 @@
 """Every op beside its peers: python -m benchmarks.ops [--out FOLDER] [--only OP ...] [--sizes all]
 
 Each op runs in a process of its own, which also measures the ceilings that its times are compared
-with; a process that crashes or takes too long is recorded and the next one goes on. What is
-measured, and how: benchmarks/README.md. The result, ops.json, is drawn by benchmarks.plots.
+with; a process that crashes or takes too long is recorded and the next one goes on. Host times come
+last, in a process that has the host to itself. What is measured, and how: benchmarks/README.md. The
+result, ops.json, is drawn by benchmarks.plots.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from benchmarks.common import (
 )
 
 Row = dict[str, Any]
+MODES = ("forward", "forward + backward")
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -106,7 +108,7 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
 
 
 # Of each implementation in turn, the best counts: a busy host slows some rounds down.
-HOST_ROUNDS = 3
+HOST_ROUNDS = 6
 
 
 def host_time(implementation: Implementation, random: Random) -> Row:
@@ -163,15 +165,24 @@ def attempt(row: Row, take: Callable[[], Row]) -> Row:
         torch.cuda.empty_cache()
 
 
+def better(row: Row, earlier: Row | None) -> Row:
+    """A row of two, with the shorter time of each that they have."""
+    if earlier is None or "error" in earlier:
+        return row
+    if "error" in row:
+        return earlier
+    times = {
+        mode: min(row[mode], earlier[mode], key=lambda timing: timing["ms"])
+        for mode in MODES
+        if mode in row
+    }
+    return row | times
+
+
 def measure_op(op: str, all_sizes: bool, part: Path) -> None:
     """Measure one op in this process; the part is written anew after every row."""
     entry = OPS[op]
     result: dict[str, Any] = {"copy GB/s": copy_bandwidth() / 1e9, "rows": []}
-
-    def add(row: Row) -> None:
-        result["rows"].append(row)
-        part.write_text(json.dumps(result))
-        print(progress(row), flush=True)
 
     points = entry.table + (entry.sweep if all_sizes else [])
     # The largest last: a crash there, as of an index beyond 32 bits, would end the process.
@@ -184,7 +195,8 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         if case.products:
             products = product_times(random, *case.products)
             torch.cuda.empty_cache()
-        for name in case.implementations:
+        names, best, before = list(case.implementations), {}, result["rows"]
+        for name in [n for turn in range(entry.rounds) for n in names[:: -1 if turn % 2 else 1]]:
             implementation = case.implementation(name)
             floor = floors(case, implementation, result["copy GB/s"] * 1e9, products)
             # Where it is shown: in the table, and of heads. Compiling once more costs seconds.
@@ -199,24 +211,39 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
                         "floor ms": milliseconds,
                         "share": milliseconds / row[mode]["ms"],
                     }
-            add(row)
+            print(progress(row), flush=True)
+            best[name] = better(row, best.get(name))
+            result["rows"] = [*before, *best.values()]
+            part.write_text(json.dumps(result))
         del case, implementation
         torch._dynamo.reset()
-    if entry.host:
+
+
+def measure_host(ops: Sequence[str], part: Path) -> None:
+    """Host times of all ops in this process; the part is written anew after every op."""
+    rows: list[Row] = []
+    for op in ops:
+        sizes = OPS[op].host
+        if sizes is None:
+            continue
         random = Random()
-        case = entry.build(random, **entry.host)
+        case = OPS[op].build(random, **sizes)
         best: dict[str, Row] = {}
         for _ in range(HOST_ROUNDS):
             for name in case.implementations:
-                row = {"op": op, "sizes": entry.host, "implementation": name, "host": True}
+                row = {"op": op, "sizes": sizes, "implementation": name, "host": True}
                 implementation = case.implementation(name)
                 row = attempt(row, lambda i=implementation, r=random: host_time(i, r))
                 if name not in best or row.get("host us", math.inf) < best[name].get(
                     "host us", math.inf
                 ):
                     best[name] = row
+        rows += best.values()
         for row in best.values():
-            add(row)
+            print(progress(row), flush=True)
+        part.write_text(json.dumps({"rows": rows}))
+        del case
+        torch._dynamo.reset()
 
 
 def progress(row: Row) -> str:
@@ -226,7 +253,7 @@ def progress(row: Row) -> str:
         return f"{text} {row['error']}"
     if "host us" in row:
         return f"{text} {row['host us']:.0f} us of the host"
-    for mode in ("forward", "forward + backward"):
+    for mode in MODES:
         if mode in row:
             timing = row[mode]
             text += f" {mode} {timing['ms']:.4g} ms ({timing['method']}, {timing['share']:.0%})"
@@ -295,6 +322,19 @@ def collect(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def replaced(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The earlier result, if any, with what was measured again instead."""
+    if not earlier:
+        return result
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["op"], row["implementation"], str(row["sizes"]), row.get("host", False)
+
+    again = {key(row) for row in result["rows"]}
+    kept = [row for row in earlier["rows"] if key(row) not in again]
+    return earlier | {"ops": earlier["ops"] | result["ops"], "rows": kept + result["rows"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
@@ -305,6 +345,17 @@ def main() -> None:
         default="table",
         help="table: those of ops.md; all: those of the plots, too",
     )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="put what is measured in its place in the ops.json of --out, of the same versions",
+    )
+    parser.add_argument(
+        "--host",
+        choices=("with", "without", "alone"),
+        default="with",
+        help="whether to measure the host's time, or nothing else",
+    )
     parser.add_argument("--timeout", type=float, default=240, help="seconds an op may take")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -313,20 +364,36 @@ def main() -> None:
         importlib.import_module("torch._inductor.compile_fx")  # while the one before measures
         gc.freeze()  # the collections between measurements skip what was imported
         sys.stdin.readline()
-        measure_op(arguments.only[0], everything, arguments.worker)
+        if arguments.host == "alone":
+            measure_host(arguments.only, arguments.worker)
+        else:
+            measure_op(arguments.only[0], everything, arguments.worker)
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure; benchmarks.plots needs none")
+    earlier: dict[str, Any] = {}
+    if arguments.again:
+        earlier = json.loads((arguments.out / "ops.json").read_text())
+        if earlier["environment"] != environment():
+            parser.error(f"{arguments.out}/ops.json is of {earlier['environment']}")
     ops = [op for op in arguments.only if OPS[op].table or everything]
+    if not ops:
+        parser.error(f"{' '.join(arguments.only)}: for the plots alone; add --sizes all")
     with tempfile.TemporaryDirectory() as folder:
-        parts = {op: Path(folder) / f"{op}.json" for op in ops}
         command = [sys.executable, "-m", "benchmarks.ops", "--sizes", arguments.sizes]
-        commands = {op: [*command, "--only", op, "--worker", str(parts[op])] for op in ops}
-        results = {}
-        for op, part in run_workers(commands, parts, arguments.timeout):
-            results[op] = part
-            write("ops.json", collect(results), arguments.out)
-    plots.write_all(collect(results), arguments.out)
+        names = [] if arguments.host == "alone" else [*ops]
+        names += ["host"] * (arguments.host != "without")
+        parts = {name: Path(folder) / f"{name}.json" for name in names}
+        commands = {op: [*command, "--only", op, "--worker", str(parts[op])] for op in names}
+        if "host" in names:
+            commands["host"] = [*command, "--only", *ops, "--host", "alone"]
+            commands["host"] += ["--worker", str(parts["host"])]
+        results: dict[str, Any] = {}
+        for name, part in run_workers(commands, parts, arguments.timeout):
+            results[name] = part
+            result = replaced(earlier, collect(results))
+            write("ops.json", result, arguments.out)
+    plots.write_all(result, arguments.out)
 
 
 if __name__ == "__main__":

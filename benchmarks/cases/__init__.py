@@ -33,12 +33,14 @@ class Op:
 
     host: one small size, where the device is never what is waited for; None to leave it out.
     table: the sizes of the table. sweep: those of the plots, on top.
+    rounds: how often to measure on the device, there and back; of each time the best counts.
     """
 
     build: Callable[..., Case]
     host: dict[str, Any] | None
     table: list[dict[str, Any]]
     sweep: list[dict[str, Any]]
+    rounds: int = 1
 
 
 def _sizes(names: str, *values: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -98,18 +100,21 @@ OPS = {
         {"rows": 16, "width": 256, "out": 1024},
         _sizes("rows width out", (8192, 4096, 28672)),
         [],
+        rounds=4,
     ),
     "norm_qkv_rope": Op(
         norm_qkv_rope,
         dict(zip(_QKV.split(), (1, 16, 256, 8, 2, 64))),
         _sizes(_QKV, (1, 8192, 4096, 32, 8, 128)),
         [],
+        rounds=4,
     ),
     "glu_linear": Op(
         glu_linear,
         {"rows": 16, "width": 1024, "out": 256},
         _sizes("rows width out", (8192, 14336, 4096)),
         [],
+        rounds=4,
     ),
     "cross_entropy": Op(
         cross_entropy,

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import cases, common, ops
 from benchmarks.cases import Op, Random
-from benchmarks.ops import collect, measure_op, run_workers
+from benchmarks.ops import collect, measure_host, measure_op, replaced, run_workers
 
 PROGRAM = """
 import json, pathlib, sys, time
@@ -92,23 +92,18 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
     monkeypatch.setattr(ops, "peak_bytes", lambda run: 10**9 if run() is not None else 0)
     timing = {"ms": 2.0, "low ms": 1.0, "high ms": 3.0, "repeats": 5, "method": "graph"}
     monkeypatch.setattr(ops, "device_time", lambda run: timing if run() is not False else {})
-    monkeypatch.setattr(ops, "host_microseconds", lambda run, repeats: float(len(run())))
     part = tmp_path / "part.json"
     measure_op(op, True, part)
     rows = json.loads(part.read_text())["rows"]
     names = list(build(Random("cpu", torch.float32), **table).implementations)
-    assert [row["implementation"] for row in rows] == names * 3
-    # The smallest first, then the host's.
-    assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep, table]
+    assert [row["implementation"] for row in rows] == names * 2
+    assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep]  # the smallest first
     for row in rows:
         if row["implementation"].startswith(("liger (", "cce")) or row["implementation"] == "liger":
             # The peers are not installed where the tests run, or need a GPU.
             assert row["error"].startswith(("absent", "failed"))
         elif row["implementation"] in ("eager", "torch.compile", "ligermodels"):
             assert "error" not in row
-            if row.get("host"):
-                assert row["host us"] > 0
-                continue
             both = row["forward + backward"]
             assert both["share"] == both["floor ms"] / 2.0
             assert 0.99 < both["scratch GB"] < both["peak GB"] == 1.0
@@ -121,6 +116,69 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
     else:  # three products of 2 ms
         assert rows[0]["forward + backward"]["floor ms"] == 6.0
     assert "ligermodels: forward 2 ms (graph" in capsys.readouterr().out
+
+
+def test_of_several_rounds_the_best_counts(tmp_path, monkeypatch):
+    """There and back, each time on its own."""
+    sizes = TINY["rms_norm"][0]
+    build, order, clock = cases.OPS["rms_norm"].build, [], iter(range(100, 0, -1))
+
+    def measure(implementation, random, forward_too):
+        order.append(implementation.function)
+        ms = next(clock)
+        timings = {"forward": {"ms": 100.0 - ms}, "forward + backward": {"ms": float(ms)}}
+        return {
+            mode: timing | {"method": "graph", "scratch GB": 0} for mode, timing in timings.items()
+        }
+
+    def build_two(*args, **sizes):
+        case = build(*args, **sizes)
+        case.implementations = {n: case.implementations[n] for n in ("eager", "ligermodels")}
+        return case
+
+    monkeypatch.setitem(ops.OPS, "rms_norm", Op(build_two, None, [sizes], [], rounds=2))
+    monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
+    monkeypatch.setattr(ops, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(ops, "measure", measure)
+    measure_op("rms_norm", False, tmp_path / "part.json")
+    assert order == [order[0], order[1], order[1], order[0]]
+    rows = json.loads((tmp_path / "part.json").read_text())["rows"]
+    times = {
+        row["implementation"]: (row["forward"]["ms"], row["forward + backward"]["ms"])
+        for row in rows
+    }
+    assert times == {"eager": (0.0, 97.0), "ligermodels": (1.0, 98.0)}
+
+
+def test_host_times_of_all_ops(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
+    monkeypatch.setattr(ops, "host_microseconds", lambda run, repeats: float(len(run())))
+    names = ["rms_norm", "linear_cross_entropy_budget", "swiglu"]  # the second has no host size
+    measure_host(names, tmp_path / "host.json")
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    ours = [row for row in rows if row["implementation"] == "ligermodels"]
+    assert [(row["op"], row["host"], row["host us"]) for row in ours] == [
+        ("rms_norm", True, 3.0),  # the output and two gradients
+        ("swiglu", True, 2.0),
+    ]
+    assert all(row["sizes"] == cases.OPS[row["op"]].host for row in rows)
+
+
+def test_what_is_measured_again_takes_its_place():
+    def row(op, name, value, **more):
+        return {"op": op, "sizes": {"rows": 1}, "implementation": name, "value": value} | more
+
+    earlier = {
+        "environment": {"gpu": "A"},
+        "ops": {"a": {"seconds": 1}, "b": {"seconds": 2}},
+        "rows": [row("a", "x", 1), row("a", "x", 2, host=True), row("b", "x", 3)],
+    }
+    again = {"environment": {"gpu": "A"}, "ops": {"a": {"seconds": 5}}, "rows": [row("a", "x", 9)]}
+    result = replaced(earlier, again)
+    assert result["ops"] == {"a": {"seconds": 5}, "b": {"seconds": 2}}
+    assert [r["value"] for r in result["rows"]] == [2, 3, 9]
+    assert replaced({}, again) is again
 
 
 def test_scratch_leaves_out_what_is_returned_once(monkeypatch):

@@ -234,7 +234,7 @@ def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
 
 def test_refusals() -> None:
     made = inputs(bias=False)
-    with pytest.raises(ValueError, match=r"^loss head: hidden .* differ in their"):
+    with pytest.raises(ValueError, match=r"^loss head: hidden .* expected the same"):
         linear_log_probs(made["hidden"], made["weight"][:, 1:], made["targets"])
     with pytest.raises(ValueError, match=r"^cross entropy: softcap"):
         linear_log_probs(**made, softcap=-1.0)

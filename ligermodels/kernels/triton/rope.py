@@ -118,12 +118,12 @@ def rope_backward_kernel(
     grad_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     grad_q_ptr += batch * q_batch_stride + position * q_seq_stride
     grad_k_ptr += batch * k_batch_stride + position * k_seq_stride
-    grad_v_ptr += batch * v_batch_stride + position * v_seq_stride
     pairs: tl.constexpr = KV_HEADS * HALF
     _rotate(grad_q_ptr, q_head_stride, grad_ptr, cos_ptr, sin_ptr, HEADS * HALF, True, HALF, BLOCK)
     grad_ptr += HEADS * 2 * HALF
     _rotate(grad_k_ptr, k_head_stride, grad_ptr, cos_ptr, sin_ptr, pairs, True, HALF, BLOCK)
     grad_ptr += KV_HEADS * 2 * HALF
+    grad_v_ptr += batch * v_batch_stride + position * v_seq_stride
     _copy(grad_v_ptr, v_head_stride, grad_ptr, 2 * pairs, 2 * HALF, BLOCK)
 
 
