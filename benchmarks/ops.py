@@ -108,13 +108,13 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
 
 
 # Of each implementation in turn, the best counts: a busy host slows some rounds down.
-HOST_ROUNDS = 6
+HOST_ROUNDS = 20
 
 
 def host_time(implementation: Implementation, random: Random) -> Row:
     run, *_ = training_call(implementation, random)
-    host_microseconds(run, repeats=20)
-    return {"host us": host_microseconds(run, repeats=100)}
+    host_microseconds(run, repeats=5)
+    return {"host us": host_microseconds(run, repeats=25)}
 
 
 def floors(

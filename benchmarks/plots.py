@@ -308,7 +308,9 @@ PANELS: list[tuple[str, str, dict[str, Any], str]] = [
     ("rms_norm", "width", {"rows": 16384}, "RMSNorm, 16384 rows"),
     ("rms_norm", "rows", {"width": 4096}, "RMSNorm, width 4096"),
     ("add_rms_norm", "width", {"rows": 16384}, "add + RMSNorm, 16384 rows"),
+    ("add_rms_norm", "rows", {"width": 4096}, "add + RMSNorm, width 4096"),
     ("layer_norm", "width", {"rows": 16384}, "LayerNorm, 16384 rows"),
+    ("layer_norm", "rows", {"width": 4096}, "LayerNorm, width 4096"),
     ("swiglu", "rows", {"width": 14336}, "SwiGLU, width 14336"),
     ("geglu", "rows", {"width": 9216}, "GeGLU (tanh), width 9216"),
     ("rope", "seq", {"batch": 2, "heads": 32}, "RoPE, 32 + 8 heads of 128, batch 2"),
@@ -332,7 +334,7 @@ def draw_ops(result: Row, path: Path, quantity: str) -> None:
             panels.append((rows, x, title, ticks))
     if not panels:
         return
-    columns = min(len(panels), 5)
+    columns = min(len(panels), 4)
     lines = -(-len(panels) // columns)
     figure = _figure(lines, columns)
     for place, (rows, x, title, ticks) in enumerate(panels, 1):
@@ -423,10 +425,10 @@ def _draw_budget(axes: Any, result: Row) -> None:
     if points:
         colour, dashes, marker = STYLES[OURS]
         axes.plot(*zip(*points), color=colour, linestyle=dashes, marker=marker, linewidth=2.6)
-    for row, point in zip(ours, points):
+    for place, (row, point) in enumerate(zip(ours, points)):
         budget = row["sizes"]["max_scratch_bytes"]
         name = "default" if budget is None else f"{budget >> 20} MiB"
-        offset = (-14, -14) if budget is None else (-10, 8)
+        offset = (-14, -14) if budget is None else (-10, 8) if place % 2 == 0 else (-34, -12)
         axes.annotate(name, point, textcoords="offset points", xytext=offset, fontsize=7)
     axes.set_xscale("log")
     axes.margins(x=0.12)
