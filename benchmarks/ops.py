@@ -371,6 +371,8 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure; benchmarks.plots needs none")
+    if arguments.host == "alone" and not arguments.again:
+        parser.error("--host alone makes no result of its own; add --again")
     earlier: dict[str, Any] = {}
     if arguments.again:
         earlier = json.loads((arguments.out / "ops.json").read_text())

@@ -40,6 +40,16 @@ LABELS = {
     "linear_cross_entropy_stats": "linear CE, token statistics",
     "linear_log_probs": "linear log-probs",
 }
+MATRIX_OPS = (
+    "norm_linear",
+    "norm_qkv_rope",
+    "glu_linear",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_cross_entropy_none",
+    "linear_cross_entropy_stats",
+    "linear_log_probs",
+)
 # Okabe and Ito's colours, which the colour-blind tell apart; variants of one differ in the dashes.
 STYLES = {
     "eager": ("#999999", "-", "s"),
@@ -155,7 +165,7 @@ def op_table(result: Row, mode: str) -> str:
 def scratch_table(result: Row) -> str:
     """GB beyond inputs, outputs and gradients, forward + backward: losses and fused linears."""
     lines = []
-    for op in ("cross_entropy", *(op for op in LABELS if "linear" in op or "qkv" in op)):
+    for op in MATRIX_OPS:
         for sizes in OPS[op].table:
             rows = [
                 row

@@ -10,6 +10,7 @@ from torch import Tensor
 from ligermodels.kernels import reference
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
+TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
 HAS_TRITON = find_spec("triton") is not None  # looks for it; imports nothing
 
 
@@ -50,7 +51,7 @@ def select(x: Tensor, residual: Tensor | None = None) -> ModuleType:
         dtype = torch.float64
     if choose(x.device, dtype)[0] == "torch":
         return reference
-    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "").lower() not in TRUE:
         raise RuntimeError(
             f"{ENVIRONMENT_VARIABLE}=triton, but the tensors are on a CPU: set TRITON_INTERPRET=1 "
             f"before Python starts, for Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"

@@ -1,5 +1,6 @@
 """What every op asks of its tensors and numbers before it touches them."""
 
+import operator
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ def check_floating(op: str, name: str, x: Tensor) -> None:
 def check_count(op: str, name: str, value: Any, least: int) -> int:
     """The value as an int, numpy's integers too; raise ValueError for less or anything else."""
     count = value
-    if not isinstance(value, (int, Tensor)) and hasattr(value, "__index__"):
-        count = value.__index__()
+    if not isinstance(value, (int, Tensor)):
+        try:
+            count = operator.index(value)
+        except TypeError:
+            count = None
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{op}: {name}={value!r}; expected an integer of {least} or more")
     return count

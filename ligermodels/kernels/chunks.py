@@ -120,10 +120,10 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
 
 
 def _balanced(total: int, most: int) -> int:
-    """The length of equal pieces of at most `most`, as few as can be.
+    """The length of pieces of at most `most`, as few as can be and as equal as the step allows.
 
-    A short last piece would cost nearly as much as a whole one. Lengths are what matrix products
-    like: multiples of 128, or of 8 where pieces are shorter.
+    A short last piece of a few would cost nearly as much as a whole one. The step is what matrix
+    products like: 128, or 8 where pieces are shorter.
     """
     if most >= total:
         return total

@@ -59,18 +59,19 @@ class _NormLinear(torch.autograd.Function):
         else:
             grad_out = ops.rope_backward(*grads[:3], cos, sin)
 
-        grad_norm = grad_s_total = None
-        if any(needs[:3]):
-            grad_y = grad_out @ weight
-            grad_s_total, grad_norm, y = ops.rms_norm_backward(
-                grad_y, grad_s, s, norm_weight, rstd, offset, casting, needs[2], needs[3]
-            )
-            del grad_y
-        elif needs[3]:
-            y, _, _ = ops.rms_norm_forward(s, None, norm_weight, eps, offset, casting, weight.dtype)
-        else:
-            y = None
-        grad_weight, grad_bias = _linear_grads(grad_out, y, needs[3], needs[4])
+        grad_norm = grad_s_total = y = None
+        with without_autocast(s):
+            if any(needs[:3]):
+                grad_y = grad_out @ weight
+                grad_s_total, grad_norm, y = ops.rms_norm_backward(
+                    grad_y, grad_s, s, norm_weight, rstd, offset, casting, needs[2], needs[3]
+                )
+                del grad_y
+            elif needs[3]:
+                y, _, _ = ops.rms_norm_forward(
+                    s, None, norm_weight, eps, offset, casting, weight.dtype
+                )
+            grad_weight, grad_bias = _linear_grads(grad_out, y, needs[3], needs[4])
         grad_x = grad_s_total.to(x_dtype) if needs[0] else None
         grad_residual = grad_s_total.to(residual_dtype) if needs[1] else None
         return grad_x, grad_residual, grad_norm, grad_weight, grad_bias, *[None] * 6
@@ -111,7 +112,8 @@ def norm_linear(
     Args: x, residual (..., in); norm_weight (in); weight (out, in); bias (out); the rest as in
         `rms_norm`. residual None means zero.
     Returns: (..., out) in weight's dtype, and the sum (..., in).
-    Raises: ValueError where shapes do not agree, for another casting, or for an x of integers.
+    Raises: ValueError where shapes do not agree, for another casting, for tensors that are not
+        floating point or a bias of another dtype than the weight.
     """
     check_norm(x, norm_weight, casting)
     if residual is not None:
@@ -151,8 +153,8 @@ def norm_qkv_rope(
     if residual is not None:
         check_residual("norm_qkv_rope", x, residual)
     weight, bias = _operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
-    check_rope(torch.Size((*x.shape[:-1], weight.shape[0])), cos, sin, num_heads, num_kv_heads)
-    heads = (num_heads, num_kv_heads)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    heads = check_rope(shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
         outputs = _NormLinear.apply(
             x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting
@@ -175,13 +177,16 @@ class _GLULinear(torch.autograd.Function):
         activation, needs = ctx.activation, ctx.needs_input_grad
         ops = select(gate_up)
         grad_gate_up = y = None
-        if needs[0]:
-            grad_gate_up, y = ops.glu_backward(gate_up, grad_out @ weight, activation, needs[1])
-        elif needs[1]:
-            y = ops.glu_forward(gate_up, activation)
-        if y is not None:
-            y = y.to(weight.dtype)
-        grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
+        with without_autocast(gate_up):
+            if needs[0]:
+                grad_y = grad_out @ weight
+                grad_gate_up, y = ops.glu_backward(gate_up, grad_y, activation, needs[1])
+                del grad_y
+            elif needs[1]:
+                y = ops.glu_forward(gate_up, activation)
+            if y is not None:
+                y = y.to(weight.dtype)
+            grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
         return grad_gate_up, grad_weight, grad_bias, None
 
 
@@ -193,7 +198,8 @@ def glu_linear(
     Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out); activation as
         in `glu`.
     Returns: (..., out) in weight's dtype.
-    Raises: ValueError where shapes do not agree, and as `glu`.
+    Raises: ValueError where shapes do not agree, for a weight that is not floating point or a bias
+        of another dtype, and as `glu`.
     """
     check_glu(gate_up, activation)
     width = gate_up.shape[-1] // 2

@@ -55,9 +55,8 @@ def qk_norm_rope(
     Raises: ValueError where shapes do not agree, or for an unknown casting.
     Source: arXiv:2302.05442 (norms of queries and keys), arXiv:2104.09864.
     """
-    check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
-    q, k, _ = split_qkv(qkv, num_heads, num_kv_heads)
+    heads = check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
+    q, k, _ = split_qkv(qkv, *heads)
     check_norm(q, q_weight, casting)
     check_norm(k, k_weight, casting)
-    heads = (num_heads, num_kv_heads)
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting)

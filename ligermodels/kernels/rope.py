@@ -42,20 +42,25 @@ def rope(
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
         dtype. qkv is left intact; cos and sin are not differentiated. Source: arXiv:2104.09864,
         half-split layout.
-    Raises: ValueError where shapes do not agree, or for a qkv that is not floating point.
+    Raises: ValueError where shapes and numbers of heads do not agree, or for a qkv that is not
+        floating point.
     """
     check_floating("rope", "qkv", qkv)
-    check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
-    return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads)
+    heads = check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
+    return _Rope.apply(qkv, cos, sin, *heads)
 
 
 def check_rope(
     shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-) -> None:
-    """Raise ValueError where packed columns, heads and the shapes of cos and sin do not agree."""
-    # Not the product of both with head_dim alone: a kernel would write heads that are not there.
-    check_count("rope", "num_heads", num_heads, 1)
-    check_count("rope", "num_kv_heads", num_kv_heads, 0)
+) -> tuple[int, int]:
+    """Both numbers of heads as ints.
+
+    Raises: ValueError for less than one head or none of keys and values, and where packed columns,
+        heads and the shapes of cos and sin do not agree.
+    """
+    # Not their sum alone: a kernel would write heads that are not there.
+    num_heads = check_count("rope", "num_heads", num_heads, 1)
+    num_kv_heads = check_count("rope", "num_kv_heads", num_kv_heads, 0)
     if len(shape) != 3 or cos.ndim != 3 or cos.shape[-1] == 0:
         raise ValueError(
             f"rope: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
@@ -75,3 +80,4 @@ def check_rope(
             f"rope: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
             f"expected ({batch} or 1, {seq}, {head_dim // 2})"
         )
+    return num_heads, num_kv_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import cross_entropy, linear_cross_entropy, norm_linear
+from ligermodels.kernels import cross_entropy, glu_linear, linear_cross_entropy, norm_linear
 from ligermodels.kernels.autocast import autocast_dtype, cast_operands
 from tests.kernels.checks import random
 from tests.kernels.ops_table import CASES, leaves
@@ -30,7 +30,7 @@ def test_loss_stays_in_float32(place) -> None:
         assert loss.dtype == torch.float32
 
 
-def test_float64_is_left_alone(float32_place) -> None:
+def test_float64_is_left_alone_by_norm_linear(float32_place) -> None:
     """x in float64 and a weight in float32: no product is in 16 bits, forward or backward."""
     made = norm_linear_inputs((4,), 24)
     low = leaves(CASES["norm_linear"], made, float32_place)
@@ -39,9 +39,27 @@ def test_float64_is_left_alone(float32_place) -> None:
         out, total = norm_linear(**low)
         (out.sum() + total.sum()).backward()
     assert (out.dtype, total.dtype) == (torch.float32, torch.float64)
-    assert (low["x"].grad.dtype, low["weight"].grad.dtype) == (torch.float64, torch.float32)
-    expected, _ = norm_linear(**low)
+    names = ("x", "weight")
+    gradients = [low[name].grad for name in names]
+    assert [grad.dtype for grad in gradients] == [torch.float64, torch.float32]
+    expected, total = norm_linear(**low)
+    wanted = torch.autograd.grad(expected.sum() + total.sum(), [low[name] for name in names])
     assert torch.equal(out, expected)
+    for grad, want in zip(gradients, wanted):
+        assert torch.equal(grad, want)
+
+
+def test_float64_is_left_alone_by_glu_linear(float32_place) -> None:
+    device = float32_place.device
+    gate_up = random(3, 16, seed=1).to(device).requires_grad_()
+    weight = random(5, 8, seed=2).to(device, torch.float32).requires_grad_()
+    results = []
+    for enabled in (True, False):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+            out = glu_linear(gate_up, weight)
+            results.append((out, *torch.autograd.grad(out.sum(), (gate_up, weight))))
+    for inside, outside in zip(*results):
+        assert inside.dtype == outside.dtype and torch.equal(inside, outside)
 
 
 def test_operands() -> None:

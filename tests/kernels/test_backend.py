@@ -38,6 +38,14 @@ def test_forced_where_triton_cannot_run(monkeypatch) -> None:
         swiglu(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("value", ["1", "true", "YES"])
+def test_triton_takes_cpu_tensors_in_its_interpreter(monkeypatch, value) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert backend.select(torch.ones(1)).__name__ == "ligermodels.kernels.triton"
+
+
 def test_the_residual_counts(monkeypatch) -> None:
     """A sum in float64 is no matter for kernels that calculate in float32."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")

@@ -396,7 +396,7 @@ def test_refusals() -> None:
     for wrong in ("1GB", 2e9, True, -1, 0):
         with pytest.raises(ValueError, match=r"max_scratch_bytes=.* expected an integer"):
             linear_cross_entropy(**made, max_scratch_bytes=wrong)
-    for wrong in (2.0, True, "3"):
+    for wrong in (2.0, True, "3", torch.tensor(3)):
         with pytest.raises(ValueError, match=r"chunk_size=.* expected an integer"):
             linear_cross_entropy(**made, chunk_size=wrong)
     for option in ("logit_scale", "softcap", "z_loss", "label_smoothing"):

@@ -102,6 +102,15 @@ def test_head_counts_are_refused(op, heads, kv_heads, option) -> None:
         op(**made | weights | {"num_heads": heads, "num_kv_heads": kv_heads})
 
 
+def test_numpys_integers_are_head_counts(place) -> None:
+    numpy = pytest.importorskip("numpy")
+    made = inputs(2, 5, 2, 1, 8)
+    qkv, cos, sin = (made[k].to(place.device, place.dtype) for k in ("qkv", "cos", "sin"))
+    expected = rope(qkv, cos, sin, 2, 1)
+    for ours, want in zip(rope(qkv, cos, sin, numpy.int64(2), numpy.int32(1)), expected):
+        assert torch.equal(ours, want)
+
+
 def test_angles_that_do_not_fit_are_refused() -> None:
     """A kernel would read beyond a sine that is shorter than the cosine."""
     made = inputs(2, 5, 4, 2, 8)

@@ -1,4 +1,4 @@
-"""LayerNorm with the residual add, one launch each way and the sum of the parameters'."""
+"""LayerNorm with the residual add: one launch each way, and a small one for the parameters."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""RMS norm and rotation of the heads of q and k, one launch each way and the weights' sum.
+"""RMS norm and rotation of the heads of q and k: one launch each way, a small one for the weights.
 
 A program works on tiles of heads by pairs; a and b are the two halves of a head.
 """

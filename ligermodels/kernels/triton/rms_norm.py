@@ -1,4 +1,4 @@
-"""RMSNorm with the residual add, one launch each way and the sum of the weight's gradient."""
+"""RMSNorm with the residual add: one launch each way, and a small one for the weight."""
 
 import torch
 import triton
