@@ -197,6 +197,8 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has its children ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = output / "metrics.jsonl"
     while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size > 500):
