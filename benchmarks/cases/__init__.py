@@ -57,6 +57,15 @@ def _norm(build: Callable[..., Case], table: list[int]) -> Op:
     )
 
 
+def _glu(build: Callable[..., Case], width: int, rows: list[int]) -> Op:
+    return Op(
+        build,
+        {"rows": 16, "width": 1024},
+        _sizes("rows width", (8192, width)),
+        _sizes("rows width", *((n, width) for n in rows)),
+    )
+
+
 ROWS = (1, 256, 131072)
 _HEADS = "batch seq heads kv_heads head_dim"
 _QKV = "batch seq width heads kv_heads head_dim"
@@ -70,19 +79,9 @@ OPS = {
     "add_layer_norm": Op(
         add_layer_norm, {"rows": 16, "width": 1024}, _sizes("rows width", (16384, 4096)), []
     ),
-    "swiglu": Op(
-        swiglu,
-        {"rows": 16, "width": 1024},
-        _sizes("rows width", (8192, 14336)),
-        _sizes("rows width", *((rows, 14336) for rows in (1, 512, 2048, 32768, 131072))),
-    ),
-    "geglu": Op(
-        geglu,
-        {"rows": 16, "width": 1024},
-        _sizes("rows width", (8192, 9216)),
-        _sizes("rows width", *((rows, 9216) for rows in (1, 512, 2048, 32768, 131072))),
-    ),
-    "geglu_erf": Op(geglu_erf, {"rows": 16, "width": 1024}, _sizes("rows width", (8192, 9216)), []),
+    "swiglu": _glu(swiglu, 14336, [1, 512, 2048, 32768, 131072]),
+    "geglu": _glu(geglu, 9216, [1, 512, 2048, 32768, 131072]),
+    "geglu_erf": _glu(geglu_erf, 9216, []),
     "rope": Op(
         rope,
         dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
