@@ -131,10 +131,10 @@ def rope_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
 ) -> Tensor:
     """`reference.rope_forward` on the GPU."""
-    if qkv.stride(-1) != 1:
-        qkv, in_place = qkv.contiguous(), False
-    batch, seq, columns = qkv.shape
     assert qkv.is_contiguous() or not in_place
+    if qkv.stride(-1) != 1:
+        qkv = qkv.contiguous()
+    batch, seq, columns = qkv.shape
     out = qkv if in_place else qkv.new_empty((batch, seq, columns))
     if out.numel() == 0:
         return out
