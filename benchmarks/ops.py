@@ -356,7 +356,7 @@ def main() -> None:
         default="with",
         help="whether to measure the host's time, or nothing else",
     )
-    parser.add_argument("--timeout", type=float, default=240, help="seconds an op may take")
+    parser.add_argument("--timeout", type=float, default=480, help="seconds an op may take")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     everything = arguments.sizes == "all"

@@ -321,10 +321,16 @@ PANELS: list[tuple[str, str, dict[str, Any], str]] = [
     ("add_rms_norm", "rows", {"width": 4096}, "add + RMSNorm, width 4096"),
     ("layer_norm", "width", {"rows": 16384}, "LayerNorm, 16384 rows"),
     ("layer_norm", "rows", {"width": 4096}, "LayerNorm, width 4096"),
+    ("add_layer_norm", "width", {"rows": 16384}, "add + LayerNorm, 16384 rows"),
+    ("add_layer_norm", "rows", {"width": 4096}, "add + LayerNorm, width 4096"),
     ("swiglu", "rows", {"width": 14336}, "SwiGLU, width 14336"),
     ("geglu", "rows", {"width": 9216}, "GeGLU (tanh), width 9216"),
-    ("rope", "seq", {"batch": 2, "heads": 32}, "RoPE, 32 + 8 heads of 128, batch 2"),
-    ("qk_norm_rope", "seq", {"batch": 2, "heads": 32}, "q/k norm + RoPE, 32 + 8 heads of 128"),
+    ("geglu_erf", "rows", {"width": 9216}, "GeGLU (erf), width 9216"),
+    ("rope", "seq", {"batch": 1, "heads": 32}, "RoPE, 32 + 8 heads of 128"),
+    ("qk_norm_rope", "seq", {"batch": 1, "heads": 32}, "q/k norm + RoPE, 32 + 8 heads of 128"),
+    ("norm_linear", "rows", {"width": 4096}, "add + RMSNorm + linear, 4096 to 28672"),
+    ("norm_qkv_rope", "seq", {"width": 4096}, "add + RMSNorm + qkv + RoPE, 4096"),
+    ("glu_linear", "rows", {"width": 14336}, "SwiGLU + linear, 14336 to 4096"),
     ("cross_entropy", "vocab", {"rows": 8192}, "cross entropy, 8192 rows"),
     ("cross_entropy", "rows", {"vocab": 128256}, "cross entropy, vocabulary 128256"),
 ]
@@ -369,35 +375,25 @@ def draw_linear_cross_entropy(result: Row, path: Path) -> None:
         row["op"].startswith("linear_cross_entropy") and BOTH in row for row in result["rows"]
     ):
         return
-    figure = _figure(2, 4)
-    op, tokens, vocabulary = (
-        "linear_cross_entropy",
-        {"width": 2048, "vocab": 128256},
-        {"rows": 8192, "width": 2048},
-    )
-    scratch = "scratch GB"
-    panels = [
-        (tokens, "rows", BOTH, "ms", "width 2048, vocabulary 128256"),
-        (vocabulary, "vocab", BOTH, "ms", "8192 tokens, width 2048"),
-        (tokens, "rows", FORWARD, "ms", "forward only (evaluation)"),
-        None,
-        (tokens, "rows", BOTH, scratch, "width 2048, vocabulary 128256"),
-        (vocabulary, "vocab", BOTH, scratch, "8192 tokens, width 2048"),
-        (tokens, "rows", FORWARD, scratch, "forward only (evaluation)"),
+    columns: list[tuple[str, dict[str, Any], str, str]] = [
+        ("rows", {"width": 2048, "vocab": 128256}, BOTH, "width 2048, vocabulary 128256"),
+        ("vocab", {"rows": 8192, "width": 2048}, BOTH, "8192 tokens, width 2048"),
+        ("width", {"rows": 8192, "vocab": 128256}, BOTH, "8192 tokens, vocabulary 128256"),
+        ("rows", {"width": 2048, "vocab": 128256}, FORWARD, "forward only (evaluation)"),
     ]
-    for place, panel in enumerate(panels, 1):
-        axes = figure.add_subplot(2, 4, place)
-        if panel is None:
-            _draw_ignored(axes, result)
-            continue
-        fixed, x, mode, quantity, title = panel
-        rows = [row for row in select(result, op, x, fixed) if mode in row]
-        _lines(axes, rows, x, lambda row, m=mode, q=quantity: row[m][q])
-        if quantity == "ms":
-            _floor(axes, rows, x, mode)
-        name = "tokens" if x == "rows" else AXES[x]
-        _finish(axes, title, name, quantity, [row["sizes"][x] for row in rows])
-    _draw_budget(figure.add_subplot(2, 4, 8), result)
+    figure = _figure(2, len(columns) + 1)
+    for line, quantity in enumerate(("ms", "scratch GB")):
+        for column, (x, fixed, mode, title) in enumerate(columns, 1):
+            axes = figure.add_subplot(2, len(columns) + 1, line * (len(columns) + 1) + column)
+            rows = select(result, "linear_cross_entropy", x, fixed)
+            rows = [row for row in rows if mode in row]
+            _lines(axes, rows, x, lambda row, m=mode, q=quantity: row[m][q])
+            if quantity == "ms":
+                _floor(axes, rows, x, mode)
+            name = "tokens" if x == "rows" else AXES[x]
+            _finish(axes, title, name, quantity, [row["sizes"][x] for row in rows])
+    _draw_ignored(figure.add_subplot(2, len(columns) + 1, len(columns) + 1), result)
+    _draw_budget(figure.add_subplot(2, len(columns) + 1, 2 * (len(columns) + 1)), result)
     _legend(figure)
     environment = result["environment"]
     figure.suptitle(

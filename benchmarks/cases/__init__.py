@@ -57,12 +57,23 @@ def _norm(build: Callable[..., Case], table: list[int]) -> Op:
     )
 
 
-def _glu(build: Callable[..., Case], width: int, rows: list[int]) -> Op:
+def _glu(build: Callable[..., Case], width: int) -> Op:
+    rows = (1, 512, 2048, 32768, 131072)
     return Op(
         build,
         {"rows": 16, "width": 1024},
         _sizes("rows width", (8192, width)),
         _sizes("rows width", *((n, width) for n in rows)),
+    )
+
+
+def _heads(build: Callable[..., Case], *table: tuple[int, ...]) -> Op:
+    tokens = (1, 1024, 4096, 16384, 131072)
+    return Op(
+        build,
+        dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
+        _sizes(_HEADS, *table),
+        _sizes(_HEADS, *((1, seq, 32, 8, 128) for seq in tokens)),
     )
 
 
@@ -76,43 +87,31 @@ OPS = {
     "rms_norm": _norm(rms_norm, [2048, 4096, 8192]),
     "add_rms_norm": _norm(add_rms_norm, [4096]),
     "layer_norm": _norm(layer_norm, [4096]),
-    "add_layer_norm": Op(
-        add_layer_norm, {"rows": 16, "width": 1024}, _sizes("rows width", (16384, 4096)), []
-    ),
-    "swiglu": _glu(swiglu, 14336, [1, 512, 2048, 32768, 131072]),
-    "geglu": _glu(geglu, 9216, [1, 512, 2048, 32768, 131072]),
-    "geglu_erf": _glu(geglu_erf, 9216, []),
-    "rope": Op(
-        rope,
-        dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
-        _sizes(_HEADS, (2, 8192, 32, 8, 128)),
-        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (512, 2048, 32768))),
-    ),
-    "qk_norm_rope": Op(
-        qk_norm_rope,
-        dict(zip(_HEADS.split(), (1, 16, 8, 2, 64))),
-        _sizes(_HEADS, (2, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)),
-        _sizes(_HEADS, *((2, seq, 32, 8, 128) for seq in (512, 2048, 32768))),
-    ),
+    "add_layer_norm": _norm(add_layer_norm, [4096]),
+    "swiglu": _glu(swiglu, 14336),
+    "geglu": _glu(geglu, 9216),
+    "geglu_erf": _glu(geglu_erf, 9216),
+    "rope": _heads(rope, (2, 8192, 32, 8, 128)),
+    "qk_norm_rope": _heads(qk_norm_rope, (2, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)),
     "norm_linear": Op(
         norm_linear,
         {"rows": 16, "width": 256, "out": 1024},
         _sizes("rows width out", (8192, 4096, 28672)),
-        [],
+        _sizes("rows width out", *((rows, 4096, 28672) for rows in (1, 1024, 131072))),
         rounds=4,
     ),
     "norm_qkv_rope": Op(
         norm_qkv_rope,
         dict(zip(_QKV.split(), (1, 16, 256, 8, 2, 64))),
         _sizes(_QKV, (1, 8192, 4096, 32, 8, 128)),
-        [],
+        _sizes(_QKV, *((1, seq, 4096, 32, 8, 128) for seq in (1, 1024, 131072))),
         rounds=4,
     ),
     "glu_linear": Op(
         glu_linear,
         {"rows": 16, "width": 1024, "out": 256},
         _sizes("rows width out", (8192, 14336, 4096)),
-        [],
+        _sizes("rows width out", *((rows, 14336, 4096) for rows in (1, 1024, 131072))),
         rounds=4,
     ),
     "cross_entropy": Op(
@@ -141,7 +140,8 @@ OPS = {
         _sizes(
             _HEAD,
             *((8192, 2048, vocab) for vocab in (32000, 128256, 262208)),
-            *((rows, 2048, 128256) for rows in (1, 1024, 4096)),
+            *((8192, width, 128256) for width in (576, 16384)),
+            *((rows, 2048, 128256) for rows in (1, 1024, 4096, 131072)),
         ),
     ),
     "linear_cross_entropy_ignored": Op(

@@ -178,11 +178,7 @@ class Call(NamedTuple):
     def reduced(self, divisor: Tensor) -> CrossEntropyOutput:
         """The loss of all tokens over divisor, alone differentiable."""
         if not self.head.task.plan.in_forward:
-            out = self.token_outputs()
-            stats = (x.detach() for x in out[3:] if x is not None)
-            return CrossEntropyOutput(
-                out.loss.sum() / divisor, out.z_loss.sum() / divisor, out.loss.detach(), *stats
-            )
+            return summed(self.token_outputs(), divisor)
         hidden, weight, bias, task = self.head
         with without_autocast(hidden):
             loss, z_loss, *tokens = _ReducedLoss.apply(hidden, weight, bias, task, divisor)
@@ -202,6 +198,14 @@ class Call(NamedTuple):
         if task.taken is not None:
             x = put_rows(x, task.taken, self.targets.flatten(), task.options.ignore_index)
         return x.view(self.targets.shape)
+
+
+def summed(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
+    """What there is of each token as one loss, sum(loss) / divisor, alone differentiable."""
+    loss, z_loss, _, *stats = tokens
+    detached = [None if x is None else x.detach() for x in stats]
+    loss_sum, z_loss_sum = loss.sum() / divisor, z_loss.sum() / divisor
+    return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)
 
 
 def wide_copies(hidden: Tensor, with_stats: bool) -> int:

@@ -20,7 +20,7 @@ from ligermodels.kernels.cross_entropy import (
     token_cross_entropy,
 )
 from ligermodels.kernels.head_loops import parts
-from ligermodels.kernels.linear_cross_entropy import check_loss_options, wide_copies
+from ligermodels.kernels.linear_cross_entropy import check_loss_options, summed, wide_copies
 from ligermodels.kernels.reference import CrossEntropyOptions, compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
 from ligermodels.layers.plain import is_plain
@@ -275,21 +275,13 @@ class LossHead(nn.Module):
         if taken is not None:
             tokens = [put_rows(x, taken, targets.flatten(), ignore_index) for x in tokens]
         loss, z_loss, *stats = (x.view(targets.shape) for x in tokens)
-        z_loss = z_loss.detach()
+        out = CrossEntropyOutput(loss, z_loss.detach(), loss, *stats)
         if reduction == "none":
-            return CrossEntropyOutput(loss, z_loss, loss, *stats)
+            return out
         divisor = loss_divisor(
-            targets,
-            reduction,
-            normalizer,
-            class_weights,
-            ignore_index,
-            loss.dtype,
+            targets, reduction, normalizer, class_weights, ignore_index, loss.dtype
         )
-        stats = [x.detach() for x in stats]
-        return CrossEntropyOutput(
-            loss.sum() / divisor, z_loss.sum() / divisor, loss.detach(), *stats
-        )
+        return summed(out, divisor)
 
     def _chunk(
         self, rows: Tensor, max_scratch_bytes: int | None, logit_bytes: int, fixed_bytes: int
