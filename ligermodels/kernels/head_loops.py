@@ -49,6 +49,15 @@ class Head(NamedTuple):
     bias: Tensor | None  # (vocab)
     task: Task
 
+    def holds_logits(self) -> bool:
+        """Whether forward keeps the gradient of the logits, to make the others from in backward.
+
+        Where one chunk has no more rows than hidden is wide, it is smaller than the weight's.
+        """
+        plan, rows = self.task.plan, len(self.task.targets)
+        one_chunk = plan.columns is None and rows <= plan.rows
+        return self.task.wants.weight and one_chunk and rows <= self.weight.shape[1]
+
     def rows(self, part: slice) -> Tensor:
         """The hidden states of some rows."""
         if self.task.taken is None:
@@ -81,9 +90,10 @@ class Rows(NamedTuple):
     loss: Tensor
     z_loss: Tensor
     lse: Tensor
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
+    grad_hidden: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
+    grad_logits: Tensor | None = None
 
 
 def parts(rows: int, chunk: int) -> list[slice]:
@@ -97,8 +107,11 @@ def row_loop(
     upstream: Upstream | None = None,
     lse: Tensor | None = None,
     stats: TokenStats | None = None,
+    hold_logits: bool = False,
 ) -> Rows:
     """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients wanted.
+
+    With hold_logits, for a single chunk, the gradient of the logits and no other.
 
     With an lse from an earlier pass the losses may be anything. The weight gradient comes in the
     weight's dtype from a single chunk (float32 where that is float16) and as a float32 sum from
@@ -113,7 +126,9 @@ def row_loop(
         wants = Wants(wants.hidden, weight=False, bias=False)
     if upstream is None or not any(wants):
         upstream, wants = None, Wants(hidden=False, weight=False, bias=False)
-    grad_hidden = grad_weight = grad_bias = None
+    if hold_logits:
+        wants = Wants(hidden=False, weight=False, bias=False)
+    grad_hidden = grad_weight = grad_bias = grad_logits = None
     if wants.hidden and taken is None:
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     elif wants.hidden:  # one row to spare for the padding
@@ -151,6 +166,8 @@ def row_loop(
                 grad_weight = add_product(grad_weight, grad.t(), part_hidden)
             if grad_bias is not None:
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
+            if hold_logits:
+                grad_logits = grad
         del part_hidden, logits, grad  # before the next chunk's logits are made
 
     def join(made: list[Tensor]) -> Tensor:
@@ -158,7 +175,35 @@ def row_loop(
 
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
-    return Rows(join(losses), join(z_losses), join(lses), grad_hidden, grad_weight, grad_bias)
+    made = grad_hidden, grad_weight, grad_bias, grad_logits
+    return Rows(join(losses), join(z_losses), join(lses), *made)
+
+
+def held_gradients(
+    head: Head, grad_logits: Tensor, scale: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Gradients of hidden, weight and bias from those of all logits (rows, vocab), times a scale.
+
+    Nothing of the weight's size is scaled, but the rows of hidden before the product. In float16
+    they could overflow or vanish: there it is the product, made in float32.
+    """
+    hidden, weight, _, task = head
+    ops, rows = select(hidden), head.rows(slice(None))
+    grad_hidden = grad_bias = None
+    if hidden.dtype == torch.float16:
+        grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, weight.dtype)
+    else:
+        grad_weight = grad_logits.t() @ ops.scaled(rows, scale, rows.dtype)
+    del rows
+    if task.wants.hidden:
+        grad_hidden = ops.scaled(grad_logits @ weight, scale, hidden.dtype)
+        if task.taken is not None:
+            room = hidden.new_zeros(len(hidden) + 1, hidden.shape[1])  # one row for the padding
+            grad_hidden = room.index_copy_(0, task.taken, grad_hidden)[: len(hidden)]
+    if task.wants.bias:
+        total = grad_logits.sum(0, dtype=compute_dtype(grad_logits))
+        grad_bias = ops.scaled(total, scale, weight.dtype)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Tensor | None]:

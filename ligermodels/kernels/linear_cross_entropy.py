@@ -1,7 +1,9 @@
-"""The loss of a linear head, chunk by chunk: the logits of all tokens never exist together.
+"""The loss of a linear head, chunk by chunk: no more logits exist at once than a budget holds.
 
 Where the loss is one number, its gradients are computed in the forward pass while a chunk's
 logits are at hand (three matrix products in all); backward scales them by the upstream gradient.
+Of few tokens forward keeps the gradient of the logits instead, smaller than the weight's, and
+backward makes the two products.
 With reduction "none" the upstream gradient of each token is needed first, so backward computes
 the logits again (four products). A budget too small for a float32 sum of the weight gradient costs
 one product more: backward makes that gradient in a loop of its own, over the vocabulary. One too
@@ -25,7 +27,16 @@ from ligermodels.kernels.cross_entropy import (
     loss_divisor,
     token_upstream,
 )
-from ligermodels.kernels.head_loops import Head, Task, Upstream, Wants, column_loop, parts, row_loop
+from ligermodels.kernels.head_loops import (
+    Head,
+    Task,
+    Upstream,
+    Wants,
+    column_loop,
+    held_gradients,
+    parts,
+    row_loop,
+)
 from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats, compute_dtype
 from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
 
@@ -45,10 +56,11 @@ class _Kept(NamedTuple):
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
     grad_bias: Tensor | None = None
+    grad_logits: Tensor | None = None
 
 
 def _of_head(head: Head, lse: Tensor, entropy: Tensor | None = None) -> _Kept:
-    """What backward makes logits from again, and then their gradients."""
+    """What backward makes logits from again, or gradients from theirs."""
     hidden, weight, bias, task = head
     return _Kept(hidden, weight, bias, task.targets, task.taken, task.class_weights, lse, entropy)
 
@@ -96,18 +108,16 @@ class _ReducedLoss(torch.autograd.Function):
         upstream = None
         if any(task.wants):
             upstream = Upstream((torch.ones_like(divisor) if ctx.late else 1 / divisor).view(1))
-        stats = _empty_stats(head)
-        rows = row_loop(head, upstream, stats=stats)
-        if task.by_columns():
-            kept = _of_head(head, rows.lse)
-            kept = kept._replace(divisor=divisor, grad_hidden=rows.grad_hidden)
-        else:
-            kept = _Kept(
-                divisor=divisor,
-                grad_hidden=rows.grad_hidden,
-                grad_weight=rows.grad_weight,
-                grad_bias=rows.grad_bias,
-            )
+        stats, holds_logits = _empty_stats(head), head.holds_logits()
+        rows = row_loop(head, upstream, stats=stats, hold_logits=holds_logits)
+        kept = _of_head(head, rows.lse) if task.by_columns() or holds_logits else _Kept()
+        kept = kept._replace(
+            divisor=divisor,
+            grad_hidden=rows.grad_hidden,
+            grad_weight=rows.grad_weight,
+            grad_bias=rows.grad_bias,
+            grad_logits=rows.grad_logits,
+        )
         _keep(ctx, task, kept)
         loss, z_loss, _ = select(hidden).mean_loss(rows.loss, rows.z_loss, divisor)
         ctx.mark_non_differentiable(z_loss, rows.loss, *(stats or ()))
@@ -120,6 +130,10 @@ class _ReducedLoss(torch.autograd.Function):
             return None, None, None, None, None
         kept = _Kept(*ctx.saved_tensors)
         scale = upstream / kept.divisor if ctx.late else upstream
+        if kept.grad_logits is not None:
+            with without_autocast(kept.hidden):
+                made = held_gradients(_kept_head(ctx, kept), kept.grad_logits, scale)
+            return *made, None, None
         grad_hidden = _scaled(kept.grad_hidden, scale, ctx.dtype)
         grad_weight = _scaled(kept.grad_weight, scale, ctx.dtype)
         grad_bias = _scaled(kept.grad_bias, scale, ctx.dtype)
@@ -285,6 +299,8 @@ def prepare(
         # torch.compile has none for a number of rows that is a symbol.)
         kept = (hidden.numel() + width) * hidden.element_size()  # a row to spare for padding
         held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
+        if len(row_targets) <= width and hidden.dtype != torch.float16:
+            held = 0  # of few rows the logits are held, see `Head.holds_logits`
         copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
             len(row_targets),

@@ -388,7 +388,8 @@ def cross_entropy_rows(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    weights = t.new_ones(vocab) if class_weights is None else _cast(class_weights, t.dtype)
+    ones = t.new_ones(1).expand(vocab)  # without memory of their own
+    weights = ones if class_weights is None else _cast(class_weights, t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
     nan = _cast(torch.where(inside, 0.0, float("nan")), t.dtype)

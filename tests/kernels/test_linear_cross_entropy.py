@@ -13,6 +13,8 @@ from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_cross_entropy import OPTIONS, options_for, targets_for
 
 ROWS, WIDTH, VOCAB = 23, 14, 51
+WIDE = 40
+"""A width of more than ROWS: there a single chunk keeps the gradient of its logits for backward."""
 
 
 # The counter sees a registered op, not the product within. (Told here, not in the package: the
@@ -71,6 +73,13 @@ def on(place, made: dict) -> dict:
 def test_options_reductions_and_chunks(place, name, reduction, chunk_size) -> None:
     """Every option, for a random upstream gradient, in one chunk and in several."""
     made = inputs(name=name) | {"reduction": reduction, "chunk_size": chunk_size}
+    compare(ours, formula, made, place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_few_rows(place, name, reduction) -> None:
+    made = inputs(width=WIDE, name=name) | {"reduction": reduction}
     compare(ours, formula, made, place, constant=CONSTANT)
 
 
@@ -146,16 +155,17 @@ def test_accumulation_steps_with_one_normalizer(place, weighted) -> None:
     ids=str,
 )
 def test_gradient_for_what_requires_it(place, frozen, reduction) -> None:
-    for chunk_size in (None, 8):
-        made = inputs() | {"reduction": reduction, "chunk_size": chunk_size}
+    for width, chunk_size in ((WIDTH, None), (WIDTH, 8), (WIDE, None)):
+        made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
         compare(ours, formula, made, place, frozen=frozen)
 
 
 @pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])
 @pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("hidden", "weight")], ids=str)
-def test_products_made(place, frozen, reduction, again) -> None:
+@pytest.mark.parametrize("width", [WIDTH, WIDE])
+def test_products_made(place, width, frozen, reduction, again) -> None:
     """One matrix product for the logits (two for "none"), one for each gradient wanted."""
-    made = on(place, inputs(bias=False))
+    made = on(place, inputs(width=width, bias=False))
     for name in frozen:
         made[name].requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
@@ -164,7 +174,7 @@ def test_products_made(place, frozen, reduction, again) -> None:
             loss.sum().backward()
     gradients = 2 - len(frozen)
     products = 1 + gradients + (again if gradients else 0)
-    assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB
+    assert counter.get_total_flops() == products * 2 * ROWS * width * VOCAB
 
 
 def test_no_grad(place) -> None:
@@ -202,7 +212,9 @@ def test_all_ignored(place, reduction, chunk_size) -> None:
 
 def test_twice_over_a_retained_graph(place) -> None:
     for reduction in ("none", "mean"):
-        check_repeatable(ours, inputs() | {"reduction": reduction, "chunk_size": 9}, place)
+        for width, chunk_size in ((WIDTH, 9), (WIDTH, None), (WIDE, None)):
+            made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
+            check_repeatable(ours, made, place)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 23, 100])
@@ -271,11 +283,12 @@ def small_budget(made: dict, place, rows: int = 12, op=linear_cross_entropy, **o
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("cut", ["one chunk", "rows", "columns", "skipping"])
+@pytest.mark.parametrize("cut", ["few rows", "one chunk", "rows", "columns", "skipping"])
 def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
-    made = inputs((64,), name="everything")
+    made = inputs((64,), 70 if cut == "few rows" else WIDTH, name="everything")
     options = {"reduction": reduction, "return_token_stats": True}
     options |= {
+        "few rows": {},
         "one chunk": {},
         "rows": {"chunk_size": 9},
         "columns": {"max_scratch_bytes": small_budget(made, place, **options)},
@@ -295,7 +308,7 @@ def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pytest.mark.parametrize("cut", ["rows", "columns"])
+@pytest.mark.parametrize("cut", ["few rows", "rows", "columns"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_compiled_equals_eager(place, name, reduction, cut) -> None:
@@ -304,14 +317,15 @@ def test_compiled_equals_eager(place, name, reduction, cut) -> None:
         pytest.skip("float32 tells")
     torch._dynamo.reset()
     options = {"reduction": reduction}
+    width = WIDE if cut == "few rows" else WIDTH
     if cut == "rows":
         options["chunk_size"] = 9
-    else:
+    elif cut == "columns":
         options["max_scratch_bytes"] = small_budget(inputs(name=name), place, **options)
     results = []
     backend = "inductor" if place.device == "cuda" else "aot_eager"
     for function in (ours, torch.compile(ours, fullgraph=True, backend=backend)):
-        made = on(place, inputs(name=name))
+        made = on(place, inputs(width=width, name=name))
         if "class_weights" in made:
             made["class_weights"] = made["class_weights"].detach()
         loss, z_loss = function(**made, **options)
@@ -357,6 +371,27 @@ def test_float16_weight_gradients_do_not_overflow(place) -> None:
     targets = (torch.arange(rows, device=place.device) % 2).mul_(3)
     (linear_cross_entropy(hidden, weight, targets).loss * 2.0**8).backward()
     expected = torch.tensor([0.25 - 0.5, 0.25, 0.25, 0.25 - 0.5]) * 30 * 2.0**8
+    torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_float16_gradients_of_few_rows_do_not_overflow(place) -> None:
+    """Neither hidden times the upstream gradient nor its sum over the tokens may pass 65504."""
+    if place.dtype != torch.float32:
+        pytest.skip("float16 alone")
+    rows, loss_scale = 64, 2.0**10
+    signs = torch.ones(rows).view(-1, 2).mul(torch.tensor([1.0, -1.0])).view(-1, 1)
+    hidden = (100 * signs).expand(rows, 70).to(place.device, torch.float16)
+    weight = torch.zeros(4, 70, dtype=torch.float16, device=place.device, requires_grad=True)
+    targets = torch.arange(rows, device=place.device) // 2 % 4
+    (linear_cross_entropy(hidden, weight, targets, reduction="sum").loss * loss_scale).backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    hidden = hidden.abs() * 30
+    weight.grad = None
+    (linear_cross_entropy(hidden, weight, targets).loss * 8).backward()
+    # Each class is the target of a quarter of the tokens, which is what it is predicted with.
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    (linear_cross_entropy(hidden, weight, torch.zeros_like(targets)).loss * 8).backward()
+    expected = torch.tensor([0.25 - 1, 0.25, 0.25, 0.25]) * 3000 * 8  # the sum: 64 of 2250
     torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
