@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
     logit_bytes: int  # for each logit of a chunk
     hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
     accumulator_bytes: int = 0  # to sum the weight gradient over chunks; 0 where none is wanted
+    whole_bytes: int = 0  # beside a single chunk, in whatever pass
     held_bytes: int = 0  # weight gradient that a single chunk holds from forward to backward
     kept_bytes: int = 0  # hidden gradient that forward makes and keeps for backward
     fixed_bytes: int = 0  # whatever the chunk
@@ -83,7 +84,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
         return Plan(_balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
-    whole_bytes = rows * row_bytes + sizes.held_bytes
+    whole_bytes = rows * row_bytes + sizes.whole_bytes + sizes.held_bytes
     # One column of one row, gathered, and of the float32 sum over the rows.
     column_bytes = accumulator_bytes // vocab
     least = row_bytes
@@ -95,7 +96,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> Plan:
     if in_forward:
         free -= sizes.kept_bytes
     else:
-        whole_bytes = rows * row_bytes
+        whole_bytes -= sizes.held_bytes
     if free < least:
         beside = sizes.fixed_bytes + least - row_bytes
         raise ValueError(

@@ -35,6 +35,11 @@ class Task(NamedTuple):
     plan: Plan
     wants: Wants
     with_stats: bool = False
+    few_rows: bool = False  # whether the gradient of all logits is smaller than one that is wanted
+
+    def holds_logits(self) -> bool:
+        """Whether forward keeps the gradient of the logits, and backward makes the others of it."""
+        return self.few_rows and self.plan.columns is None and len(self.targets) <= self.plan.rows
 
     def by_columns(self) -> bool:
         """Whether the gradients of weight and bias are left to `column_loop`."""
@@ -48,15 +53,6 @@ class Head(NamedTuple):
     weight: Tensor  # (vocab, in)
     bias: Tensor | None  # (vocab)
     task: Task
-
-    def holds_logits(self) -> bool:
-        """Whether forward keeps the gradient of the logits, to make the others from in backward.
-
-        Where one chunk has no more rows than hidden is wide, it is smaller than the weight's.
-        """
-        plan, rows = self.task.plan, len(self.task.targets)
-        one_chunk = plan.columns is None and rows <= plan.rows
-        return self.task.wants.weight and one_chunk and rows <= self.weight.shape[1]
 
     def rows(self, part: slice) -> Tensor:
         """The hidden states of some rows."""
@@ -119,20 +115,21 @@ def row_loop(
     filled where given.
     """
     hidden, weight, _, task = head
-    targets, taken, wants, chunk = task.targets, task.taken, task.wants, task.plan.rows
+    targets, taken, chunk = task.targets, task.taken, task.plan.rows
     rows, everything = len(targets), slice(None)
     ops, dtype = select(hidden), compute_dtype(hidden)
-    if task.plan.columns is not None:
-        wants = Wants(wants.hidden, weight=False, bias=False)
-    if upstream is None or not any(wants):
-        upstream, wants = None, Wants(hidden=False, weight=False, bias=False)
-    if hold_logits:
+    wants = task.wants
+    if upstream is None or hold_logits:
         wants = Wants(hidden=False, weight=False, bias=False)
+    elif task.plan.columns is not None:
+        wants = Wants(wants.hidden, weight=False, bias=False)
+    if not (any(wants) or hold_logits):
+        upstream = None
     grad_hidden = grad_weight = grad_bias = grad_logits = None
     if wants.hidden and taken is None:
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    elif wants.hidden:  # one row to spare for the padding
-        grad_hidden = hidden.new_zeros(len(hidden) + 1, hidden.shape[1])
+    elif wants.hidden:
+        grad_hidden = _padded_zeros(hidden)
     if wants.bias:
         grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
     losses, z_losses, lses = [], [], []
@@ -179,30 +176,42 @@ def row_loop(
     return Rows(join(losses), join(z_losses), join(lses), *made)
 
 
+def _padded_zeros(hidden: Tensor) -> Tensor:
+    """Room for the gradient of hidden, and of the padding among the rows taken behind it."""
+    return hidden.new_zeros(len(hidden) + 1, hidden.shape[1])
+
+
 def held_gradients(
-    head: Head, grad_logits: Tensor, scale: Tensor
+    grad_logits: Tensor,
+    scale: Tensor,
+    hidden: Tensor,
+    taken: Tensor | None,
+    weight: Tensor | None,
+    want_bias: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Gradients of hidden, weight and bias from those of all logits (rows, vocab), times a scale.
+    """Gradients of hidden, weight and bias from that of all logits, times a scale.
 
     Nothing of the weight's size is scaled, but the rows of hidden before the product. In float16
     they could overflow or vanish: there it is the product, made in float32.
+
+    Args: grad_logits (rows, vocab); scale of one element; hidden (positions, in); taken, see
+        `Task`; weight (vocab, in), or None where the gradient of hidden is not wanted.
     """
-    hidden, weight, _, task = head
-    ops, rows = select(hidden), head.rows(slice(None))
+    ops, dtype = select(hidden), hidden.dtype
+    rows = hidden if taken is None else take_rows(hidden, taken)
     grad_hidden = grad_bias = None
-    if hidden.dtype == torch.float16:
-        grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, weight.dtype)
+    if dtype == torch.float16:
+        grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, dtype)
     else:
-        grad_weight = grad_logits.t() @ ops.scaled(rows, scale, rows.dtype)
+        grad_weight = grad_logits.t() @ ops.scaled(rows, scale, dtype)
     del rows
-    if task.wants.hidden:
-        grad_hidden = ops.scaled(grad_logits @ weight, scale, hidden.dtype)
-        if task.taken is not None:
-            room = hidden.new_zeros(len(hidden) + 1, hidden.shape[1])  # one row for the padding
-            grad_hidden = room.index_copy_(0, task.taken, grad_hidden)[: len(hidden)]
-    if task.wants.bias:
-        total = grad_logits.sum(0, dtype=compute_dtype(grad_logits))
-        grad_bias = ops.scaled(total, scale, weight.dtype)
+    if weight is not None:
+        grad_hidden = ops.scaled(grad_logits @ weight, scale, dtype)
+        if taken is not None:
+            padded = _padded_zeros(hidden).index_copy_(0, taken, grad_hidden)
+            grad_hidden = padded[: len(hidden)]
+    if want_bias:
+        grad_bias = ops.scaled(grad_logits.sum(0, dtype=compute_dtype(hidden)), scale, dtype)
     return grad_hidden, grad_weight, grad_bias
 
 

@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
 
 
 def _of_head(head: Head, lse: Tensor, entropy: Tensor | None = None) -> _Kept:
-    """What backward makes logits from again, or gradients from theirs."""
+    """What backward makes logits from again, and then their gradients."""
     hidden, weight, bias, task = head
     return _Kept(hidden, weight, bias, task.targets, task.taken, task.class_weights, lse, entropy)
 
@@ -108,9 +108,13 @@ class _ReducedLoss(torch.autograd.Function):
         upstream = None
         if any(task.wants):
             upstream = Upstream((torch.ones_like(divisor) if ctx.late else 1 / divisor).view(1))
-        stats, holds_logits = _empty_stats(head), head.holds_logits()
-        rows = row_loop(head, upstream, stats=stats, hold_logits=holds_logits)
-        kept = _of_head(head, rows.lse) if task.by_columns() or holds_logits else _Kept()
+        stats = _empty_stats(head)
+        rows = row_loop(head, upstream, stats=stats, hold_logits=task.holds_logits())
+        kept = _Kept()
+        if task.by_columns():
+            kept = _of_head(head, rows.lse)
+        elif task.holds_logits():
+            kept = _Kept(hidden, weight if task.wants.hidden else None, taken=task.taken)
         kept = kept._replace(
             divisor=divisor,
             grad_hidden=rows.grad_hidden,
@@ -131,8 +135,11 @@ class _ReducedLoss(torch.autograd.Function):
         kept = _Kept(*ctx.saved_tensors)
         scale = upstream / kept.divisor if ctx.late else upstream
         if kept.grad_logits is not None:
+            assert kept.hidden is not None
             with without_autocast(kept.hidden):
-                made = held_gradients(_kept_head(ctx, kept), kept.grad_logits, scale)
+                made = held_gradients(
+                    kept.grad_logits, scale, kept.hidden, kept.taken, kept.weight, ctx.wants.bias
+                )
             return *made, None, None
         grad_hidden = _scaled(kept.grad_hidden, scale, ctx.dtype)
         grad_weight = _scaled(kept.grad_weight, scale, ctx.dtype)
@@ -292,15 +299,21 @@ def prepare(
     taken = valid_rows(row_targets, options.ignore_index, skip_ignored, num_valid)
     if taken is not None:
         row_targets = take_targets(row_targets, taken, options.ignore_index)
+    # Fewer logits than weights: forward had better hold the gradient of those.
+    few_rows = wants.weight and gradients_in_forward and len(row_targets) <= width
     if chunk_size is None:
         wide = compute_dtype(hidden).itemsize
         copies = wide_copies(hidden, with_stats)
         # What forward makes is held until backward hands out scaled copies. (Not hidden.nbytes:
         # torch.compile has none for a number of rows that is a symbol.)
         kept = (hidden.numel() + width) * hidden.element_size()  # a row to spare for padding
-        held = vocab * width * (wide if hidden.dtype == torch.float16 else hidden.element_size())
-        if len(row_targets) <= width and hidden.dtype != torch.float16:
-            held = 0  # of few rows the logits are held, see `Head.holds_logits`
+        held = beside = 0
+        if wants.weight and hidden.dtype == torch.float16:
+            beside = vocab * width * wide  # its weight gradient comes in float32
+        elif few_rows:
+            beside = len(row_targets) * width * hidden.element_size()  # scaled
+        elif wants.weight and gradients_in_forward:
+            held = vocab * width * hidden.element_size()
         copied = 0 if taken is None else width * hidden.element_size()
         sizes = Sizes(
             len(row_targets),
@@ -308,7 +321,8 @@ def prepare(
             logit_bytes=hidden.element_size() + wide * copies,
             hidden_bytes=copied + (width * wide if copies else 0),
             accumulator_bytes=vocab * width * wide if wants.weight else 0,
-            held_bytes=held if wants.weight and gradients_in_forward else 0,
+            whole_bytes=beside,
+            held_bytes=held,
             kept_bytes=kept if wants.hidden and gradients_in_forward else 0,
             fixed_bytes=TOKEN_BYTES * targets.numel() * (1 + with_stats + skip_ignored)
             + (3 * wide * vocab if wants.bias else 0)
@@ -323,7 +337,7 @@ def prepare(
         last = parts(len(row_targets), plan.rows)[-1]
         if last.stop - last.start == 1:
             pass  # to ask is enough
-    task = Task(row_targets, taken, class_weights, options, plan, wants, with_stats)
+    task = Task(row_targets, taken, class_weights, options, plan, wants, with_stats, few_rows)
     return Call(Head(hidden.reshape(-1, width), weight, bias, task), targets)
 
 

@@ -210,6 +210,42 @@ def test_few_rows_take_no_copy_of_the_weight_gradient(place) -> None:
     assert scratch < leaves["weight"].nbytes / 2
 
 
+@pytest.mark.skipif(INTERPRETING, reason="each launch keeps copies there")
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_of_one_chunk_stays_in_the_budget(monkeypatch, reduction, dtype, frozen) -> None:
+    """From a budget of the logits alone to many times as much, counted as of the kernels."""
+    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
+    plans = spy_on_the_plan(monkeypatch)
+    rows, width, vocab = 60, 500, 400
+    hidden, weight, targets = (x[:vocab] for x in head_of(dtype, rows, width))
+    targets %= vocab
+    leaves = {"hidden": hidden.detach(), "weight": weight.detach()}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    logits = rows * vocab * dtype.itemsize
+    held = 0
+    for percent in [*range(100, 500, 20), 1000, 2000, 3000]:
+        budget = logits * percent // 100 + 64 * rows
+
+        def forward(budget: int = budget) -> torch.Tensor:
+            return linear_cross_entropy(
+                **leaves, targets=targets, reduction=reduction, max_scratch_bytes=budget
+            ).loss
+
+        plans.clear()
+        _, backward = peak_scratch(forward, tuple(leaves.values()))
+        if plans[0].columns is None and plans[0].rows >= rows:
+            held += 1
+            # Where backward makes the logits again, plain PyTorch takes copies of them.
+            again = reduction == "none" or not plans[0].in_forward
+            copies = 8 * 4 * rows * vocab if again else 0
+            assert backward <= budget + copies, f"{backward} of {budget}"
+    assert held
+
+
 def test_peak_scratch() -> None:
     """A gradient counts from when its memory is taken: before, as much is scratch."""
     x = torch.ones(1000, requires_grad=True)

@@ -217,6 +217,18 @@ def test_twice_over_a_retained_graph(place) -> None:
             check_repeatable(ours, made, place)
 
 
+@pytest.mark.parametrize("width", [WIDTH, WIDE])
+def test_targets_may_change_before_backward(place, width) -> None:
+    """Where gradients are made of what forward has made, as in a buffer that batches share."""
+    made = on(place, inputs(width=width))
+    leaves = [made[name] for name in ("hidden", "weight", "bias")]
+    expected = torch.autograd.grad(linear_cross_entropy(**made).loss, leaves)
+    loss = linear_cross_entropy(**made).loss
+    made["targets"].zero_()
+    for grad, wanted in zip(torch.autograd.grad(loss, leaves), expected):
+        assert torch.equal(grad, wanted)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 23, 100])
 def test_any_chunk_gives_the_same(place, chunk_size) -> None:
     whole, parts = on(place, inputs(name="z-loss")), on(place, inputs(name="z-loss"))
@@ -396,9 +408,13 @@ def test_float16_gradients_of_few_rows_do_not_overflow(place) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_one_graph_for_any_number_of_tokens(reduction) -> None:
-    """In one chunk, compiled: the lengths of batches do not cost a compilation each."""
+def test_one_graph_for_any_number_of_tokens(reduction, trained) -> None:
+    """In one chunk, compiled: the lengths of batches do not cost a compilation each.
+
+    A loss that is one number, of a head that is trained, has another for few rows.
+    """
     torch._dynamo.reset()
     graphs = []
 
@@ -407,10 +423,11 @@ def test_one_graph_for_any_number_of_tokens(reduction) -> None:
         return graph.forward
 
     function = torch.compile(ours, fullgraph=True, backend=backend)
-    for rows in range(20, 32):
+    for rows in range(WIDTH - 6, WIDTH + 6):
         made = inputs((rows,)) | {"reduction": reduction}
+        made["weight"].requires_grad_(trained)
         assert torch.equal(function(**made)[0], ours(**made)[0])
-    assert len(graphs) <= 2
+    assert len(graphs) <= (3 if trained and reduction == "mean" else 2)
 
 
 def test_numpys_integers_are_integers() -> None:
