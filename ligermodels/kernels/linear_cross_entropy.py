@@ -299,8 +299,8 @@ def prepare(
     taken = valid_rows(row_targets, options.ignore_index, skip_ignored, num_valid)
     if taken is not None:
         row_targets = take_targets(row_targets, taken, options.ignore_index)
-    # Fewer logits than weights: forward had better hold the gradient of those.
-    few_rows = wants.weight and gradients_in_forward and len(row_targets) <= width
+    # Neither logits nor hidden then take more than the weight: forward had better hold those.
+    few_rows = wants.weight and gradients_in_forward and len(row_targets) <= min(width, vocab)
     if chunk_size is None:
         wide = compute_dtype(hidden).itemsize
         copies = wide_copies(hidden, with_stats)

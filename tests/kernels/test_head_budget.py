@@ -214,15 +214,17 @@ def test_few_rows_take_no_copy_of_the_weight_gradient(place) -> None:
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_backward_of_one_chunk_stays_in_the_budget(monkeypatch, reduction, dtype, frozen) -> None:
+@pytest.mark.parametrize("rows, width, vocab", [(60, 500, 400), (800, 900, 5)])
+def test_backward_of_one_chunk_stays_in_the_budget(
+    monkeypatch, rows, width, vocab, reduction, dtype, frozen
+) -> None:
     """From a budget of the logits alone to many times as much, counted as of the kernels."""
     module = import_module("ligermodels.kernels.linear_cross_entropy")
     monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
     plans = spy_on_the_plan(monkeypatch)
-    rows, width, vocab = 60, 500, 400
-    hidden, weight, targets = (x[:vocab] for x in head_of(dtype, rows, width))
+    hidden, weight, targets = head_of(dtype, rows, width)
     targets %= vocab
-    leaves = {"hidden": hidden.detach(), "weight": weight.detach()}
+    leaves = {"hidden": hidden.detach(), "weight": weight[:vocab].detach()}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != frozen)
     logits = rows * vocab * dtype.itemsize
