@@ -25,10 +25,18 @@ def _gate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _block_of_row(width, BLOCK: tl.constexpr):
+    """The program's row, and its columns there: neighbours in the grid are neighbours in memory."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (program // blocks).to(tl.int64)
+    return row, program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def glu_forward_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """A block of one row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -49,8 +57,7 @@ def glu_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """A block of one row a program; the output again unless its pointer is None."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -75,7 +82,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     if out.numel() == 0:
         return out
     setting = launch("glu_forward", width)
-    glu_forward_kernel[(out.numel() // width, triton.cdiv(width, setting.block))](
+    glu_forward_kernel[(out.numel() // width * triton.cdiv(width, setting.block),)](
         gate_up,
         out,
         width,
@@ -98,7 +105,7 @@ def glu_backward(
     if grad.numel() == 0:
         return grad_gate_up, out
     setting = launch("glu_backward", width)
-    glu_backward_kernel[(grad.numel() // width, triton.cdiv(width, setting.block))](
+    glu_backward_kernel[(grad.numel() // width * triton.cdiv(width, setting.block),)](
         gate_up,
         grad,
         grad_gate_up,
