@@ -32,6 +32,7 @@ from benchmarks.common import (
     environment,
     host_microseconds,
     peak_bytes,
+    release_memory,
     write,
 )
 
@@ -161,8 +162,7 @@ def attempt(row: Row, take: Callable[[], Row]) -> Row:
         traceback.print_exc()
         return row | {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
     finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
 
 
 def better(row: Row, earlier: Row | None) -> Row:
@@ -194,7 +194,7 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         products: list[float] = []
         if case.products:
             products = product_times(random, *case.products)
-            torch.cuda.empty_cache()
+            release_memory()
         names, best, before = list(case.implementations), {}, result["rows"]
         for name in [n for turn in range(entry.rounds) for n in names[:: -1 if turn % 2 else 1]]:
             implementation = case.implementation(name)
