@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -159,6 +160,21 @@ def test_host_times_of_all_ops(tmp_path, monkeypatch):
         ("swiglu", True, 2.0),
     ]
     assert all(row["sizes"] == cases.OPS[row["op"]].host for row in rows)
+
+
+def test_host_times_are_the_best_of_rounds_over_all_ops(tmp_path, monkeypatch):
+    """Each call is faster than the one before: the best of every op are of the last round."""
+    microseconds = itertools.count(10_000, -1)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
+    monkeypatch.setattr(ops, "host_microseconds", lambda run, repeats: next(microseconds))
+    monkeypatch.setattr(ops, "HOST_ROUNDS", 3)
+    measure_host(["rms_norm", "swiglu"], tmp_path / "host.json")
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    best = [row["host us"] for row in rows if "host us" in row]
+    calls_a_round = 2 * len(best)  # one to warm up
+    assert max(best) - min(best) < calls_a_round
+    assert 10_000 - min(best) == 3 * calls_a_round - 1
 
 
 def test_what_is_measured_again_takes_its_place():
