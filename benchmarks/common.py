@@ -49,8 +49,8 @@ def device_times(run: Callable[[], Any], repeats: int = 20, warmup: int = 5) -> 
 def release_memory() -> None:
     """Give cached memory back to the device, and wait until the driver has cleared it.
 
-    It clears what was freed at some 400 GB/s (on an H200) beside whatever runs next, which takes up
-    to a fifth longer until that is done.
+    It clears what was freed at some 400 GB/s (on an H200) beside whatever runs next, which takes a
+    tenth longer until that is done. The wait is for a slower clearing, to be safe.
     """
     gc.collect()
     reserved = torch.cuda.memory_reserved()
