@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import launch
+from ligermodels.kernels.settings import cdiv, launch
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
     out = x.new_empty(columns, dtype=dtype)
     if columns:
         setting = launch("column_sums", columns)
-        column_sums_kernel[(triton.cdiv(columns, setting.block),)](
+        column_sums_kernel[(cdiv(columns, setting.block),)](
             x,
             out,
             rows,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import launch
+from ligermodels.kernels.settings import cdiv, launch
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     if out.numel() == 0:
         return out
     setting = launch("glu_forward", width)
-    glu_forward_kernel[(out.numel() // width * triton.cdiv(width, setting.block),)](
+    glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         out,
         width,
@@ -105,7 +105,7 @@ def glu_backward(
     if grad.numel() == 0:
         return grad_gate_up, out
     setting = launch("glu_backward", width)
-    glu_backward_kernel[(grad.numel() // width * triton.cdiv(width, setting.block),)](
+    glu_backward_kernel[(grad.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         grad,
         grad_gate_up,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import check_norm_width, launch, num_programs
+from ligermodels.kernels.settings import cdiv, check_norm_width, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
 
@@ -158,7 +158,7 @@ def layer_norm_forward(
         return y, s, mean, rstd
     check_norm_width("layer_norm", columns)
     setting = launch("layer_norm_forward", columns)
-    layer_norm_forward_kernel[(triton.cdiv(rows, setting.rows),)](
+    layer_norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
         None if weight is None else weight.contiguous(),

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import check_norm_width, launch, num_programs
+from ligermodels.kernels.settings import cdiv, check_norm_width, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
 
@@ -152,7 +152,7 @@ def rms_norm_forward(
         return y, s, rstd
     check_norm_width("rms_norm", columns)
     setting = launch("rms_norm_forward", columns)
-    rms_norm_forward_kernel[(triton.cdiv(rows, setting.rows),)](
+    rms_norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
         weight.contiguous(),

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import launch
+from ligermodels.kernels.settings import cdiv, launch
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel() == 0:
         return out
     setting = launch("scaled", x.numel())
-    scaled_kernel[(triton.cdiv(x.numel(), setting.block),)](
+    scaled_kernel[(cdiv(x.numel(), setting.block),)](
         x,
         scale,
         out,
