@@ -7,10 +7,12 @@ result, ops.json, is drawn by benchmarks.plots.
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import json
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,15 +111,23 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
     return row
 
 
-# Of all implementations of all ops in turn, the best counts: what keeps the host busy for some
-# seconds slows a round down, not every round of an op.
-HOST_ROUNDS = 20
+# An op's implementations take turns call by call, the ops round by round: what keeps the host busy
+# beside them, for a moment or for seconds, falls on all of them alike.
+HOST_ROUNDS, HOST_TURNS = 20, 24
 
 
-def host_time(implementation: Implementation, random: Random) -> Row:
-    run, *_ = training_call(implementation, random)
-    host_microseconds(run, repeats=5)
-    return {"host us": host_microseconds(run, repeats=25)}
+@dataclasses.dataclass
+class HostCall:
+    """An implementation's call, and the microseconds that it took the host each time."""
+
+    row: Row
+    run: Callable[[], Any]
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    def result(self) -> Row:
+        """Median and quartiles."""
+        low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
+        return self.row | {"host us": median, "host low us": low, "host high us": high}
 
 
 def floors(
@@ -221,22 +231,39 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         torch._dynamo.reset()
 
 
+def host_call(implementation: Implementation, random: Random) -> Row:
+    run, *_ = training_call(implementation, random)
+    run()
+    return {"run": run}
+
+
 def measure_host(ops: Sequence[str], part: Path) -> None:
     """Host times of all ops in this process; the part is written anew after every round."""
     random = Random()
-    cases = [(op, sizes, OPS[op].build(random, **sizes)) for op in ops if (sizes := OPS[op].host)]
-    best: dict[tuple[str, str], Row] = {}
+    calls: dict[str, list[HostCall]] = {}
+    failed: list[Row] = []
+    for op in ops:
+        sizes = OPS[op].host
+        if sizes is None:
+            continue
+        case, calls[op] = OPS[op].build(random, **sizes), []
+        for name in case.implementations:
+            row = {"op": op, "sizes": sizes, "implementation": name, "host": True}
+            implementation = case.implementation(name)
+            row = attempt(row, lambda i=implementation: host_call(i, random))
+            if "error" in row:
+                failed.append(row)
+            else:
+                calls[op].append(HostCall(row, row.pop("run")))
+    rows = failed
     for _ in trange(HOST_ROUNDS, desc="Host times", unit="round", disable=None):
-        for op, sizes, case in cases:
-            for name in case.implementations:
-                row = {"op": op, "sizes": sizes, "implementation": name, "host": True}
-                implementation = case.implementation(name)
-                row = attempt(row, lambda i=implementation: host_time(i, random))
-                earlier = best.get((op, name), {})
-                if row.get("host us", math.inf) <= earlier.get("host us", math.inf):
-                    best[op, name] = row
-        part.write_text(json.dumps({"rows": list(best.values())}))
-    for row in best.values():
+        for of_op in calls.values():
+            for turn in range(HOST_TURNS):
+                for call in of_op[:: -1 if turn % 2 else 1]:
+                    call.times.append(host_microseconds(call.run))
+        rows = failed + [call.result() for of_op in calls.values() for call in of_op]
+        part.write_text(json.dumps({"rows": rows}))
+    for row in rows:
         print(progress(row), flush=True)
 
 
