@@ -113,7 +113,7 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
 
 # An op's implementations take turns call by call, the ops round by round: what keeps the host busy
 # beside them, for a moment or for seconds, falls on all of them alike.
-HOST_ROUNDS, HOST_TURNS = 20, 24
+HOST_ROUNDS, HOST_TURNS = 60, 24
 
 
 @dataclasses.dataclass
