@@ -106,6 +106,8 @@ def layer_norm_forward(
     dtype = compute_dtype(s)
     s_float = _cast(s, dtype)
     mean = s_float.mean(-1, keepdim=True)
+    # What rounding left in the mean: of a row of equal values it would be all that is normalised.
+    mean = mean + (s_float - mean).mean(-1, keepdim=True)
     centred = s_float - mean
     rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     y = centred * rstd

@@ -74,6 +74,15 @@ def test_a_mean_far_from_zero(place) -> None:
     torch.testing.assert_close(y.double().cpu(), expected, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [3, 577, 4096])
+def test_rows_of_equal_values_are_zero(float32_place, width) -> None:
+    """Whatever rounding leaves in the mean would be divided by sqrt(eps)."""
+    values = torch.tensor([3.1, 100.3, 1000.7, -0.1]).to(float32_place.device)
+    x = values[:, None].expand(-1, width).contiguous()
+    assert torch.equal(layer_norm(x), torch.zeros_like(x))
+    assert torch.equal(layer_norm(x, bias=x[2]), x[2].expand_as(x))
+
+
 def test_residual_in_a_wider_dtype(place) -> None:
     """A bfloat16 branch added to a float32 stream: the sum is float32, so is its gradient."""
     made = inputs((3, 16), True)

@@ -43,7 +43,12 @@ def layer_norm_forward_kernel(
     mean = tl.sum(s, 1, keep_dims=True) / columns
     # Twice over the row, which is in registers: the mean of squares less the squared mean cancels.
     centred = tl.where(mask, s - mean, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / columns + eps)
+    squares = tl.sum(centred * centred, 1, keep_dims=True) / columns
+    # What rounding left in the mean: of a row of equal values it would be all that is normalised.
+    rest = tl.sum(centred, 1, keep_dims=True) / columns
+    mean += rest
+    centred = s - mean
+    rstd = 1 / tl.sqrt(tl.maximum(squares - rest * rest, 0.0) + eps)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd
