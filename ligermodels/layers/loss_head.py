@@ -75,7 +75,8 @@ class LossHead(nn.Module):
 
     Raises:
         TypeError: an unknown option.
-        ValueError: an option that no call could take, or a bias for a tied head.
+        ValueError: an option that no call could take, a bias for a tied head, or an embedding of
+            another shape than (vocab_size, hidden_size).
     """
 
     class_weights: Tensor | None
@@ -102,6 +103,11 @@ class LossHead(nn.Module):
         else:
             if bias:
                 raise ValueError("LossHead: a tied head has no bias")
+            if tied_to.weight.shape != (vocab_size, hidden_size):
+                raise ValueError(
+                    f"LossHead: tied_to has a weight of {tuple(tied_to.weight.shape)}; expected "
+                    f"({vocab_size}, {hidden_size})"
+                )
             self.tie(tied_to)
 
     def tie(self, embedding: nn.Embedding) -> None:
@@ -261,14 +267,19 @@ class LossHead(nn.Module):
                 + (rows.numel() * rows.element_size() if copied else 0),
             )
 
-        def chunk_outputs(part: Tensor, part_targets: Tensor) -> tuple[Tensor | None, ...]:
+        def chunk_outputs(
+            part: Tensor, part_targets: Tensor, class_weights: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
             logits = self.proj(part)
             made = token_cross_entropy(logits, part_targets, class_weights, options, with_stats)
             stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
             return made.token_loss, made.z_loss, *stats
 
         made = [
-            checkpoint(chunk_outputs, rows[part], row_targets[part], use_reentrant=False)
+            # Every tensor an argument: one changed before backward is then noticed.
+            checkpoint(
+                chunk_outputs, rows[part], row_targets[part], class_weights, use_reentrant=False
+            )
             for part in parts(len(rows), chunk_size)
         ]
         tokens = [torch.cat(x) for x in zip(*made)]

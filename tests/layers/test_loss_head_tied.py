@@ -25,6 +25,8 @@ def test_a_tied_head_has_no_parameter() -> None:
     assert list(model.state_dict()) == ["embedding.weight"]
     with pytest.raises(ValueError, match="no bias"):
         LossHead(HIDDEN, VOCAB, bias=True, tied_to=embedding)
+    with pytest.raises(ValueError, match=rf"weight of \({VOCAB}, .*expected \({VOCAB + 1}, "):
+        LossHead(HIDDEN, VOCAB + 1, tied_to=embedding)
 
 
 def test_a_tie_follows_the_embedding() -> None:
