@@ -1,5 +1,6 @@
 """Cross entropy on logits that exist: three passes over them, forward and backward together."""
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -50,12 +51,12 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, class_weights, divisor, options, with_stats):
-        ops = select(logits)
+        ctx.ops = select(logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
-        loss, z_loss, lse, _ = ops.cross_entropy_rows(
+        loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
-        mean, z_mean, divisor = ops.mean_loss(
+        mean, z_mean, divisor = ctx.ops.mean_loss(
             loss, z_loss, divisor, targets, class_weights, options.ignore_index
         )
         ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
@@ -71,7 +72,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
             return (None,) * 6
         logits, targets, lse, class_weights, divisor = ctx.saved_tensors
         row_scale = (upstream / divisor).view(1)
-        *_, grad = select(logits).cross_entropy_rows(
+        *_, grad = ctx.ops.cross_entropy_rows(
             logits, targets, row_scale, lse, class_weights, ctx.options, False
         )
         return grad, *[None] * 5
@@ -82,8 +83,9 @@ class _CrossEntropyRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, class_weights, options, with_stats):
+        ctx.ops = select(logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
-        loss, z_loss, lse, _ = select(logits).cross_entropy_rows(
+        loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
         entropy = None if stats is None else stats.entropy
@@ -102,7 +104,7 @@ class _CrossEntropyRows(torch.autograd.Function):
         row_scale, stats_scale = token_upstream(
             grad_loss, grad_log_probs, grad_entropy, entropy, lse
         )
-        *_, grad = select(logits).cross_entropy_rows(
+        *_, grad = ctx.ops.cross_entropy_rows(
             logits,
             targets,
             row_scale,
@@ -191,8 +193,11 @@ def check_options(
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ValueError(f"cross entropy: ignore_index={ignore_index!r}; expected an integer")
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(
+            f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
+        )
     _check_number("label_smoothing", label_smoothing)
     _check_number("z_loss", z_loss)
     _check_number("logit_scale", logit_scale)
@@ -215,12 +220,16 @@ def check_options(
             f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
         )
     if isinstance(normalizer, Tensor):
-        if normalizer.dim() != 0:
+        if normalizer.dim() != 0 or normalizer.is_complex():
             raise ValueError(
-                f"cross entropy: normalizer {tuple(normalizer.shape)}; expected a number or a "
-                "0-d tensor"
+                f"cross entropy: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected "
+                "a number or a real 0-d tensor"
             )
-    elif not isinstance(normalizer, (int, float)) or not 0 <= normalizer < float("inf"):
+    elif (
+        isinstance(normalizer, bool)
+        or not isinstance(normalizer, Real)  # numpy's numbers, too
+        or not 0 <= normalizer < float("inf")
+    ):
         raise ValueError(
             f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
@@ -294,6 +303,8 @@ def check_targets(
             raise ValueError(
                 f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
             )
+        if class_weights.is_complex():
+            raise ValueError(f"cross entropy: class_weights are {class_weights.dtype}")
         if class_weights.device != device:
             raise ValueError(
                 f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "

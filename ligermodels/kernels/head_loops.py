@@ -226,7 +226,7 @@ def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Te
     rows, vocab = len(targets), len(weight)
     assert columns is not None, "the plan has no column loop"
     ops, dtype = select(hidden), compute_dtype(hidden)
-    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    grad_weight = torch.empty_like(weight)  # in its layout: autograd would copy any other
     grad_bias = None
     if task.wants.bias and bias is not None:
         grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)

@@ -53,6 +53,7 @@ class _Kept(NamedTuple):
     lse: Tensor | None = None
     entropy: Tensor | None = None
     divisor: Tensor | None = None
+    made_over: Tensor | None = None
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
     grad_bias: Tensor | None = None
@@ -92,6 +93,23 @@ def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | 
     return None if grad is None else select(grad).scaled(grad, scale, dtype)
 
 
+def _gradient_bound(task: Task, like: Tensor) -> Tensor:
+    """About the largest gradient of a row's loss with respect to its logits, a scalar like `like`.
+
+    It is near the scale of the logits, times a class weight where there are some.
+    """
+    _, label_smoothing, _, _, logit_scale = task.options
+    bound = torch.full_like(like, logit_scale)
+    if task.class_weights is None or len(task.targets) == 0:
+        return bound
+    weights = task.class_weights.to(like.dtype).abs()
+    targets = task.targets
+    valid = (targets != task.options.ignore_index) & (targets >= 0) & (targets < len(weights))
+    largest = torch.where(valid, weights[torch.where(valid, targets, 0)], 0.0).amax()
+    bound = bound * ((1 - label_smoothing) * largest + label_smoothing * weights.mean())
+    return torch.where(bound == 0, 1.0, bound)
+
+
 # In both Functions hidden, weight and bias get gradients; the task, and the divisor, get none.
 
 
@@ -101,13 +119,12 @@ class _ReducedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, task, divisor):
         head = Head(hidden, weight, bias, task)
-        # float16 gradients of a mean over many tokens would underflow; there the division waits
-        # for backward, where the loss scale of float16 training is at hand.
-        ctx.late = hidden.dtype == torch.float16
+        # float16 gradients of a mean over many tokens would underflow; there they are made near
+        # 1, and backward divides, where the loss scale of float16 training is at hand.
+        late = hidden.dtype == torch.float16 and any(task.wants)
+        made_over = _gradient_bound(task, divisor) if late else divisor
         ctx.dtype = hidden.dtype
-        upstream = None
-        if any(task.wants):
-            upstream = Upstream((torch.ones_like(divisor) if ctx.late else 1 / divisor).view(1))
+        upstream = Upstream((1 / made_over).view(1)) if any(task.wants) else None
         stats = _empty_stats(head)
         rows = row_loop(head, upstream, stats=stats, hold_logits=task.holds_logits())
         kept = _Kept()
@@ -117,6 +134,7 @@ class _ReducedLoss(torch.autograd.Function):
             kept = _Kept(hidden, weight if task.wants.hidden else None, taken=task.taken)
         kept = kept._replace(
             divisor=divisor,
+            made_over=made_over if late else None,
             grad_hidden=rows.grad_hidden,
             grad_weight=rows.grad_weight,
             grad_bias=rows.grad_bias,
@@ -133,7 +151,9 @@ class _ReducedLoss(torch.autograd.Function):
         if upstream is None:
             return None, None, None, None, None
         kept = _Kept(*ctx.saved_tensors)
-        scale = upstream / kept.divisor if ctx.late else upstream
+        scale = upstream
+        if kept.made_over is not None:
+            scale = upstream * (kept.made_over / kept.divisor)
         if kept.grad_logits is not None:
             assert kept.hidden is not None
             with without_autocast(kept.hidden):
@@ -463,6 +483,6 @@ def linear_cross_entropy(
     dtype = compute_dtype(call.head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
     if num_valid is not None:
-        too_many = (targets != ignore_index).sum() > num_valid
+        too_many = (targets != ignore_index).sum() > min(num_valid, targets.numel())
         divisor = torch.where(too_many, float("nan"), divisor)
     return call.reduced(divisor)

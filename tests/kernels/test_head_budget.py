@@ -248,6 +248,26 @@ def test_backward_of_one_chunk_stays_in_the_budget(
     assert held
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_budget_with_a_weight_in_columns(place, reduction) -> None:
+    """The weight's gradient comes in the weight's own layout, or autograd would copy all of it."""
+    hidden = random(200, 64, seed=1).to(place.dtype).to(place.device).requires_grad_()
+    weight = random(64, 3000, seed=2).to(place.dtype).to(place.device).t().requires_grad_()
+    targets = torch.arange(200, device=place.device)
+    budget = 60 * weight.nbytes // 100
+    options = {"reduction": reduction, "max_scratch_bytes": budget}
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, targets, **options).loss
+
+    assert max(peak_scratch(forward, (hidden, weight))) <= budget
+    assert weight.grad.stride() == weight.stride()
+    expected = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight.contiguous(), targets, **options).loss.sum(), weight
+    )
+    torch.testing.assert_close(weight.grad, *expected)
+
+
 def test_peak_scratch() -> None:
     """A gradient counts from when its memory is taken: before, as much is scratch."""
     x = torch.ones(1000, requires_grad=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy
@@ -408,6 +409,51 @@ def test_float16_gradients_of_few_rows_do_not_overflow(place) -> None:
     torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
+CLASS_WEIGHTS = {
+    "normalised": torch.full((400,), 1 / 400),
+    "tiny": torch.full((400,), 1e-7),
+    "large": torch.full((400,), 7e4),
+    "spread": torch.logspace(-3, 6, 400),
+}
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cut", [{}, {"chunk_size": 30}, {"max_scratch_bytes": 26_000}], ids=str)
+@pytest.mark.parametrize("name", CLASS_WEIGHTS)
+def test_float16_gradients_whatever_the_class_weights(place, name, cut, label_smoothing) -> None:
+    """A mean does not depend on their scale, and its gradients in float16 must not either."""
+    if place.dtype != torch.float32:
+        pytest.skip("float16 alone")
+    class_weights = CLASS_WEIGHTS[name].to(place.device)
+    options = {"label_smoothing": label_smoothing}
+    if cut.get("max_scratch_bytes") and place.device == "cpu" and not INTERPRETING:
+        cut = {"max_scratch_bytes": 64_000}  # for what plain PyTorch makes of a row
+    errors = {}
+    for width in (WIDTH, 128):  # of more than the rows, which then keep the logits' gradient
+        hidden, weight = (
+            random(rows, width, seed=seed, scale=0.3).half().to(place.device)
+            for rows, seed in ((100, 1), (400, 2))
+        )
+        targets = targets_for((100,), 400).to(place.device)
+        grads = []
+        for kind in ("float64", "ours", "eager"):
+            dtype = torch.float64 if kind == "float64" else torch.float16
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+            if kind == "ours":
+                made = linear_cross_entropy(
+                    *leaves, targets, class_weights=class_weights, **options, **cut
+                ).loss
+            else:
+                logits = (leaves[0] @ leaves[1].t()).to(torch.promote_types(dtype, torch.float32))
+                made = F.cross_entropy(logits, targets, class_weights.to(logits), **options)
+            grads.append([x.double() for x in torch.autograd.grad(made * 4096, leaves)])
+        exact, *found = grads
+        for leaf, true, *results in zip(("hidden", "weight"), exact, *found):
+            mine, theirs = ((x - true).norm() / true.norm() for x in results)
+            errors[width, leaf] = mine / theirs
+    assert max(errors.values()) < 2, errors
+
+
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -439,10 +485,28 @@ def test_numpys_integers_are_integers() -> None:
     options = {"chunk_size": numpy.int32(3), "num_valid": numpy.int64(valid)}
     result = linear_cross_entropy(**made, skip_ignored=True, **options)
     assert torch.equal(result.loss, expected.loss)
+    for three in (numpy.int64(3), numpy.float32(3)):
+        result = linear_cross_entropy(**made, normalizer=three)
+        assert torch.equal(result.loss, linear_cross_entropy(**made, normalizer=3).loss)
+
+
+def test_a_bound_beyond_64_bits_bounds_nothing() -> None:
+    made = inputs()
+    expected = linear_cross_entropy(**made, skip_ignored=True)
+    result = linear_cross_entropy(**made, skip_ignored=True, num_valid=2**70)
+    assert torch.equal(result.loss, expected.loss)
 
 
 def test_refusals() -> None:
     made = inputs(bias=False)
+    for wrong in (True, -1, float("inf"), torch.ones(1), torch.tensor(1j)):
+        with pytest.raises(ValueError, match=r"normalizer.*; expected a number"):
+            linear_cross_entropy(**made, normalizer=wrong)
+    for wrong in (2**70, 1.0, True):
+        with pytest.raises(ValueError, match=r"ignore_index=.*; expected an integer of 64 bits"):
+            linear_cross_entropy(**made, ignore_index=wrong)
+    with pytest.raises(ValueError, match=r"class_weights are torch\.complex64"):
+        linear_cross_entropy(**made, class_weights=torch.ones(VOCAB, dtype=torch.complex64))
     for bias in (made["weight"][:1, 0], made["weight"][:, 0].float()):
         with pytest.raises(ValueError, match=r"bias .* does not fit weight"):
             linear_cross_entropy(**made | {"bias": bias})
