@@ -1,4 +1,7 @@
-"""The fused ops as plain functions. Triton is imported by the first op on a GPU, not here."""
+"""The fused ops as plain functions. Triton is imported by the first op on a GPU, not here.
+
+First derivatives by autograd's backward: second ones are refused, `torch.func` is not supported.
+"""
 
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope

@@ -30,7 +30,7 @@ def _linear_grads(
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting):
-        ops = select(x, residual)
+        ctx.ops = ops = select(x, residual)
         y, s, rstd = ops.rms_norm_forward(
             x, residual, norm_weight, eps, offset, casting, weight.dtype
         )
@@ -51,8 +51,7 @@ class _NormLinear(torch.autograd.Function):
         s, norm_weight, rstd, weight, cos, sin = ctx.saved_tensors
         eps, offset, casting = ctx.options
         x_dtype, residual_dtype = ctx.dtypes
-        needs = ctx.needs_input_grad
-        ops = select(s)
+        ops, needs = ctx.ops, ctx.needs_input_grad
         grad_s = None if residual_dtype is None else grads[-1]
         if cos is None:
             grad_out = grads[0]
@@ -115,7 +114,7 @@ def norm_linear(
     Raises: ValueError where shapes do not agree, for another casting, for tensors that are not
         floating point or a bias of another dtype than the weight.
     """
-    check_norm(x, norm_weight, casting)
+    check_norm("norm_linear", x, norm_weight, casting, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_linear", x, residual)
     weight, bias = _operands("norm_linear", "x", x, x.shape[-1], weight, bias)
@@ -149,12 +148,12 @@ def norm_qkv_rope(
         cos and sin are not differentiated.
     Raises: ValueError as `norm_linear` and `rope`.
     """
-    check_norm(x, norm_weight, casting)
+    check_norm("norm_qkv_rope", x, norm_weight, casting, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_qkv_rope", x, residual)
     weight, bias = _operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    heads = check_rope(shape, cos, sin, num_heads, num_kv_heads)
+    heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
         outputs = _NormLinear.apply(
             x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting
@@ -165,17 +164,17 @@ def norm_qkv_rope(
 class _GLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, weight, bias, activation):
+        ctx.ops = select(gate_up)
         ctx.save_for_backward(gate_up, weight)
         ctx.activation = activation
-        y = select(gate_up).glu_forward(gate_up, activation).to(weight.dtype)
+        y = ctx.ops.glu_forward(gate_up, activation).to(weight.dtype)
         return F.linear(y, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         refuse_double_backward("glu_linear")
         gate_up, weight = ctx.saved_tensors
-        activation, needs = ctx.activation, ctx.needs_input_grad
-        ops = select(gate_up)
+        ops, activation, needs = ctx.ops, ctx.activation, ctx.needs_input_grad
         grad_gate_up = y = None
         with without_autocast(gate_up):
             if needs[0]:

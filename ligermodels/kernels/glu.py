@@ -12,15 +12,16 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, activation):
+        ctx.ops = select(gate_up)
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        return select(gate_up).glu_forward(gate_up, activation)
+        return ctx.ops.glu_forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx, grad):
         refuse_double_backward("glu")
         (gate_up,) = ctx.saved_tensors
-        return select(gate_up).glu_backward(gate_up, grad, ctx.activation, False)[0], None
+        return ctx.ops.glu_backward(gate_up, grad, ctx.activation, False)[0], None
 
 
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:

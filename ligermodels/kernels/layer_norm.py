@@ -11,8 +11,8 @@ from ligermodels.kernels.rms_norm import check_residual
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        ops = select(x, residual)
-        y, s, mean, rstd = ops.layer_norm_forward(x, residual, weight, bias, eps)
+        ctx.ops = select(x, residual)
+        y, s, mean, rstd = ctx.ops.layer_norm_forward(x, residual, weight, bias, eps)
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.x_dtype = x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -30,7 +30,7 @@ class _LayerNorm(torch.autograd.Function):
         else:
             weight_dtype = weight.dtype if needs[2] else None
             bias_dtype = ctx.bias_dtype if needs[3] else None
-            grad, grad_weight, grad_bias = select(s).layer_norm_backward(
+            grad, grad_weight, grad_bias = ctx.ops.layer_norm_backward(
                 grad_y, grad_s, s, weight, mean, rstd, weight_dtype, bias_dtype
             )
         grad_x = grad.to(ctx.x_dtype) if needs[0] and grad is not None else None

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.backend import refuse_double_backward, select
+from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.rms_norm import check_norm
 from ligermodels.kernels.rope import check_rope, split_qkv
 
@@ -11,12 +12,11 @@ from ligermodels.kernels.rope import check_rope, split_qkv
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting):
+        ctx.ops = select(qkv)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.options = eps, offset, casting
         q, k, v = split_qkv(qkv, *heads)
-        out = select(qkv).qk_norm_rope_forward(
-            q, k, q_weight, k_weight, cos, sin, eps, offset, casting
-        )
+        out = ctx.ops.qk_norm_rope_forward(q, k, q_weight, k_weight, cos, sin, eps, offset, casting)
         return *out.split(heads, dim=-2), v
 
     @staticmethod
@@ -25,7 +25,7 @@ class _QKNormRope(torch.autograd.Function):
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         q, k, _ = split_qkv(qkv, grad_q.shape[2], grad_k.shape[2])
         want_weights = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        grads = select(qkv).qk_norm_rope_backward(
+        grads = ctx.ops.qk_norm_rope_backward(
             grad_q, grad_k, grad_v, q, k, q_weight, k_weight, cos, sin, *ctx.options, want_weights
         )
         return *grads, *[None] * 6
@@ -55,8 +55,10 @@ def qk_norm_rope(
     Raises: ValueError where shapes do not agree, or for an unknown casting.
     Source: arXiv:2302.05442 (norms of queries and keys), arXiv:2104.09864.
     """
-    heads = check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
+    op = "qk_norm_rope"
+    check_floating(op, "qkv", qkv)
+    heads = check_rope(op, qkv.shape, cos, sin, num_heads, num_kv_heads)
     q, k, _ = split_qkv(qkv, *heads)
-    check_norm(q, q_weight, casting)
-    check_norm(k, k_weight, casting)
+    check_norm(op, q, q_weight, casting, "q", "q_weight")
+    check_norm(op, k, k_weight, casting, "k", "k_weight")
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting)

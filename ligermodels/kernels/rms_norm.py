@@ -10,9 +10,8 @@ from ligermodels.kernels.checks import check_floating
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, casting):
-        y, s, rstd = select(x, residual).rms_norm_forward(
-            x, residual, weight, eps, offset, casting, x.dtype
-        )
+        ctx.ops = select(x, residual)
+        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, weight, eps, offset, casting, x.dtype)
         ctx.save_for_backward(s, weight, rstd)
         ctx.options = offset, casting, None if residual is None else residual.dtype
         ctx.x_dtype = x.dtype
@@ -27,7 +26,7 @@ class _RMSNorm(torch.autograd.Function):
         if grad_y is None:
             grad_x, grad_weight = grad_s, None
         else:
-            grad_x, grad_weight, _ = select(s).rms_norm_backward(
+            grad_x, grad_weight, _ = ctx.ops.rms_norm_backward(
                 grad_y, grad_s, s, weight, rstd, offset, casting, ctx.needs_input_grad[2], False
             )
         grad_residual = None
@@ -50,7 +49,7 @@ def rms_norm(
     Raises: ValueError for a weight of another shape, x that is not floating point, an unknown
         casting; under Triton for more than 65536 columns.
     """
-    check_norm(x, weight, casting)
+    check_norm("rms_norm", x, weight, casting)
     return _RMSNorm.apply(x, None, weight, eps, offset, casting)
 
 
@@ -71,24 +70,31 @@ def add_rms_norm(
     Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
     Raises: what `rms_norm` raises; ValueError where x and residual differ in shape.
     """
-    check_norm(x, weight, casting)
+    check_norm("add_rms_norm", x, weight, casting)
     check_residual("add_rms_norm", x, residual)
     return _RMSNorm.apply(x, residual, weight, eps, offset, casting)
 
 
-def check_norm(x: Tensor, weight: Tensor, casting: str) -> None:
+def check_norm(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    casting: str,
+    x_name: str = "x",
+    weight_name: str = "weight",
+) -> None:
     """Raise ValueError for a weight that does not fit x, or an unknown casting."""
-    check_floating("rms_norm", "x", x)
-    check_floating("rms_norm", "weight", weight)
+    check_floating(op, x_name, x)
+    check_floating(op, weight_name, weight)
     if x.dim() == 0:
-        raise ValueError("rms_norm: x is 0-dimensional; expected (..., hidden)")
+        raise ValueError(f"{op}: {x_name} is 0-dimensional; expected (..., hidden)")
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "
+            f"{op}: {weight_name} {tuple(weight.shape)} does not fit {x_name} {tuple(x.shape)}; "
             f"expected ({x.shape[-1]},)"
         )
     if casting not in ("llama", "gemma"):
-        raise ValueError(f"rms_norm: casting={casting!r}; expected 'llama' or 'gemma'")
+        raise ValueError(f"{op}: casting={casting!r}; expected 'llama' or 'gemma'")
 
 
 def check_residual(op: str, x: Tensor, residual: Tensor) -> None:

@@ -20,15 +20,16 @@ def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, T
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads):
+        ctx.ops = select(qkv)
         ctx.save_for_backward(cos, sin)
-        out = select(qkv).rope_forward(qkv, cos, sin, num_heads, num_kv_heads, False)
+        out = ctx.ops.rope_forward(qkv, cos, sin, num_heads, num_kv_heads, False)
         return split_qkv(out, num_heads, num_kv_heads)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         refuse_double_backward("rope")
         cos, sin = ctx.saved_tensors
-        grad = select(grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
+        grad = ctx.ops.rope_backward(grad_q, grad_k, grad_v, cos, sin)
         return grad, None, None, None, None
 
 
@@ -46,12 +47,12 @@ def rope(
         floating point.
     """
     check_floating("rope", "qkv", qkv)
-    heads = check_rope(qkv.shape, cos, sin, num_heads, num_kv_heads)
+    heads = check_rope("rope", qkv.shape, cos, sin, num_heads, num_kv_heads)
     return _Rope.apply(qkv, cos, sin, *heads)
 
 
 def check_rope(
-    shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+    op: str, shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[int, int]:
     """Both numbers of heads as ints.
 
@@ -59,25 +60,27 @@ def check_rope(
         heads and the shapes of cos and sin do not agree.
     """
     # Not their sum alone: a kernel would write heads that are not there.
-    num_heads = check_count("rope", "num_heads", num_heads, 1)
-    num_kv_heads = check_count("rope", "num_kv_heads", num_kv_heads, 0)
+    num_heads = check_count(op, "num_heads", num_heads, 1)
+    num_kv_heads = check_count(op, "num_kv_heads", num_kv_heads, 0)
+    check_floating(op, "cos", cos)
+    check_floating(op, "sin", sin)
     if len(shape) != 3 or cos.ndim != 3 or cos.shape[-1] == 0:
         raise ValueError(
-            f"rope: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
+            f"{op}: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
             "(batch, seq, columns) and (batch or 1, seq, head_dim / 2) of 1 or more"
         )
     if sin.shape != cos.shape:
-        raise ValueError(f"rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
+        raise ValueError(f"{op}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
     batch, seq, columns = shape
     head_dim = 2 * cos.shape[-1]
     if columns != (num_heads + 2 * num_kv_heads) * head_dim:
         raise ValueError(
-            f"rope: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads "
+            f"{op}: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads "
             f"of {head_dim}, the head_dim of cos {tuple(cos.shape)}"
         )
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
         raise ValueError(
-            f"rope: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
+            f"{op}: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
             f"expected ({batch} or 1, {seq}, {head_dim // 2})"
         )
     return num_heads, num_kv_heads

@@ -69,6 +69,22 @@ def test_captured_in_a_cuda_graph(place, name) -> None:
         torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_that_is_not_the_current_one(place, name) -> None:
+    """Forward, and backward from a thread of its own, launch where the tensors are."""
+    case = CASES[name]
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        made = leaves(case, case.inputs(*SIZE), place._replace(device=device))
+        outputs = as_tuple(case.function(**made))
+        results.append([*outputs, *gradients(outputs, made, upstreams(outputs))])
+        assert torch.cuda.current_device() == 0
+    for there, here in zip(*reversed(results)):
+        assert there.device.index == 1
+        torch.testing.assert_close(there.to(here.device), here, rtol=0, atol=0)
+
+
 LAST = 3
 """Rows at the end that hold something; all before are zero and get no upstream gradient."""
 

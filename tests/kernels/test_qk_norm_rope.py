@@ -119,7 +119,13 @@ def test_refusals() -> None:
     qkv = torch.ones(2, 3, 32)
     with pytest.raises(ValueError, match="packed columns"):
         qk_norm_rope(torch.ones(2, 3, 33), weight, weight, cos, cos, 2, 1)
-    with pytest.raises(ValueError, match=r"weight \(4,\) does not fit .* expected \(8,\)"):
+    with pytest.raises(ValueError, match=r"qk_norm_rope: k_weight \(4,\) does not fit k .*\(8,\)"):
         qk_norm_rope(qkv, weight, torch.ones(4), cos, cos, 2, 1)
+    with pytest.raises(ValueError, match=r"qk_norm_rope: q_weight is torch\.int64"):
+        qk_norm_rope(qkv, weight.long(), weight, cos, cos, 2, 1)
+    with pytest.raises(ValueError, match=r"qk_norm_rope: qkv is torch\.int64"):
+        qk_norm_rope(qkv.long(), weight, weight, cos, cos, 2, 1)
+    with pytest.raises(ValueError, match=r"qk_norm_rope: sin is torch\.complex64"):
+        qk_norm_rope(qkv, weight, weight, cos, cos.to(torch.complex64), 2, 1)
     with pytest.raises(ValueError, match="casting='hf'"):
         qk_norm_rope(qkv, weight, weight, cos, cos, 2, 1, casting="hf")
