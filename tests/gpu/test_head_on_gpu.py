@@ -20,6 +20,7 @@ from tests.kernels import (
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
 from tests.kernels.scratch import peak_scratch
+from tests.kernels.test_head_budget import spy_on_the_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -217,12 +218,15 @@ def log_probs_step(**options) -> Callable[..., Tensor]:
     return step
 
 
-SMALL = 160_000  # for 512 rows of 64 and a vocabulary of 1000: less than its weight gradient
+# For 512 rows of 64 and a vocabulary of 1000: no float32 sum of the weight's gradient, and no
+# hidden gradient kept for backward.
+BUDGET, SMALL = 200_000, 160_000
 STEPS: dict[str, Callable[..., Tensor]] = {
     "default": loss_step(),
     "few rows": loss_step(),
     "few rows, skipping": loss_step(skip_ignored=True, num_valid=45),
     "chunks": loss_step(chunk_size=100),
+    "budget": loss_step(max_scratch_bytes=BUDGET),
     "small budget": loss_step(max_scratch_bytes=SMALL),
     "sum": loss_step(chunk_size=100, reduction="sum"),
     "none": loss_step(chunk_size=100, reduction="none"),
@@ -241,6 +245,15 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def head_for(name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Few rows are fewer than hidden is wide."""
     return head(48 if "few rows" in name else 512, 64, 1000)
+
+
+@pytest.mark.parametrize("budget, in_forward", [(BUDGET, True), (SMALL, False)])
+def test_the_budgets_of_the_steps(monkeypatch, budget, in_forward) -> None:
+    """Each takes the loop by columns; the larger leaves room for gradients between the passes."""
+    plans = spy_on_the_plan(monkeypatch)
+    loss_step(max_scratch_bytes=budget)(*head(512, 64, 1000))
+    assert all(plan.columns is not None and plan.in_forward == in_forward for plan in plans)
+    assert plans
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -311,7 +324,7 @@ def test_counting_is_refused_under_capture() -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_bitwise_the_same_from_run_to_run(name) -> None:
     hidden, weight, targets = head(4096, 256, 32000)
-    if any(kind in name for kind in ("small budget", "skipping", "few rows")):
+    if any(kind in name for kind in ("budget", "skipping", "few rows")):
         hidden, weight, targets = head_for(name)  # their numbers are for so many rows
     runs = []
     for _ in range(2):
@@ -357,18 +370,20 @@ def test_log_probs_past_two_to_the_31_logits() -> None:
     close((whole[0][-10:], whole[2][-10:]), (parts[0][-10:], parts[2][-10:]))
 
 
-def test_blocks_of_columns_past_two_to_the_31_logits() -> None:
+def test_blocks_of_columns_past_two_to_the_31_logits(monkeypatch) -> None:
     """Many rows by a wide block: the second loop's offsets. The last rows alone have targets."""
-    rows, width, vocab = 16384, 8192, 262144
-    columns = 131072 + 256
-    assert rows * columns > 2**31
+    rows, width, vocab = 16640, 8192, 262144
+    columns = 131072
+    plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head(rows, width, vocab)
     hidden.requires_grad_(False)
     targets[:-20] = -100
-    budget = 64 * rows + 2 * rows * columns  # half of the float32 sum of the gradient
+    budget = 64 * rows + 2 * rows * (columns + 256)  # half of the float32 sum of the gradient
     results = []
     for options in ({"max_scratch_bytes": budget}, {"chunk_size": 4096}):
         loss = linear_cross_entropy(hidden, weight, targets, **options).loss
         grad = torch.autograd.grad(loss, weight)[0]
         results.append((loss, grad[:500], grad[columns - 500 : columns + 500], grad[-500:]))
     close(*results)
+    assert (plans[0].columns, plans[0].column_rows) == (columns, rows)
+    assert rows * columns > 2**31
