@@ -8,6 +8,7 @@ result, ops.json, is drawn by benchmarks.plots.
 
 import argparse
 import dataclasses
+import datetime
 import gc
 import importlib
 import json
@@ -121,13 +122,38 @@ class HostCall:
     """An implementation's call, and the microseconds that it took the host each time."""
 
     row: Row
-    run: Callable[[], Any]
+    run: Callable[[], Any] | None = None
     times: list[float] = dataclasses.field(default_factory=list)
 
+    def take(self) -> None:
+        """Time one call more; a failure is a result."""
+        if self.run is None:
+            return
+        try:
+            self.times.append(host_microseconds(self.run))
+        except Exception as error:
+            self.run, self.row = None, self.row | failure(error)
+
     def result(self) -> Row:
-        """Median and quartiles."""
+        """Median and quartiles, or what went wrong."""
+        if self.run is None:
+            return self.row
         low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
         return self.row | {"host us": median, "host low us": low, "host high us": high}
+
+
+def turns(calls: Sequence[HostCall], count: int, generator: torch.Generator) -> Iterator[HostCall]:
+    """Each of the calls once a turn, in a random order, and none right after itself.
+
+    What has just run would find itself in the processor's caches.
+    """
+    last = None
+    for _ in range(count):
+        order = [calls[i] for i in torch.randperm(len(calls), generator=generator).tolist()]
+        if order[0] is last:
+            order.append(order.pop(0))
+        yield from order
+        last = order[-1]
 
 
 def floors(
@@ -162,6 +188,11 @@ def product_times(random: Random, rows: int, width: int, vocab: int) -> list[flo
     return times
 
 
+def failure(error: Exception) -> Row:
+    traceback.print_exc()
+    return {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
+
+
 def attempt(row: Row, take: Callable[[], Row]) -> Row:
     """The row with what `take` measured, or with why it could not: a peer's failure is a result."""
     try:
@@ -171,8 +202,7 @@ def attempt(row: Row, take: Callable[[], Row]) -> Row:
     except torch.cuda.OutOfMemoryError:
         return row | {"error": "out of memory"}
     except Exception as error:
-        traceback.print_exc()
-        return row | {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
+        return row | failure(error)
     finally:
         release_memory()
 
@@ -231,37 +261,33 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         torch._dynamo.reset()
 
 
-def host_call(implementation: Implementation, random: Random) -> Row:
-    run, *_ = training_call(implementation, random)
-    run()
-    return {"run": run}
+def host_call(row: Row, implementation: Implementation, random: Random) -> HostCall:
+    def prepare() -> Row:
+        run, *_ = training_call(implementation, random)
+        run()
+        return {"run": run}
+
+    row = attempt(row, prepare)
+    return HostCall(row, row.pop("run", None))
 
 
 def measure_host(ops: Sequence[str], part: Path) -> None:
     """Host times of all ops in this process; the part is written anew after every round."""
-    random = Random()
+    random, generator = Random(), torch.Generator().manual_seed(0)
     calls: dict[str, list[HostCall]] = {}
-    failed: list[Row] = []
     for op in ops:
-        sizes = OPS[op].host
-        if sizes is None:
-            continue
-        case, calls[op] = OPS[op].build(random, **sizes), []
-        for name in case.implementations:
-            row = {"op": op, "sizes": sizes, "implementation": name, "host": True}
-            implementation = case.implementation(name)
-            row = attempt(row, lambda i=implementation: host_call(i, random))
-            if "error" in row:
-                failed.append(row)
-            else:
-                calls[op].append(HostCall(row, row.pop("run")))
-    rows = failed
+        if sizes := OPS[op].host:
+            case = OPS[op].build(random, **sizes)
+            row = {"op": op, "sizes": sizes, "host": True}
+            calls[op] = [
+                host_call(row | {"implementation": name}, case.implementation(name), random)
+                for name in case.implementations
+            ]
     for _ in trange(HOST_ROUNDS, desc="Host times", unit="round", disable=None):
         for of_op in calls.values():
-            for turn in range(HOST_TURNS):
-                for call in of_op[:: -1 if turn % 2 else 1]:
-                    call.times.append(host_microseconds(call.run))
-        rows = failed + [call.result() for of_op in calls.values() for call in of_op]
+            for call in turns(of_op, HOST_TURNS, generator):
+                call.take()
+        rows = [call.result() for of_op in calls.values() for call in of_op]
         part.write_text(json.dumps({"rows": rows}))
     for row in rows:
         print(progress(row), flush=True)
@@ -412,8 +438,9 @@ def main() -> None:
             commands["host"] = [*command, "--only", *ops, "--host", "alone"]
             commands["host"] += ["--worker", str(parts["host"])]
         results: dict[str, Any] = {}
+        started = datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes")
         for name, part in run_workers(commands, parts, arguments.timeout):
-            results[name] = part
+            results[name] = part | {"run": started}
             result = replaced(earlier, collect(results))
             write("ops.json", result, arguments.out)
     plots.write_all(result, arguments.out)

@@ -195,6 +195,20 @@ def product_speeds(result: Row) -> list[float]:
     return speeds
 
 
+def other_runs(result: Row) -> list[str]:
+    """What is not of the run that most are of, as sentences."""
+    runs: dict[str, list[str]] = {}
+    for op, part in result["ops"].items():
+        name = "host times" if op == "host" else LABELS.get(op, op)
+        runs.setdefault(part.get("run", ""), []).append(name)
+    most = max(runs, key=lambda run: len(runs[run]), default="")
+    return [
+        f"Of another run, {run or 'before'}: {', '.join(names)}."
+        for run, names in runs.items()
+        if run != most
+    ]
+
+
 def markdown(result: Row) -> str:
     """The tables with what they are to be read by."""
     versions = ", ".join(
@@ -210,6 +224,7 @@ def markdown(result: Row) -> str:
     return "\n\n".join(
         [
             f"{result['environment']['gpu']}; {versions}. In the same run {', '.join(ceilings)}.",
+            *other_runs(result),
             *(f"Not complete: {fault}." for fault in faults),
             "Milliseconds of device time, forward + backward; † around eager calls, which wait for "
             "the device and cannot be captured:",

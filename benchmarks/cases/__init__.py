@@ -129,7 +129,7 @@ OPS = {
     ),
     "linear_cross_entropy": Op(
         linear_cross_entropy,
-        {"rows": 16, "width": 256, "vocab": 1024},
+        {"rows": 512, "width": 256, "vocab": 1024},
         _sizes(
             _HEAD,
             (8192, 4096, 128256),
@@ -166,19 +166,19 @@ OPS = {
     ),
     "linear_cross_entropy_none": Op(
         linear_cross_entropy_none,
-        {"rows": 16, "width": 256, "vocab": 1024},
+        {"rows": 512, "width": 256, "vocab": 1024},
         _sizes(_HEAD, (8192, 4096, 128256)),
         [],
     ),
     "linear_cross_entropy_stats": Op(
         linear_cross_entropy_stats,
-        {"rows": 16, "width": 256, "vocab": 1024},
+        {"rows": 512, "width": 256, "vocab": 1024},
         _sizes(_HEAD, (8192, 4096, 128256)),
         [],
     ),
     "linear_log_probs": Op(
         linear_log_probs,
-        {"rows": 16, "width": 256, "vocab": 1024, "entropy": False},
+        {"rows": 512, "width": 256, "vocab": 1024, "entropy": False},
         _sizes(_HEAD + " entropy", (8192, 4096, 128256, False), (8192, 4096, 128256, True)),
         [],
     ),

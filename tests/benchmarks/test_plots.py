@@ -93,6 +93,17 @@ def test_the_forward_table_has_forward_times_and_no_host_column(result):
     assert "host us, ours / Liger" not in first
 
 
+def test_what_is_of_another_run_is_named(result):
+    ops = {op: {"run": "2030-01-01 12:00"} for op in ("rope", "swiglu", "host")}
+    assert plots.other_runs({**result, "ops": ops}) == []
+    ops |= {"layer_norm": {"run": "2030-01-02 12:00"}, "host": {"run": "2030-01-02 12:00"}}
+    ops |= {"rms_norm": {"run": "2030-01-01 12:00"}, "geglu": {}}
+    text = plots.markdown({**result, "ops": ops})
+    assert "\nOf another run, 2030-01-02 12:00: host times, LayerNorm.\n" in text
+    assert "\nOf another run, before: GeGLU (tanh).\n" in text
+    assert text.count("Of another run") == 2
+
+
 def test_failures_are_shown_and_an_op_without_rows_is_left_out(result):
     rows = [dict(row) for row in result["rows"] if row["op"] in ("rms_norm", "swiglu")]
     for row in rows:
