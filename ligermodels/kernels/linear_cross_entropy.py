@@ -438,8 +438,8 @@ def linear_cross_entropy(
             twice the hidden gradient, which forward would keep for backward, that one, too.
             Default: that sum and 2^30 bytes of logits, or all logits where they take at most
             twice the sum, and the gradients that forward keeps. What autocast casts is not
-            counted, a copy of a sliced hidden is. On a CPU plain PyTorch makes several wide
-            copies of a row of logits, which count as well.
+            counted, nor what autograd copies for a transposed leaf; a copy of a sliced hidden is.
+            On a CPU plain PyTorch makes several wide copies of a row of logits, which count, too.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,
             unless num_valid is given.
