@@ -14,8 +14,8 @@ from ligermodels.kernels.reference import (
     StatsScale,
     TokenStats,
     compute_dtype,
-    target_weight_sum,
 )
+from ligermodels.kernels.target_weights import target_weight_sum
 
 REDUCTIONS = ("none", "sum", "mean")
 

@@ -38,6 +38,7 @@ from ligermodels.kernels.head_loops import (
     row_loop,
 )
 from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats, compute_dtype
+from ligermodels.kernels.target_weights import target_weights
 from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
 
 
@@ -103,9 +104,7 @@ def _gradient_bound(task: Task, like: Tensor) -> Tensor:
     if task.class_weights is None or len(task.targets) == 0:
         return bound
     weights = task.class_weights.to(like.dtype).abs()
-    targets = task.targets
-    valid = (targets != task.options.ignore_index) & (targets >= 0) & (targets < len(weights))
-    largest = torch.where(valid, weights[torch.where(valid, targets, 0)], 0.0).amax()
+    largest = target_weights(task.targets, weights, task.options.ignore_index).amax()
     bound = bound * ((1 - label_smoothing) * largest + label_smoothing * weights.mean())
     return torch.where(bound == 0, 1.0, bound)
 

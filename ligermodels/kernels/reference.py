@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.target_weights import target_weight_sum
+
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype). Compiled, torch 2.11 loses the gradient through a `to` that changes nothing."""
@@ -454,22 +456,6 @@ def cross_entropy_rows(
     # An ignored row gets exact zeros even where its logits are not finite.
     grad = _cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
     return loss, z, lse, logits.copy_(grad) if in_place else grad
-
-
-def target_weight_sum(
-    targets: Tensor, class_weights: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """The sum of the class weights of the targets, a scalar: without class weights their number.
-
-    Targets ignored, or outside the vocabulary, do not count. Where none does, it is 1.
-    """
-    valid = targets != ignore_index
-    if class_weights is None:
-        return _cast(valid.sum().clamp_(min=1), dtype)
-    valid = valid & (targets >= 0) & (targets < len(class_weights))
-    weights = torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
-    total = _cast(weights, dtype).sum()
-    return torch.where(total == 0, 1.0, total)
 
 
 def mean_loss(
