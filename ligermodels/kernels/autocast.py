@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NOTHING = nullcontext()
-
 
 def autocast_is_on(x: Tensor) -> bool:
     """Whether autocast is active for x's device."""
@@ -34,4 +32,4 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast leaves x's device alone."""
     if autocast_is_on(x):
         return torch.autocast(x.device.type, enabled=False)
-    return _NOTHING
+    return nullcontext()

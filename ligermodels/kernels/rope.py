@@ -43,7 +43,7 @@ def rope(
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
         dtype. qkv is left intact; cos and sin are not differentiated. Source: arXiv:2104.09864,
         half-split layout.
-    Raises: ValueError where shapes and numbers of heads do not agree, or for a qkv that is not
+    Raises: ValueError where shapes and numbers of heads do not agree, or for tensors that are not
         floating point.
     """
     check_floating("rope", "qkv", qkv)
@@ -57,7 +57,7 @@ def check_rope(
     """Both numbers of heads as ints.
 
     Raises: ValueError for less than one head or none of keys and values, and where packed columns,
-        heads and the shapes of cos and sin do not agree.
+        heads and the shapes of cos and sin do not agree, or cos and sin are not floating point.
     """
     # Not their sum alone: a kernel would write heads that are not there.
     num_heads = check_count(op, "num_heads", num_heads, 1)
