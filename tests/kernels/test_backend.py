@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -50,6 +52,41 @@ def test_the_residual_counts(monkeypatch) -> None:
     """A sum in float64 is no matter for kernels that calculate in float32."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     assert backend.select(torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference
+
+
+class ElsewhereTensor:
+    """All that `select` asks of a tensor, on the second of two GPUs."""
+
+    dtype, device = torch.float32, torch.device("cuda:1")
+    is_cuda, is_cpu = True, False
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
+    """There, and there alone, every launcher runs with the tensors' GPU as the current one."""
+    launchers = pytest.importorskip("ligermodels.kernels.triton")
+    monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
+    devices = []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        devices.append(wanted)
+        yield
+        devices.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launchers, "scaled", lambda *args, **kwargs: (args, kwargs, list(devices)))
+    ops = backend.select(ElsewhereTensor())
+    args, kwargs, before = ops.scaled(1, 2, dtype=3)
+    assert (args, kwargs) == ((1, 2), {"dtype": 3})
+    if current == 1:
+        assert ops is launchers and devices == []
+    else:
+        assert before == [torch.device("cuda:1")] and devices == [*before, "left"]
 
 
 def test_forced_by_a_misspelling(monkeypatch) -> None:
