@@ -438,7 +438,7 @@ def main() -> None:
             commands["host"] = [*command, "--only", *ops, "--host", "alone"]
             commands["host"] += ["--worker", str(parts["host"])]
         results: dict[str, Any] = {}
-        started = datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes")
+        started = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "minutes")
         for name, part in run_workers(commands, parts, arguments.timeout):
             results[name] = part | {"run": started}
             result = replaced(earlier, collect(results))
