@@ -183,7 +183,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
     if not hasattr(model, "head"):
         return {name: weight.detach().float() for name, weight in named.items()}
-    from ligermodels.converters.table import table_for
+    from ligermodels.converters.weight_map import table_for
 
     return {
         span.source: named[entry.name].detach()[span.row : span.row + span.rows].float()

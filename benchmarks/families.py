@@ -38,8 +38,8 @@ def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict
     """A checkpoint of random bf16 weights, written by transformers; how to open it there."""
     import transformers
 
-    from ligermodels.auto import FAMILIES
-    from ligermodels.converters.config import to_hf
+    from ligermodels.converters.hf_config import to_hf
+    from ligermodels.models.auto import FAMILIES
 
     config = FAMILIES[family].config_class.preset(preset, num_hidden_layers=layers)
     config.dtype = "bfloat16"
@@ -61,7 +61,7 @@ def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict
 
 def gradients_by_hf_name(model: Any) -> dict[str, Tensor]:
     """Our gradients under HF's names, through the converters' table."""
-    from ligermodels.converters.table import table_for
+    from ligermodels.converters.weight_map import table_for
 
     named = dict(model.named_parameters())
     pieces: dict[str, Tensor] = {}

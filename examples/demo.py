@@ -19,7 +19,7 @@ from smollm2 import obtain
 
 from ligermodels import AutoLiger, Tokenizer
 from ligermodels.errors import LigerError
-from ligermodels.finetune import FinetuneConfig, FinetuneResult, finetune
+from ligermodels.training.finetune import FinetuneConfig, FinetuneResult, finetune
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"

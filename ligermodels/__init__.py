@@ -8,29 +8,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligermodels.auto import AutoLiger
     from ligermodels.errors import CheckpointError, ConfigError, LigerError, SaveError
-    from ligermodels.kv_cache import KVCache
+    from ligermodels.layers.kv_cache import KVCache
+    from ligermodels.models.auto import AutoLiger
     from ligermodels.models.gemma import GemmaConfig, LigerGemma
     from ligermodels.models.gemma2 import Gemma2Config, LigerGemma2
     from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
     from ligermodels.models.llama import LigerLlama, LlamaConfig
+    from ligermodels.models.load_pretrained import LoadReport, load_parameters
     from ligermodels.models.mistral import LigerMistral, MistralConfig
     from ligermodels.models.qwen2 import LigerQwen2, Qwen2Config
     from ligermodels.models.qwen3 import LigerQwen3, Qwen3Config
-    from ligermodels.partial import LoadReport, load_parameters
-    from ligermodels.tokenizers import Tokenizer
+    from ligermodels.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AutoLiger": "ligermodels.auto",
+    "AutoLiger": "ligermodels.models.auto",
     "CheckpointError": "ligermodels.errors",
     "ConfigError": "ligermodels.errors",
     "Gemma2Config": "ligermodels.models.gemma2",
     "Gemma3Config": "ligermodels.models.gemma3",
     "GemmaConfig": "ligermodels.models.gemma",
-    "KVCache": "ligermodels.kv_cache",
+    "KVCache": "ligermodels.layers.kv_cache",
     "LigerError": "ligermodels.errors",
     "LigerGemma": "ligermodels.models.gemma",
     "LigerGemma2": "ligermodels.models.gemma2",
@@ -40,13 +40,13 @@ _HOMES = {
     "LigerQwen2": "ligermodels.models.qwen2",
     "LigerQwen3": "ligermodels.models.qwen3",
     "LlamaConfig": "ligermodels.models.llama",
-    "LoadReport": "ligermodels.partial",
+    "LoadReport": "ligermodels.models.load_pretrained",
     "MistralConfig": "ligermodels.models.mistral",
     "Qwen2Config": "ligermodels.models.qwen2",
     "Qwen3Config": "ligermodels.models.qwen3",
     "SaveError": "ligermodels.errors",
-    "Tokenizer": "ligermodels.tokenizers",
-    "load_parameters": "ligermodels.partial",
+    "Tokenizer": "ligermodels.text.tokenizer",
+    "load_parameters": "ligermodels.models.load_pretrained",
 }
 
 __all__ = [

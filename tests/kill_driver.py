@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # optimizers import it on first use; a fork starts with it
 
-from ligermodels import runs, training
-from ligermodels.finetune import FinetuneConfig, finetune
+from ligermodels.training import run_dir as runs
+from ligermodels.training import trainer as training
+from ligermodels.training.finetune import FinetuneConfig, finetune
 
 
 class Countdown:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import LigerLlama
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 

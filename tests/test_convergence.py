@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.converters.table import table_for
+from ligermodels.converters.weight_map import table_for
 from tests.models import hf_models, zoo
 
 TEXT = Path(__file__).parent.parent / "examples" / "data"

@@ -102,7 +102,7 @@ MODULES = [
     "ligermodels.layers",
     "ligermodels.models",
     "ligermodels.converters",
-    "ligermodels.auto",
+    "ligermodels.models.auto",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
 
 VOCAB = 97

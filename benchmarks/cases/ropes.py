@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.cases.base import Case, Implementation, Random, compiled, liger
 from benchmarks.cases.norms import eager_norm
 from ligermodels import kernels
-from ligermodels.kernels.backend import select
+from ligermodels.kernels.dispatch import select
 
 
 class Rotation:

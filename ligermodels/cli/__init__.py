@@ -1,6 +1,6 @@
 """The command line: `ligermodels finetune | generate | inspect | convert | families`.
 
-A thin layer: `ligermodels.commands` turns arguments into calls, this module errors and warnings
+A thin layer: one module a command turns arguments into calls; this one turns errors and warnings
 into one line each on stderr. Exit codes are 0, 2 for what a user did (and argparse's own
 complaints), 1 for what the machine did, 130 for Ctrl-C.
 """
@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ligermodels.arguments import Formatter, Parser, Version
-from ligermodels.commands import convert, families, finetune, generate, inspect
+from ligermodels.cli import convert, families, finetune, generate, inspect
+from ligermodels.cli.options import Formatter, Parser, Version
 from ligermodels.errors import LigerError
 
 COMMANDS = (finetune, generate, inspect, convert, families)
@@ -120,7 +120,3 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(module=module)
         module.arguments(command)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ligermodels.arguments import byte_size, loading_arguments, loading_options
+from ligermodels.cli.options import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
 
 HELP = "write a checkpoint anew, or verify its round trip"
@@ -37,9 +37,9 @@ def run(given: argparse.Namespace) -> None:
     """Load, write, compare."""
     from pathlib import Path
 
-    from ligermodels.auto import AutoLiger, family_of
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
+    from ligermodels.models.auto import AutoLiger, family_of
 
     if given.target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")

@@ -30,8 +30,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Print the facts of every family."""
-    from ligermodels.auto import FAMILIES
     from ligermodels.layers.rotary import ROPE_TYPES
+    from ligermodels.models.auto import FAMILIES
 
     types: dict[type[DecoderModel], list[str]] = {}
     for model_type, cls in FAMILIES.items():

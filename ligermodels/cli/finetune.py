@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ligermodels.arguments import byte_size
+from ligermodels.cli.options import byte_size
 from ligermodels.errors import LigerError
 
 HELP = "fine-tune a checkpoint on text or JSONL files"
@@ -39,7 +39,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """Every option of FinetuneConfig, with its help and default."""
     from dataclasses import MISSING, fields
 
-    from ligermodels.finetune import FinetuneConfig
+    from ligermodels.training.finetune import FinetuneConfig
 
     command.description = (
         "Fine-tune MODEL on text and export it. Files are plain text, or .jsonl with an object per "
@@ -93,7 +93,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Fine-tune, and say what came of it."""
-    from ligermodels.finetune import FinetuneConfig, finetune, resumed_settings
+    from ligermodels.training.finetune import FinetuneConfig, finetune, resumed_settings
 
     options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
     if options["model"] is None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ligermodels.arguments import loading_arguments, loading_options, real_number, whole_number
+from ligermodels.cli.options import loading_arguments, loading_options, real_number, whole_number
 from ligermodels.errors import LigerError
 
 HELP = "continue a prompt, or chat"
@@ -52,10 +52,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
-    from ligermodels.auto import AutoLiger
     from ligermodels.converters.hub import resolve
-    from ligermodels.finetune import pick_device
-    from ligermodels.tokenizers import Tokenizer
+    from ligermodels.models.auto import AutoLiger
+    from ligermodels.text.tokenizer import Tokenizer
+    from ligermodels.training.finetune import pick_device
 
     if given.system is not None and not given.chat:
         raise LigerError("generate: --system needs --chat")
@@ -93,7 +93,7 @@ def _continue(given: argparse.Namespace, model: Any, tokenizer: Any, ids: list[i
     """Print what follows `ids`, as it comes or at once; returns it."""
     import torch
 
-    from ligermodels.generation import stream_text
+    from ligermodels.generation.generate import stream_text
 
     sampling = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
     sampling = {name: value for name, value in sampling.items() if value is not None}

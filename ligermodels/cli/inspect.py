@@ -25,9 +25,9 @@ def run(given: argparse.Namespace) -> None:
     """Print a checkpoint's description."""
     from dataclasses import asdict
 
-    from ligermodels.auto import family_of
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.inspect import describe
+    from ligermodels.models.auto import family_of
 
     folder = resolve(given.model, revision=given.revision)
     found = asdict(describe(folder, family_of(folder).config_class))

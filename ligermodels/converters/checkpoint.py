@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
-from ligermodels.converters.table import Entry, Span, Table, Towers
-from ligermodels.converters.weights import DTYPES, TensorInfo, WeightFile
+from ligermodels.converters.safetensors_file import DTYPES, TensorInfo, WeightFile
+from ligermodels.converters.weight_map import Entry, Span, Table, Towers
 from ligermodels.errors import CheckpointError, listing, shown
 
 # How the parts of a quantised weight are named: GPTQ and AWQ, bitsandbytes, compressed-tensors,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.atomic import replacing, sync_file
+from ligermodels.converters.atomic_dir import replacing, sync_file
 from ligermodels.converters.files import (
     CONFIG,
     COPIED,
@@ -22,8 +22,8 @@ from ligermodels.converters.files import (
     copied_files,
     read_json,
 )
-from ligermodels.converters.table import Table
-from ligermodels.converters.weights import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.weight_map import Table
 from ligermodels.errors import CheckpointError, SaveError
 
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from ligermodels.converters import rope
+from ligermodels.converters import hf_rope as rope
 from ligermodels.converters.files import CONFIG, read_json
-from ligermodels.converters.rope import is_int, is_number
+from ligermodels.converters.hf_rope import is_int, is_number
 from ligermodels.errors import CheckpointError, ConfigError, shown
 
 # Known keys that change the maths, with the values that change nothing; refused with any other

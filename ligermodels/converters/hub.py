@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.atomic import recover
+from ligermodels.converters.atomic_dir import recover
 from ligermodels.converters.files import (
     CONFIG,
     COPIED,

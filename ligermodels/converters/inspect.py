@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.config import read_config, unknown_keys
+from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.files import CONFIG, copied_files
-from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import table_for
+from ligermodels.converters.hf_config import read_config, unknown_keys
+from ligermodels.converters.weight_map import table_for
 
 
 @dataclass(frozen=True)

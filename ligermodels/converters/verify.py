@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.config import read_config, text_config, to_hf
+from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.export import save
 from ligermodels.converters.files import CONFIG, copied_files
-from ligermodels.converters.reader import Checkpoint, same_bits
-from ligermodels.converters.table import table_for
-from ligermodels.converters.weights import DTYPES
-from ligermodels.converters.writer import save
+from ligermodels.converters.hf_config import read_config, text_config, to_hf
+from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.weight_map import table_for
 from ligermodels.errors import listing
 
 

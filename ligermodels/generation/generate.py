@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ligermodels.converters.files import read_json
 from ligermodels.errors import CheckpointError, shown
-from ligermodels.kv_cache import KVCache
 from ligermodels.layers.attention import Cache
-from ligermodels.tokenizers import TextStream, Tokenizer
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.text.tokenizer import TextStream, Tokenizer
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 

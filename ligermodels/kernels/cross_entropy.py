@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.reference import (
     CrossEntropyOptions,
     StatsScale,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.glu import check_glu
 from ligermodels.kernels.rms_norm import check_norm, check_residual
 from ligermodels.kernels.rope import check_rope, split_qkv

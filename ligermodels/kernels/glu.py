@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 

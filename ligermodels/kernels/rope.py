@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.checks import check_count, check_floating
+from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

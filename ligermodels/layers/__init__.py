@@ -1,10 +1,10 @@
 """The layers that models are made of: plain nn.Modules to compose freely."""
 
 from ligermodels.layers.attention import Attention, AttentionContext
+from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
 from ligermodels.layers.embedding import ScaledEmbedding
 from ligermodels.layers.loss_head import HeadOutput, LossHead
-from ligermodels.layers.masks import AttentionMask
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding

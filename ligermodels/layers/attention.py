@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.attend import attend
-from ligermodels.layers.masks import AttentionMask
+from ligermodels.layers.attention_backend import attend
+from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.fusion import is_plain, norm_then_linear, normalized
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.plain import is_plain, norm_then_linear, normalized
 
 
 class Cache(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.layers import flex
-from ligermodels.layers.masks import AttentionMask
+from ligermodels.layers.attention_mask import AttentionMask
 
 # Scores up to which a pass without gradient takes a dense mask rather than wait for FlexAttention
 # to compile; they are 64 MiB in float32.

@@ -12,18 +12,32 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
-from ligermodels.kernels.chunks import TOKEN_BYTES, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_options,
     loss_divisor,
     token_cross_entropy,
 )
-from ligermodels.kernels.head_loops import parts
-from ligermodels.kernels.linear_cross_entropy import check_loss_options, summed, wide_copies
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
+    TOKEN_BYTES,
+    Sizes,
+    check_cut,
+    plan_chunks,
+)
+from ligermodels.kernels.linear_cross_entropy.functions import (
+    check_loss_options,
+    summed,
+    wide_copies,
+)
+from ligermodels.kernels.linear_cross_entropy.loops import parts
+from ligermodels.kernels.linear_cross_entropy.valid_rows import (
+    put_rows,
+    take_rows,
+    take_targets,
+    valid_rows,
+)
 from ligermodels.kernels.reference import CrossEntropyOptions, compute_dtype
-from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
-from ligermodels.layers.plain import is_plain
+from ligermodels.layers.fusion import is_plain
 
 
 def _options_of(op: Callable[..., Any]) -> frozenset[str]:

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from ligermodels import kernels
+from ligermodels.layers.fusion import is_plain, norm_then_linear
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.plain import is_plain, norm_then_linear
 
 
 class GatedMLP(nn.Module):

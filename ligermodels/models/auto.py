@@ -3,8 +3,7 @@
 import os
 from typing import Any
 
-from ligermodels.converters import config as hf_config
-from ligermodels.converters import hub
+from ligermodels.converters import hf_config, hub
 from ligermodels.errors import ConfigError, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.gemma import LigerGemma

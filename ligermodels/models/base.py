@@ -20,17 +20,17 @@ from ligermodels.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligermodels.layers.attend import prepare
 from ligermodels.layers.attention import Attention, Cache
-from ligermodels.layers.masks import (
+from ligermodels.layers.attention_backend import prepare
+from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
     document_ids,
     positions_from_cu_seqlens,
 )
-from ligermodels.models import checkpoints
+from ligermodels.models import hf_io as checkpoints
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.report import kernels_of
+from ligermodels.models.kernel_report import kernels_of
 
 
 class DecoderModel(nn.Module):
@@ -273,7 +273,7 @@ class DecoderModel(nn.Module):
 
     def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
         """Continue prompts, greedily unless asked; see `ligermodels.generation.generate`."""
-        from ligermodels.generation import generate
+        from ligermodels.generation.generate import generate
 
         return generate(self, input_ids, **options)
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ligermodels.converters import config as hf_config
-from ligermodels.converters import rope
+from ligermodels.converters import hf_config
+from ligermodels.converters import hf_rope as rope
 from ligermodels.errors import ConfigError, shown
 
 # Far above any published model; a config beyond them is damaged or hostile, and is refused

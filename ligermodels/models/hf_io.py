@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.converters import config as hf_config
-from ligermodels.converters import hub, writer
-from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import Table, table_for
-from ligermodels.converters.weights import DTYPES
+from ligermodels.converters import export as writer
+from ligermodels.converters import hf_config, hub
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.weight_map import Table, table_for
 from ligermodels.errors import CheckpointError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
 

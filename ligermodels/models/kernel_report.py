@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ligermodels.kernels import backend
+from ligermodels.kernels import dispatch as backend
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import Attention, AttentionMask, DecoderBlock, GatedMLP, RMSNorm
-from ligermodels.layers.attend import implementation
+from ligermodels.layers.attention_backend import implementation
 from ligermodels.layers.block import SandwichBlock
-from ligermodels.layers.plain import is_plain
+from ligermodels.layers.fusion import is_plain
 
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel

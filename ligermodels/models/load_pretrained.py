@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.auto import family_of
 from ligermodels.converters import hub
-from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import Entry, table_for
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.weight_map import Entry, table_for
 from ligermodels.errors import CheckpointError, listing
 from ligermodels.layers import Attention, DecoderBlock, SandwichBlock
+from ligermodels.models.auto import family_of
 
 # One name, two places in a block.
 _PLACES = {

@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from ligermodels.chat import Template, pick, read_templates, render
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, shown
+from ligermodels.text.chat_template import Template, pick, read_templates, render
 
 NAMED_SPECIALS = (
     "bos_token",

@@ -22,7 +22,7 @@ REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip"
 
 
 class TokenizerLike(Protocol):
-    """What this module asks of a tokenizer; `ligermodels.tokenizers.Tokenizer` is one."""
+    """What this module asks of a tokenizer; `ligermodels.text.tokenizer.Tokenizer` is one."""
 
     @property
     def eos_token_id(self) -> int | None: ...

@@ -17,11 +17,11 @@ from ligermodels.errors import ConfigError, LigerError
 if TYPE_CHECKING:
     import torch
 
-    from ligermodels.data import Document
     from ligermodels.models.base import DecoderModel
-    from ligermodels.packing import PackedRows
-    from ligermodels.runs import RunFolder
-    from ligermodels.training import Trainer
+    from ligermodels.training.data import Document
+    from ligermodels.training.packing import PackedRows
+    from ligermodels.training.run_dir import RunFolder
+    from ligermodels.training.trainer import Trainer
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -196,8 +196,8 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     """
     import torch
 
-    from ligermodels.data import check_files
-    from ligermodels.runs import RunFolder
+    from ligermodels.training.data import check_files
+    from ligermodels.training.run_dir import RunFolder
 
     folder = RunFolder(config.output)
     inputs = [("model", Path(config.model))]
@@ -213,7 +213,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
 
 def resumed_settings(output: str | Path) -> dict[str, Any]:
     """The options with which the run in `output` was started, {} when there is none."""
-    from ligermodels.runs import RunFolder
+    from ligermodels.training.run_dir import RunFolder
 
     saved = RunFolder(output).read_settings()
     known = {each.name for each in fields(FinetuneConfig)} - {"resume", "overwrite"}
@@ -261,7 +261,7 @@ class _Run:
             tqdm.write(text, file=_stderr())
 
     def run(self) -> FinetuneResult:
-        from ligermodels.training import Trainer
+        from ligermodels.training.trainer import Trainer
 
         config = self.config
         saved = self.folder.read_settings() if config.resume else None
@@ -281,9 +281,9 @@ class _Run:
         return Path(resolve(self.config.model, revision=self.config.revision))
 
     def _rows(self, source: Path) -> tuple[PackedRows, PackedRows | None]:
-        from ligermodels.data import read_documents
-        from ligermodels.packing import PackedRows, hold_out
-        from ligermodels.tokenizers import Tokenizer
+        from ligermodels.text.tokenizer import Tokenizer
+        from ligermodels.training.data import read_documents
+        from ligermodels.training.packing import PackedRows, hold_out
 
         config = self.config
         tokenizer = Tokenizer.from_hf(source)
@@ -314,7 +314,7 @@ class _Run:
     def _model(self, source: Path, rows: PackedRows, eval_rows: PackedRows | None) -> DecoderModel:
         import torch
 
-        from ligermodels.auto import AutoLiger
+        from ligermodels.models.auto import AutoLiger
 
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         model = AutoLiger.from_hf(source, dtype=dtype, device=self.device)
@@ -355,7 +355,7 @@ class _Run:
     def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
         """Make the folder this run's: nothing of an older run is touched before all has loaded."""
         from ligermodels import __version__
-        from ligermodels.data import file_hashes
+        from ligermodels.training.data import file_hashes
 
         where = self.folder.path
         facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
@@ -377,7 +377,7 @@ class _Run:
     def _finish(self, model: DecoderModel, trainer: Trainer) -> FinetuneResult:
         import torch
 
-        from ligermodels.runs import plot_losses
+        from ligermodels.training.run_dir import plot_losses
 
         if self.config.export_dtype is not None:
             model.to(getattr(torch, self.config.export_dtype))

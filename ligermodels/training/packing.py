@@ -17,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ligermodels.data import Document
 from ligermodels.errors import DataError
+from ligermodels.training.data import Document
 
 IGNORE_INDEX = -100
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligermodels.errors import LigerError
-from ligermodels.packing import Batch, PackedRows, row_order
-from ligermodels.runs import RunFolder, load_checkpoint
+from ligermodels.training.packing import Batch, PackedRows, row_order
+from ligermodels.training.run_dir import RunFolder, load_checkpoint
 
 if TYPE_CHECKING:
-    from ligermodels.finetune import FinetuneConfig
+    from ligermodels.training.finetune import FinetuneConfig
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: int, last_ratio: float) -> float:

@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 
 from ligermodels import LigerLlama, cli
-from ligermodels.arguments import byte_size
+from ligermodels.cli.options import byte_size
 from tests.models import hf_models, zoo
-from tests.tiny_run import make_checkpoint, make_text, make_tokenizer
+from tests.training.tiny_run import make_checkpoint, make_text, make_tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = ["--seq-len", "64", "--batch-size", "2", "--steps", "2", "--device", "cpu"]
 
 
@@ -72,7 +72,7 @@ def test_help_reads_well_at_80_columns(call, monkeypatch, command):
 def test_finetune_help_shows_every_option_and_its_default(call):
     from dataclasses import fields
 
-    from ligermodels.finetune import FinetuneConfig
+    from ligermodels.training.finetune import FinetuneConfig
 
     _, out, _ = call("finetune", "--help")
     for each in fields(FinetuneConfig):
@@ -191,7 +191,7 @@ def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tm
 def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
     output = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "ligermodels.cli", "finetune", checkpoint, "--train", text]
+        [sys.executable, "-m", "ligermodels", "finetune", checkpoint, "--train", text]
         + ["--output", output, *SMALL, "--steps", "100000", "--quiet"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -300,7 +300,7 @@ def test_generate_reads_stdin_and_chats(call, checkpoint, monkeypatch):
 
 
 def test_a_conversation_goes_on_until_the_end_of_input(call, checkpoint, monkeypatch):
-    from ligermodels.tokenizers import Tokenizer
+    from ligermodels.text.tokenizer import Tokenizer
 
     shown = []
     render = Tokenizer.apply_chat_template

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ligermodels import cli
-from ligermodels.auto import FAMILIES
 from ligermodels.layers.rotary import ROPE_TYPES
+from ligermodels.models.auto import FAMILIES
 
 
 def call(capfd, *arguments):

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from ligermodels.arguments import byte_size, real_number, whole_number
+from ligermodels.cli.options import byte_size, real_number, whole_number
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ligermodels.converters.config import fields_from_hf
-from ligermodels.converters.table import llama_table
+from ligermodels.converters.hf_config import fields_from_hf
+from ligermodels.converters.weight_map import llama_table
 from ligermodels.models.llama import LlamaConfig
 
 CONFIG = {

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ligermodels.converters import atomic
-from ligermodels.converters.atomic import recover, replacing
+from ligermodels.converters import atomic_dir as atomic
+from ligermodels.converters.atomic_dir import recover, replacing
 
 OLD = {"config.json": "old config", "weights": "old weights", "notes": "mine"}
 NEW = {"config.json": "new config", "weights": "new weights", "notes": "mine"}

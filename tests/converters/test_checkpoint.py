@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.reader import Checkpoint, same_bits
-from ligermodels.converters.table import llama_table
+from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import CheckpointError
 
 from .conftest import random_tensors
@@ -242,8 +242,8 @@ def test_reading_takes_memory_for_one_tensor(tmp_path):
     del tensors
     program = f"""
 import torch
-from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import Table, packed
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.weight_map import Table, packed
 
 def anonymous():
     for line in open("/proc/self/status"):

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ligermodels.converters.config import to_hf
-from ligermodels.converters.reader import Checkpoint, same_bits
-from ligermodels.converters.table import llama_table
+from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.export import save
+from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
-from ligermodels.converters.writer import save
+from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import SaveError
 from ligermodels.models.llama import LlamaConfig
 

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 
-from ligermodels.converters import atomic
-from ligermodels.converters.atomic import recover
-from ligermodels.converters.config import to_hf
-from ligermodels.converters.reader import Checkpoint
-from ligermodels.converters.table import llama_table
-from ligermodels.converters.writer import save
+from ligermodels.converters import atomic_dir as atomic
+from ligermodels.converters.atomic_dir import recover
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.export import save
+from ligermodels.converters.hf_config import to_hf
+from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import SaveError
 from tests import system_calls
 

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 
 from . import fuzzing, second_opinion
 from .seeds import SEEDS, seeds

@@ -3,7 +3,7 @@ import json
 import pytest
 from transformers import LlamaConfig as HFConfig
 
-from ligermodels.converters.config import fields_from_hf, read_config, to_hf, unknown_keys
+from ligermodels.converters.hf_config import fields_from_hf, read_config, to_hf, unknown_keys
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.llama import LlamaConfig
 

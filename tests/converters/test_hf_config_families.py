@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import transformers
 
-from ligermodels.auto import FAMILIES
-from ligermodels.converters.config import fields_from_hf, to_hf
+from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.errors import ConfigError
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.config import ModelConfig
 
 from . import hf_reading

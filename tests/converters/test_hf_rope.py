@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ligermodels.converters import rope
-from ligermodels.converters.config import fields_from_hf, to_hf
+from ligermodels.converters import hf_rope as rope
+from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.errors import ConfigError
 from ligermodels.models.gemma3 import Gemma3Config
 from ligermodels.models.llama import LigerLlama, LlamaConfig

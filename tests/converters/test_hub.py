@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub import constants
 
 from ligermodels.converters import hub
+from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.hub import resolve
-from ligermodels.converters.reader import Checkpoint
 from ligermodels.errors import CheckpointError
 
 from .conftest import TOKENIZER

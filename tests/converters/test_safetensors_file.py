@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ligermodels.converters import weights
-from ligermodels.converters.weights import WeightFile
+from ligermodels.converters import safetensors_file as weights
+from ligermodels.converters.safetensors_file import WeightFile
 from ligermodels.errors import CheckpointError
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerGemma3
-from ligermodels.converters.config import fields_from_hf, text_config, to_hf, unknown_keys
+from ligermodels.converters.hf_config import fields_from_hf, text_config, to_hf, unknown_keys
 from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
 from ligermodels.models.gemma2 import Gemma2Config

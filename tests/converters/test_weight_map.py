@@ -3,9 +3,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ligermodels.auto import FAMILIES
-from ligermodels.converters.reader import Checkpoint, same_bits
-from ligermodels.converters.table import (
+from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.weight_map import (
     TABLES,
     Entry,
     Span,
@@ -16,6 +15,7 @@ from ligermodels.converters.table import (
     table_for,
 )
 from ligermodels.errors import ConfigError
+from ligermodels.models.auto import FAMILIES
 
 from .conftest import llama_config
 

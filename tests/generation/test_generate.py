@@ -11,11 +11,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ligermodels.auto import FAMILIES, AutoLiger
 from ligermodels.errors import CheckpointError
-from ligermodels.generation import KVCache, Sampling, generate, stream, stream_text
+from ligermodels.generation.generate import KVCache, Sampling, generate, stream, stream_text
+from ligermodels.models.auto import FAMILIES, AutoLiger
 from ligermodels.models.llama import LigerLlama
-from ligermodels.tokenizers import Tokenizer
+from ligermodels.text.tokenizer import Tokenizer
 from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, WINDOWS, random_model
 

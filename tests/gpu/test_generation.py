@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from ligermodels.auto import FAMILIES
-from ligermodels.generation import KVCache, generate
+from ligermodels.generation.generate import KVCache, generate
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 from tests.tiny_models import random_model
 

@@ -14,13 +14,13 @@ from tests.gpu.synchronisation import no_synchronisation
 from tests.kernels import (
     formulas,
     test_cross_entropy,
-    test_linear_cross_entropy,
-    test_linear_log_probs,
 )
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
+from tests.kernels.linear_cross_entropy import test_functions as test_linear_cross_entropy
+from tests.kernels.linear_cross_entropy import test_log_probs as test_linear_log_probs
+from tests.kernels.linear_cross_entropy.test_budget import spy_on_the_plan
 from tests.kernels.scratch import peak_scratch
-from tests.kernels.test_head_budget import spy_on_the_plan
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
 
 pytestmark = pytest.mark.gpu

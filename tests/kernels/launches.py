@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.kernels.settings import Launch, Table, launch_for
+from ligermodels.kernels.launch import Launch, Table, launch_for
 
 POINTERS = {
     torch.bfloat16: "*bf16",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.launch import AMD, NVIDIA, Table
 from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
-from ligermodels.kernels.settings import AMD, NVIDIA, Table
 from tests.kernels.launches import (
     Recorded,
     Recording,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels import kernels
-from ligermodels.kernels.backend import select
+from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.reference import CrossEntropyOptions
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random

@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from ligermodels.kernels import backend, reference, swiglu
+from ligermodels.kernels import dispatch as backend
+from ligermodels.kernels import reference, swiglu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels.settings import (
+from ligermodels.kernels.launch import (
     AMD,
     NVIDIA,
     Launch,

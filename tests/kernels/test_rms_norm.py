@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import add_rms_norm, rms_norm
-from ligermodels.kernels.settings import NVIDIA, launch_for, num_programs
+from ligermodels.kernels.launch import NVIDIA, launch_for, num_programs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import qk_norm_rope, rope, split_qkv
-from ligermodels.kernels.backend import select
+from ligermodels.kernels.dispatch import select
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding
-from ligermodels.layers.masks import (
+from ligermodels.layers.attention_mask import (
     AttentionMask,
     document_ids,
     positions_from_cu_seqlens,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.layers.attend import attend, implementation, prepare
-from ligermodels.layers.masks import AttentionMask, document_ids
+from ligermodels.layers.attention_backend import attend, implementation, prepare
+from ligermodels.layers.attention_mask import AttentionMask, document_ids
 from tests.models.pairs import relative
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.layers.masks import (
+from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
     document_ids,

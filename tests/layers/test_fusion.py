@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ligermodels.layers import RMSNorm
-from ligermodels.layers.plain import is_plain, norm_then_linear, normalized
+from ligermodels.layers.fusion import is_plain, norm_then_linear, normalized
 
 
 def test_plain() -> None:

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from ligermodels.kv_cache import KVCache
+from ligermodels.layers.kv_cache import KVCache
 
 LENGTH = 12
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ligermodels import AutoLiger
-from ligermodels.converters.table import table_for
+from ligermodels.converters.weight_map import table_for
 from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama
-from ligermodels.auto import FAMILIES, family_of
-from ligermodels.converters.table import TABLES
+from ligermodels.converters.weight_map import TABLES
+from ligermodels.models.auto import FAMILIES, family_of
 
 
 def test_every_family_has_a_table() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig
 from ligermodels.converters import files
-from ligermodels.converters.reader import Checkpoint
+from ligermodels.converters.checkpoint import Checkpoint
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SIZES = {

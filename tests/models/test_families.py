@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN, WINDOW
 from tests.models.pairs import gradients, randomize, relative, tokens

@@ -2,7 +2,7 @@
 
 import torch
 
-from ligermodels.auto import FAMILIES
+from ligermodels.models.auto import FAMILIES
 from ligermodels.models.base import DecoderModel
 
 SIZES = {

@@ -25,8 +25,8 @@ from ligermodels import (
     LlamaConfig,
     Qwen3Config,
     load_parameters,
-    partial,
 )
+from ligermodels.models import load_pretrained as partial
 
 SIZES = {
     "vocab_size": 97,

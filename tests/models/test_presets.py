@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from ligermodels.auto import FAMILIES
-from ligermodels.converters.table import table_for
+from ligermodels.converters.weight_map import table_for
+from ligermodels.models.auto import FAMILIES
 
 PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,

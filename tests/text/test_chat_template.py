@@ -5,7 +5,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
-from ligermodels.tokenizers import Tokenizer
+from ligermodels.text.tokenizer import Tokenizer
 
 TALK = [
     {"role": "system", "content": "be <kind> & é"},

@@ -8,7 +8,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
-from ligermodels.tokenizers import TextStream, Tokenizer
+from ligermodels.text.tokenizer import TextStream, Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -242,7 +242,7 @@ def test_a_hub_id_is_fetched_without_its_weights(bpe, monkeypatch):
         asked.append((name, revision, weights))
         return bpe
 
-    monkeypatch.setattr("ligermodels.tokenizers.resolve", resolve)
+    monkeypatch.setattr("ligermodels.text.tokenizer.resolve", resolve)
     assert Tokenizer.from_hf("someone/model", revision="v2").encode("the dog")
     assert asked == [("someone/model", "v2", False)]
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ligermodels.data import check_files, read_documents, split_text
 from ligermodels.errors import DataError
+from ligermodels.training.data import check_files, read_documents, split_text
 
 BOS, EOS = 1, 2
 

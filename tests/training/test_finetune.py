@@ -13,10 +13,10 @@ import torch
 
 from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
-from ligermodels.finetune import FinetuneConfig, finetune, resumed_settings
-from tests.tiny_run import make_checkpoint, make_text
+from ligermodels.training.finetune import FinetuneConfig, finetune, resumed_settings
+from tests.training.tiny_run import make_checkpoint, make_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from ligermodels.data import Document
 from ligermodels.errors import DataError
-from ligermodels.packing import IGNORE_INDEX, PackedRows, best_fit, cut, hold_out, row_order
+from ligermodels.training.data import Document
+from ligermodels.training.packing import (
+    IGNORE_INDEX,
+    PackedRows,
+    best_fit,
+    cut,
+    hold_out,
+    row_order,
+)
 
 
 def text(length, first=100):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.runs import RunFolder, atomic_write, load_checkpoint, plot_losses
+from ligermodels.training.run_dir import RunFolder, atomic_write, load_checkpoint, plot_losses
 
 
 def make_model(width=3, seed=0):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.data import Document
-from ligermodels.finetune import FinetuneConfig
-from ligermodels.packing import PackedRows
-from ligermodels.training import Trainer, learning_rate, number_of_steps, parameter_groups
-from tests.tiny_run import make_checkpoint, tiny_config
+from ligermodels.training.data import Document
+from ligermodels.training.finetune import FinetuneConfig
+from ligermodels.training.packing import PackedRows
+from ligermodels.training.trainer import Trainer, learning_rate, number_of_steps, parameter_groups
+from tests.training.tiny_run import make_checkpoint, tiny_config
 
 
 def make_rows(count=24, seq_len=32, seed=0):

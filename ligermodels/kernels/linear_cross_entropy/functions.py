@@ -17,9 +17,7 @@ from torch import Tensor
 
 from ligermodels.kernels import reference
 from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.backend import refuse_double_backward, select
 from ligermodels.kernels.checks import check_floating
-from ligermodels.kernels.chunks import TOKEN_BYTES, Plan, Sizes, check_cut, plan_chunks
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_options,
@@ -27,7 +25,15 @@ from ligermodels.kernels.cross_entropy import (
     loss_divisor,
     token_upstream,
 )
-from ligermodels.kernels.head_loops import (
+from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
+    TOKEN_BYTES,
+    Plan,
+    Sizes,
+    check_cut,
+    plan_chunks,
+)
+from ligermodels.kernels.linear_cross_entropy.loops import (
     Head,
     Task,
     Upstream,
@@ -37,9 +43,9 @@ from ligermodels.kernels.head_loops import (
     parts,
     row_loop,
 )
+from ligermodels.kernels.linear_cross_entropy.valid_rows import put_rows, take_targets, valid_rows
 from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats, compute_dtype
 from ligermodels.kernels.target_weights import target_weights
-from ligermodels.kernels.valid_rows import put_rows, take_targets, valid_rows
 
 
 class _Kept(NamedTuple):

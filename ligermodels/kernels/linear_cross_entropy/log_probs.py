@@ -7,7 +7,7 @@ Backward computes the logits again, chunk by chunk (four matrix products in all)
 from torch import Tensor
 
 from ligermodels.kernels.cross_entropy import check_options
-from ligermodels.kernels.linear_cross_entropy import prepare
+from ligermodels.kernels.linear_cross_entropy.functions import prepare
 from ligermodels.kernels.reference import CrossEntropyOptions
 
 

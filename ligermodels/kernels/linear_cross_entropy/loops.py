@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.backend import select
-from ligermodels.kernels.chunks import Plan
+from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import Plan
+from ligermodels.kernels.linear_cross_entropy.valid_rows import take_rows
 from ligermodels.kernels.reference import (
     CrossEntropyOptions,
     StatsScale,
     TokenStats,
     compute_dtype,
 )
-from ligermodels.kernels.valid_rows import take_rows
 
 
 class Wants(NamedTuple):

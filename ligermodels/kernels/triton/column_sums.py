@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import cdiv, launch
+from ligermodels.kernels.launch import cdiv, launch
 
 
 @triton.jit

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.launch import launch
 from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
-from ligermodels.kernels.settings import launch
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import Launch, launch, num_programs
+from ligermodels.kernels.launch import Launch, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import cdiv, check_norm_width, launch, num_programs
+from ligermodels.kernels.launch import cdiv, check_norm_width, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
 

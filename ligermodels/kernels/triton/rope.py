@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.settings import launch
+from ligermodels.kernels.launch import launch
 
 
 @triton.jit

@@ -9,12 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy
-from ligermodels.kernels.chunks import Plan
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import Plan
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.scratch import peak_scratch
-from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
-from tests.kernels.test_linear_cross_entropy import (
+from tests.kernels.linear_cross_entropy.test_functions import (
     ROWS,
     VOCAB,
     WIDTH,
@@ -24,11 +22,13 @@ from tests.kernels.test_linear_cross_entropy import (
     ours,
     small_budget,
 )
+from tests.kernels.scratch import peak_scratch
+from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
 
 
 def spy_on_the_plan(monkeypatch) -> list[Plan]:
     """The plans of the calls to come."""
-    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    module = import_module("ligermodels.kernels.linear_cross_entropy.functions")
     plans: list[Plan] = []
     inner = module.row_loop
 
@@ -219,7 +219,7 @@ def test_backward_of_one_chunk_stays_in_the_budget(
     monkeypatch, rows, width, vocab, reduction, dtype, frozen
 ) -> None:
     """From a budget of the logits alone to many times as much, counted as of the kernels."""
-    module = import_module("ligermodels.kernels.linear_cross_entropy")
+    module = import_module("ligermodels.kernels.linear_cross_entropy.functions")
     monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head_of(dtype, rows, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ligermodels.kernels.chunks import (
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     DEFAULT_LOGITS_BYTES,
     MIN_ACCUMULATED_ROWS,
     Plan,

@@ -10,8 +10,8 @@ from ligermodels.kernels import linear_cross_entropy
 from tests.kernels import formulas
 from tests.kernels.checks import random
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.linear_cross_entropy.test_functions import WIDTH, inputs
 from tests.kernels.test_cross_entropy import targets_for
-from tests.kernels.test_linear_cross_entropy import WIDTH, inputs
 
 
 def test_float16_gradients_do_not_underflow(place) -> None:

@@ -10,8 +10,8 @@ from ligermodels.kernels import linear_log_probs
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.test_linear_cross_entropy import ROWS, VOCAB, WIDTH, on, small_budget
-from tests.kernels.test_linear_cross_entropy import inputs as loss_inputs
+from tests.kernels.linear_cross_entropy.test_functions import ROWS, VOCAB, WIDTH, on, small_budget
+from tests.kernels.linear_cross_entropy.test_functions import inputs as loss_inputs
 
 OPTIONS = {
     "plain": {},

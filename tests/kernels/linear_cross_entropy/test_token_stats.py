@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy
-from ligermodels.kernels.backend import select
+from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats
-from tests.kernels import formulas, test_cross_entropy, test_linear_cross_entropy
+from tests.kernels import formulas, test_cross_entropy
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.linear_cross_entropy import test_functions as test_linear_cross_entropy
+from tests.kernels.linear_cross_entropy.test_functions import on
 from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS, ROWS, VOCAB, targets_for
-from tests.kernels.test_linear_cross_entropy import on
 
 
 def stats(**kwargs) -> tuple[torch.Tensor, ...]:

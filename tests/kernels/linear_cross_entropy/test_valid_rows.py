@@ -7,11 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.valid_rows import put_rows, take_rows, take_targets, valid_rows
+from ligermodels.kernels.linear_cross_entropy.valid_rows import (
+    put_rows,
+    take_rows,
+    take_targets,
+    valid_rows,
+)
 from tests.kernels.checks import check_repeatable, compare, random
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.test_cross_entropy import OPTIONS
-from tests.kernels.test_linear_cross_entropy import (
+from tests.kernels.linear_cross_entropy.test_functions import (
     CONSTANT,
     ROWS,
     VOCAB,
@@ -21,7 +25,8 @@ from tests.kernels.test_linear_cross_entropy import (
     on,
     small_budget,
 )
-from tests.kernels.test_token_stats import linear_formula, linear_stats
+from tests.kernels.linear_cross_entropy.test_token_stats import linear_formula, linear_stats
+from tests.kernels.test_cross_entropy import OPTIONS
 
 # Some valid targets more than there are, so that padding is among the rows taken.
 BOUNDS = {"counted": None, "exact": 16, "padded": 18, "more than rows": 1000}

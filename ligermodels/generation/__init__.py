@@ -1,0 +1,1 @@
+"""Generation of tokens from a model."""

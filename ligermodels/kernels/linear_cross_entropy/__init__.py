@@ -1,0 +1,1 @@
+"""The loss head's op."""

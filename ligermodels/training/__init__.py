@@ -1,0 +1,1 @@
+"""Fine-tuning: data, packing, the trainer and the run directory."""
