@@ -19,7 +19,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-from ligermodels import LlamaConfig, LoadReport, Tokenizer, load_parameters
+from ligermodels import LlamaConfig, LoadReport, Tokenizer, load_pretrained
 from ligermodels.models.base import DecoderModel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ class MixedConfig(LlamaConfig):
     final_logit_softcapping: float = 30.0
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """Every second layer has a window; generation keeps only so many keys of it."""
         return [None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers)]
 
@@ -53,7 +53,7 @@ def mixed_block(config: MixedConfig, index: int) -> nn.Module:
     def norm(size: int = config.hidden_size) -> ll.RMSNorm:
         return ll.RMSNorm(size, config.rms_norm_eps)
 
-    window = config.layer_windows[index]
+    window = config.sliding_windows[index]
     head_norms = config.has_head_norms(index)
     attention = ll.Attention(
         config.hidden_size,
@@ -82,7 +82,7 @@ class Mixed(DecoderModel):
     def __init__(self, config: MixedConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = ll.RotaryEmbedding(
+        self.rotary_emb = ll.RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(mixed_block(config, i) for i in range(config.num_hidden_layers))
@@ -109,7 +109,7 @@ def start(source: str | Path, **changes: int | float) -> tuple[Mixed, LoadReport
                 return name.replace("post_attention", "pre_feedforward")
         return name
 
-    return model, load_parameters(model, source, rename=rename)
+    return model, load_pretrained(model, source, rename=rename)
 
 
 @torch.no_grad()

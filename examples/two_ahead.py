@@ -36,7 +36,7 @@ class TwoAhead(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
-        self.rotary = ll.RotaryEmbedding(hidden // heads)
+        self.rotary_emb = ll.RotaryEmbedding(hidden // heads)
         self.blocks = nn.ModuleList(ParallelBlock(hidden, heads, kv_heads) for _ in range(layers))
         self.norm = ll.RMSNorm(hidden)
         self.next = ll.LossHead(hidden, vocab, tied_to=self.embed)
@@ -47,7 +47,7 @@ class TwoAhead(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Hidden states (batch, seq, hidden) of ids (batch, seq)."""
         context = ll.AttentionContext(
-            *self.rotary(torch.arange(ids.shape[1], device=ids.device)[None])
+            *self.rotary_emb(torch.arange(ids.shape[1], device=ids.device)[None])
         )
         x = self.embed(ids)
         for block in self.blocks:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ligermodels.models.gemma2 import Gemma2Config, LigerGemma2
     from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
     from ligermodels.models.llama import LigerLlama, LlamaConfig
-    from ligermodels.models.load_pretrained import LoadReport, load_parameters
+    from ligermodels.models.load_pretrained import LoadReport, load_pretrained
     from ligermodels.models.mistral import LigerMistral, MistralConfig
     from ligermodels.models.qwen2 import LigerQwen2, Qwen2Config
     from ligermodels.models.qwen3 import LigerQwen3, Qwen3Config
@@ -46,7 +46,7 @@ _HOMES = {
     "Qwen3Config": "ligermodels.models.qwen3",
     "SaveError": "ligermodels.errors",
     "Tokenizer": "ligermodels.text.tokenizer",
-    "load_parameters": "ligermodels.models.load_pretrained",
+    "load_pretrained": "ligermodels.models.load_pretrained",
 }
 
 __all__ = [
@@ -72,7 +72,7 @@ __all__ = [
     "Qwen3Config",
     "SaveError",
     "Tokenizer",
-    "load_parameters",
+    "load_pretrained",
 ]
 
 

@@ -128,7 +128,7 @@ def main() -> None:
         "separator": "",
         "seq_len": 64,
         "batch_size": 2,
-        "grad_accumulation": 2,
+        "gradient_accumulation_steps": 2,
         "steps": 12,
         "save_every": 3,
         "eval_every": 5,

@@ -113,7 +113,7 @@ def linear_cross_entropy_ignored(
     names = ("eager", "torch.compile", "liger (float32 sum)", "cce (filtered)", "ligermodels")
     case.implementations = {name: case.implementations[name] for name in names} | {
         "ligermodels (skip_ignored)": lambda h, w: kernels.linear_cross_entropy(
-            h, w, targets, skip_ignored=True, num_valid=valid
+            h, w, targets, skip_ignored=True, max_valid=valid
         )[0]
     }
     case.products = (valid, width, vocab)

@@ -78,7 +78,7 @@ def facts(cls: type[DecoderModel]) -> dict[str, Any]:
 
     config = cls.config_class()
     common = {each.name for each in fields(ModelConfig)}
-    windows = [window for window in config.layer_windows if window is not None]
+    windows = [window for window in config.sliding_windows if window is not None]
     with torch.device("meta"):
         model = cls(config)
     block = model.layers[0]

@@ -11,17 +11,18 @@ from ligermodels.errors import LigerError
 
 HELP = "fine-tune a checkpoint on text or JSONL files"
 OUT_OF_MEMORY = (
-    " (try a smaller --batch-size with more --grad-accumulation, --activation-checkpointing, or a "
+    " (try a smaller --batch-size with more --gradient-accumulation-steps, "
+    "--activation-checkpointing, or a "
     "shorter --seq-len)"
 )
 
 GROUPS = {
     "data": "train eval eval_fraction max_eval_rows separator seq_len",
-    "schedule": "epochs steps batch_size grad_accumulation eval_every",
+    "schedule": "epochs steps batch_size gradient_accumulation_steps eval_every",
     "optimizer": "learning_rate min_lr_ratio warmup_steps weight_decay beta1 beta2 adam_eps "
     "max_grad_norm seed",
     "machine": "device precision activation_checkpointing compile",
-    "run": "output resume overwrite save_every keep_checkpoints log_every export_dtype "
+    "run": "output resume overwrite save_every save_total_limit log_every export_dtype "
     "max_shard_size",
     "hub": "revision",
 }

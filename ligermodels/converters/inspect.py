@@ -63,7 +63,7 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
     layers = config.num_hidden_layers
     per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # in a layer
     longest = config.max_position_embeddings
-    kept = sum(min(window or longest, longest) for window in config.layer_windows)
+    kept = sum(min(window or longest, longest) for window in config.sliding_windows)
     memory = {
         "weights as stored": sum(dtype_bytes.values()),
         "weights in bfloat16": 2 * parameters,

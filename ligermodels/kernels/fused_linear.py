@@ -29,10 +29,12 @@ def _linear_grads(
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting):
+    def forward(
+        ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
+    ):
         ctx.ops = ops = select(x, residual)
         y, s, rstd = ops.rms_norm_forward(
-            x, residual, norm_weight, eps, offset, casting, weight.dtype
+            x, residual, norm_weight, eps, offset, casting_mode, weight.dtype
         )
         out = F.linear(y, weight, bias)
         outputs = (out,)
@@ -41,7 +43,7 @@ class _NormLinear(torch.autograd.Function):
             out = ops.rope_forward(out, cos, sin, *heads, True)
             outputs = split_qkv(out, *heads)
         ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
-        ctx.options = eps, offset, casting
+        ctx.options = eps, offset, casting_mode
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         return outputs if residual is None else (*outputs, s)
 
@@ -49,7 +51,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, *grads):
         refuse_double_backward("norm_linear")
         s, norm_weight, rstd, weight, cos, sin = ctx.saved_tensors
-        eps, offset, casting = ctx.options
+        eps, offset, casting_mode = ctx.options
         x_dtype, residual_dtype = ctx.dtypes
         ops, needs = ctx.ops, ctx.needs_input_grad
         grad_s = None if residual_dtype is None else grads[-1]
@@ -63,12 +65,12 @@ class _NormLinear(torch.autograd.Function):
             if any(needs[:3]):
                 grad_y = grad_out @ weight
                 grad_s_total, grad_norm, y = ops.rms_norm_backward(
-                    grad_y, grad_s, s, norm_weight, rstd, offset, casting, needs[2], needs[3]
+                    grad_y, grad_s, s, norm_weight, rstd, offset, casting_mode, needs[2], needs[3]
                 )
                 del grad_y
             elif needs[3]:
                 y, _, _ = ops.rms_norm_forward(
-                    s, None, norm_weight, eps, offset, casting, weight.dtype
+                    s, None, norm_weight, eps, offset, casting_mode, weight.dtype
                 )
             grad_weight, grad_bias = _linear_grads(grad_out, y, needs[3], needs[4])
         grad_x = grad_s_total.to(x_dtype) if needs[0] else None
@@ -104,23 +106,23 @@ def norm_linear(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
-    casting: str = "llama",
+    casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     """Return (linear(rms_norm(x + residual)), x + residual), keeping only the sum for backward.
 
     Args: x, residual (..., in); norm_weight (in); weight (out, in); bias (out); the rest as in
         `rms_norm`. residual None means zero.
     Returns: (..., out) in weight's dtype, and the sum (..., in).
-    Raises: ValueError where shapes do not agree, for another casting, for tensors that are not
+    Raises: ValueError where shapes do not agree, for another casting_mode, for tensors that are not
         floating point or a bias of another dtype than the weight.
     """
-    check_norm("norm_linear", x, norm_weight, casting, weight_name="norm_weight")
+    check_norm("norm_linear", x, norm_weight, casting_mode, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_linear", x, residual)
     weight, bias = _operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, None, None, None, eps, offset, casting
+            x, residual, norm_weight, weight, bias, None, None, None, eps, offset, casting_mode
         )
     return (outputs[0], x) if residual is None else outputs
 
@@ -138,7 +140,7 @@ def norm_qkv_rope(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
-    casting: str = "llama",
+    casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`norm_linear` onto packed queries, keys and values, rotated in place.
 
@@ -148,7 +150,7 @@ def norm_qkv_rope(
         cos and sin are not differentiated.
     Raises: ValueError as `norm_linear` and `rope`.
     """
-    check_norm("norm_qkv_rope", x, norm_weight, casting, weight_name="norm_weight")
+    check_norm("norm_qkv_rope", x, norm_weight, casting_mode, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_qkv_rope", x, residual)
     weight, bias = _operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
@@ -156,7 +158,7 @@ def norm_qkv_rope(
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
         outputs = _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting
+            x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
         )
     return (*outputs, x) if residual is None else outputs
 

@@ -149,7 +149,7 @@ def launch(op: str, length: int) -> Launch:
     return launch_for(AMD if torch.version.hip else NVIDIA, op, length)
 
 
-def num_multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; a small number where there is none (the interpreter)."""
     if device.type != "cuda":
         return 2
@@ -163,4 +163,4 @@ def cdiv(length: int, block: int) -> int:
 
 def num_programs(setting: Launch, rows: int, device: torch.device) -> int:
     """Programs to launch where each handles many tiles of rows in turn."""
-    return min(cdiv(rows, setting.rows), setting.programs * num_multiprocessors(device))
+    return min(cdiv(rows, setting.rows), setting.programs * num_sms(device))

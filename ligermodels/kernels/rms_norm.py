@@ -9,11 +9,13 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, casting):
+    def forward(ctx, x, residual, weight, eps, offset, casting_mode):
         ctx.ops = select(x, residual)
-        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, weight, eps, offset, casting, x.dtype)
+        y, s, rstd = ctx.ops.rms_norm_forward(
+            x, residual, weight, eps, offset, casting_mode, x.dtype
+        )
         ctx.save_for_backward(s, weight, rstd)
-        ctx.options = offset, casting, None if residual is None else residual.dtype
+        ctx.options = offset, casting_mode, None if residual is None else residual.dtype
         ctx.x_dtype = x.dtype
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, s)
@@ -22,12 +24,20 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad_y, grad_s=None):
         refuse_double_backward("rms_norm")
         s, weight, rstd = ctx.saved_tensors
-        offset, casting, residual_dtype = ctx.options
+        offset, casting_mode, residual_dtype = ctx.options
         if grad_y is None:
             grad_x, grad_weight = grad_s, None
         else:
             grad_x, grad_weight, _ = ctx.ops.rms_norm_backward(
-                grad_y, grad_s, s, weight, rstd, offset, casting, ctx.needs_input_grad[2], False
+                grad_y,
+                grad_s,
+                s,
+                weight,
+                rstd,
+                offset,
+                casting_mode,
+                ctx.needs_input_grad[2],
+                False,
             )
         grad_residual = None
         if residual_dtype is not None and grad_x is not None and ctx.needs_input_grad[1]:
@@ -38,19 +48,24 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "llama"
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
 ) -> Tensor:
     """y = (offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args: x (..., hidden); weight (hidden); offset is 1 for Gemma, whose checkpoints store w - 1;
-        casting "llama" rounds the normalised x to its dtype before the product with the weight,
-        "gemma" rounds once at the end. Statistics are float32.
+        casting_mode "llama" rounds the normalised x to its dtype before the product with the
+        weight, "gemma" rounds once at the end. Statistics are float32.
     Returns: (..., hidden) in x's dtype. Source: arXiv:1910.07467.
     Raises: ValueError for a weight of another shape, x that is not floating point, an unknown
-        casting; under Triton for more than 65536 columns.
+        casting_mode; under Triton for more than 65536 columns.
     """
-    check_norm("rms_norm", x, weight, casting)
-    return _RMSNorm.apply(x, None, weight, eps, offset, casting)
+    check_norm("rms_norm", x, weight, casting_mode)
+    return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode)
 
 
 def add_rms_norm(
@@ -60,7 +75,7 @@ def add_rms_norm(
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
-    casting: str = "llama",
+    casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual) from one launch.
 
@@ -70,20 +85,20 @@ def add_rms_norm(
     Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
     Raises: what `rms_norm` raises; ValueError where x and residual differ in shape.
     """
-    check_norm("add_rms_norm", x, weight, casting)
+    check_norm("add_rms_norm", x, weight, casting_mode)
     check_residual("add_rms_norm", x, residual)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, casting)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode)
 
 
 def check_norm(
     op: str,
     x: Tensor,
     weight: Tensor,
-    casting: str,
+    casting_mode: str,
     x_name: str = "x",
     weight_name: str = "weight",
 ) -> None:
-    """Raise ValueError for a weight that does not fit x, or an unknown casting."""
+    """Raise ValueError for a weight that does not fit x, or an unknown casting_mode."""
     check_floating(op, x_name, x)
     check_floating(op, weight_name, weight)
     if x.dim() == 0:
@@ -93,8 +108,8 @@ def check_norm(
             f"{op}: {weight_name} {tuple(weight.shape)} does not fit {x_name} {tuple(x.shape)}; "
             f"expected ({x.shape[-1]},)"
         )
-    if casting not in ("llama", "gemma"):
-        raise ValueError(f"{op}: casting={casting!r}; expected 'llama' or 'gemma'")
+    if casting_mode not in ("llama", "gemma"):
+        raise ValueError(f"{op}: casting_mode={casting_mode!r}; expected 'llama' or 'gemma'")
 
 
 def check_residual(op: str, x: Tensor, residual: Tensor) -> None:

@@ -181,7 +181,7 @@ class Attention(nn.Module):
                 *heads,
                 eps=norm.eps,
                 offset=norm.offset,
-                casting=norm.casting,
+                casting_mode=norm.casting_mode,
             )
         y, total = normalized(x, residual, norm)
         return *kernels.rope(self.qkv_proj(y), *angles, *heads), total
@@ -202,7 +202,7 @@ class Attention(nn.Module):
                 *heads,
                 eps=q_norm.eps,
                 offset=q_norm.offset,
-                casting=q_norm.casting,
+                casting_mode=q_norm.casting_mode,
             )
         q, k, v = kernels.split_qkv(qkv, *heads)
         q = q if q_norm is None else q_norm(q)
@@ -219,6 +219,6 @@ class Attention(nn.Module):
             and isinstance(k_norm, RMSNorm)
             and is_plain(q_norm, RMSNorm)
             and is_plain(k_norm, RMSNorm)
-            and (q_norm.eps, q_norm.offset, q_norm.casting)
-            == (k_norm.eps, k_norm.offset, k_norm.casting)
+            and (q_norm.eps, q_norm.offset, q_norm.casting_mode)
+            == (k_norm.eps, k_norm.offset, k_norm.casting_mode)
         )

@@ -37,7 +37,7 @@ def norm_then_linear(
             linear.bias,  # type: ignore[arg-type]
             eps=norm.eps,
             offset=norm.offset,
-            casting=norm.casting,
+            casting_mode=norm.casting_mode,
         )
     if residual is None:
         return linear(norm(x)), x

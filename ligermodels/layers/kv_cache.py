@@ -14,12 +14,12 @@ class KVCache:
     the token in column c of the row lies in slot c % W. Other layers' are max_length long.
 
     Args:
-        config: gives layer_windows.
+        config: gives sliding_windows.
         batch: rows.
         max_length: tokens per row that fit.
         dtype, device: of the buffers; by default those of the first keys that come, which under
             autocast are not the parameters'.
-        windows: instead of config.layer_windows; one per layer, None keeps everything.
+        windows: instead of config.sliding_windows; one per layer, None keeps everything.
 
     `length` is the number of tokens that all layers have; `update` writes behind them, and
     `advance` counts the written ones once every layer has them. After a forward pass that failed
@@ -41,7 +41,7 @@ class KVCache:
         self.dtype, self.device = dtype, device
         self.length = 0
         if windows is None:
-            windows = config.layer_windows
+            windows = config.sliding_windows
         # How many tokens each layer keeps.
         self.sizes = [max_length if w is None else min(w, max_length) for w in windows]
         self.keys: list[Tensor | None] = [None] * len(self.sizes)

@@ -77,7 +77,7 @@ class LossHead(nn.Module):
             parameter of its own. It is looked up at every call: tie again after replacing it.
         loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
             keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
-            ignore_index, chunk_size, max_scratch_bytes, skip_ignored, num_valid,
+            ignore_index, chunk_size, max_scratch_bytes, skip_ignored, max_valid,
             return_token_stats); any call may override them. class_weights become a buffer that is
             not in the state_dict.
 
@@ -242,7 +242,7 @@ class LossHead(nn.Module):
         chunk_size: int | None = None,
         max_scratch_bytes: int | None = None,
         skip_ignored: bool = False,
-        num_valid: int | None = None,
+        max_valid: int | None = None,
         return_token_stats: bool = False,
         class_weights: Tensor | None = None,
         **scales: Any,
@@ -264,7 +264,7 @@ class LossHead(nn.Module):
             )
         chunk_size, max_scratch_bytes = check_cut(chunk_size, max_scratch_bytes)
         rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
-        taken = valid_rows(row_targets, ignore_index, skip_ignored, num_valid)
+        taken = valid_rows(row_targets, ignore_index, skip_ignored, max_valid)
         if taken is not None:
             rows = take_rows(rows, taken)
             row_targets = take_targets(row_targets, taken, ignore_index)

@@ -15,7 +15,7 @@ class RMSNorm(nn.RMSNorm):
         hidden_size: the last dimension.
         eps: added to the mean square.
         offset: added to the weight; 1 for Gemma, whose weights are stored as w - 1.
-        casting: "llama" rounds the normalised input to its dtype before the product with the
+        casting_mode: "llama" rounds the normalised input to its dtype before the product with the
             weight, "gemma" rounds once at the end.
     """
 
@@ -28,13 +28,13 @@ class RMSNorm(nn.RMSNorm):
         eps: float = 1e-6,
         *,
         offset: float = 0.0,
-        casting: str = "llama",
+        casting_mode: str = "llama",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
         self.offset = offset
-        self.casting = casting
+        self.casting_mode = casting_mode
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -54,16 +54,18 @@ class RMSNorm(nn.RMSNorm):
         Args: x, residual (..., hidden_size).
         Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
         """
-        offset, casting = self.offset, self.casting
+        offset, casting_mode = self.offset, self.casting_mode
         if residual is None:
-            return kernels.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
+            return kernels.rms_norm(
+                x, self.weight, self.eps, offset=offset, casting_mode=casting_mode
+            )
         return kernels.add_rms_norm(
-            x, residual, self.weight, self.eps, offset=offset, casting=casting
+            x, residual, self.weight, self.eps, offset=offset, casting_mode=casting_mode
         )
 
     def extra_repr(self) -> str:
-        """Show offset and casting beside what nn.RMSNorm shows."""
-        return f"{super().extra_repr()}, offset={self.offset}, casting={self.casting!r}"
+        """Show offset and casting_mode beside what nn.RMSNorm shows."""
+        return f"{super().extra_repr()}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LayerNorm(nn.LayerNorm):

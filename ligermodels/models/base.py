@@ -45,7 +45,7 @@ class DecoderModel(nn.Module):
 
     config_class: ClassVar[type[ModelConfig]]
     embed_tokens: nn.Embedding
-    rotary: RotaryEmbedding
+    rotary_emb: RotaryEmbedding
     layers: nn.ModuleList
     norm: RMSNorm
     head: LossHead
@@ -133,7 +133,7 @@ class DecoderModel(nn.Module):
     @property
     def ropes(self) -> list[str]:
         """Attribute that holds each layer's rotary embedding."""
-        return ["rotary"] * len(self.layers)
+        return ["rotary_emb"] * len(self.layers)
 
     def _contexts(
         self,

@@ -160,7 +160,7 @@ class ModelConfig:
         return _ACTIVATIONS[getattr(self, self.activation_field)]
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """How many keys each layer's queries see, their own included; None for all."""
         return [None] * self.num_hidden_layers
 
@@ -230,7 +230,7 @@ def _check_layers(config: ModelConfig) -> None:
                 f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
                 f"{config.num_hidden_layers}"
             )
-    for window in set(config.layer_windows):
+    for window in set(config.sliding_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             raise ConfigError(
                 f"config: sliding_window is {shown(window)}; expected an integer from 1 to "
@@ -238,7 +238,7 @@ def _check_layers(config: ModelConfig) -> None:
             )
     given = None if hasattr(config, "layer_types") else config.extra.get("layer_types")
     full, sliding = rope.LAYER_TYPES
-    made = [full if window is None else sliding for window in config.layer_windows]
+    made = [full if window is None else sliding for window in config.sliding_windows]
     if given is not None and given != made:
         raise ConfigError(
             f"config: layer_types is {shown(given)}, but the layers of this {config.model_type!r} "

@@ -66,7 +66,7 @@ class GemmaBlock(DecoderBlock):
         hidden = config.hidden_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting="gemma")
+            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
         super().__init__(
             self_attn=Attention(
@@ -100,13 +100,15 @@ class LigerGemma(DecoderModel):
             padding_idx=config.pad_token_id,
             scale=config.hidden_size**0.5,
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(
             GemmaBlock(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, casting="gemma")
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
+        )
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
         self.initialize_weights()

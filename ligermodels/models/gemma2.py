@@ -48,7 +48,7 @@ class Gemma2Config(ModelConfig):
     layer_types: list[str] | None = None  # None: every second layer slides, the first one first
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """The window of the sliding layers, None for the others."""
         pattern = ["sliding_attention", "full_attention"] * self.num_hidden_layers
         types = self.layer_types or pattern[: self.num_hidden_layers]
@@ -62,7 +62,7 @@ class Gemma2Block(SandwichBlock):
         hidden = config.hidden_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting="gemma")
+            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
         super().__init__(
             self_attn=Attention(
@@ -72,7 +72,7 @@ class Gemma2Block(SandwichBlock):
                 config.head_dim,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                window=config.layer_windows[layer_index],
+                window=config.sliding_windows[layer_index],
                 softcap=config.attn_logit_softcapping,
                 layer_index=layer_index,
             ),
@@ -101,13 +101,15 @@ class LigerGemma2(DecoderModel):
             padding_idx=config.pad_token_id,
             scale=config.hidden_size**0.5,
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(
             Gemma2Block(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, casting="gemma")
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
+        )
         self.head = LossHead(
             config.hidden_size,
             config.vocab_size,

@@ -51,7 +51,7 @@ class Gemma3Config(ModelConfig):
     layer_types: list[str] | None = None  # None: every sliding_window_pattern-th layer is full
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """The window of the sliding layers, None for the others."""
         types = self.layer_types or [
             "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
@@ -67,7 +67,7 @@ class Gemma3Block(SandwichBlock):
         hidden = config.hidden_size
 
         def norm(size: int = hidden) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting="gemma")
+            return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
         super().__init__(
             self_attn=Attention(
@@ -77,7 +77,7 @@ class Gemma3Block(SandwichBlock):
                 config.head_dim,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                window=config.layer_windows[layer_index],
+                window=config.sliding_windows[layer_index],
                 q_norm=norm(config.head_dim),
                 k_norm=norm(config.head_dim),
                 layer_index=layer_index,
@@ -107,16 +107,18 @@ class LigerGemma3(DecoderModel):
             padding_idx=config.pad_token_id,
             scale=config.hidden_size**0.5,
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
-        self.local_rotary = RotaryEmbedding(
+        self.rotary_emb_local = RotaryEmbedding(
             config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
         )
         self.layers = nn.ModuleList(
             Gemma3Block(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, casting="gemma")
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
+        )
         self.head = LossHead(
             config.hidden_size,
             config.vocab_size,
@@ -128,5 +130,5 @@ class LigerGemma3(DecoderModel):
     @property
     def ropes(self) -> list[str]:
         """Sliding layers have a rope of their own, which knows nothing of longer contexts."""
-        windows = self.built_from.layer_windows
-        return ["rotary" if window is None else "local_rotary" for window in windows]
+        windows = self.built_from.sliding_windows
+        return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]

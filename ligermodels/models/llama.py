@@ -71,7 +71,7 @@ class LigerLlama(DecoderModel):
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(

@@ -27,7 +27,7 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_parameters` did; `str` lists it, layers of one kind in one line.
+    """What `load_pretrained` did; `str` lists it, layers of one kind in one line.
 
     Every parameter of the module is in one of `loaded`, `new` and `mismatched`; every one of the
     checkpoint, under its name in ligermodels, is a value of `loaded` or in `unused`.
@@ -37,7 +37,7 @@ class LoadReport:
         loaded: name in the module -> name in the checkpoint.
         new: names in the module that the checkpoint does not have; left as they were.
         mismatched: name in the module -> why the checkpoint's values were not taken, with both
-            shapes; left as they were. Empty unless `allow_mismatched`.
+            shapes; left as they were. Empty unless `ignore_mismatched_sizes`.
         unused: names in the checkpoint whose values went nowhere.
         left_out: how many tensors there are beside those of the text model, by what their names
             begin with.
@@ -70,12 +70,12 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def load_parameters(
+def load_pretrained(
     module: nn.Module,
     path: str | os.PathLike[str],
     *,
     rename: Callable[[str], str | None] | None = None,
-    allow_mismatched: bool = False,
+    ignore_mismatched_sizes: bool = False,
     allow_nonfinite: bool = False,
     revision: str | None = None,
 ) -> LoadReport:
@@ -100,7 +100,8 @@ def load_parameters(
         module: whatever has parameters; not on the meta device, not sharded.
         path: a local folder, or a hub id, of any supported family.
         rename: from a name in the checkpoint to the name in the module; None leaves that one out.
-        allow_mismatched: leave what does not match as it is, and report it; default is to raise.
+        ignore_mismatched_sizes: leave what does not match as it is, and report it; default is to
+            raise.
         allow_nonfinite: let NaN and infinite weights in.
         revision: branch, tag or commit of a hub id.
     Returns: which parameters were loaded, are new, did not match, were not used.
@@ -127,7 +128,7 @@ def load_parameters(
     for name, entry in entries.items():
         if why := _difference(module, name, parameters[name], model, entry):
             mismatched[name] = why
-    if mismatched and not allow_mismatched:
+    if mismatched and not ignore_mismatched_sizes:
         raise CheckpointError(_describe(mismatched, entries, checkpoint))
     unused += [entries.pop(name).name for name in mismatched]
     targets = {name: parameters[name] for name in entries}
@@ -249,7 +250,7 @@ def _describe(
     made_of = f" (here {name!r})" if len(sources) == 1 else f" and others (here {name!r})"
     return (
         f"{checkpoint.tensors[sources[0]].path}: {sources[0]!r}{made_of} {why}{count}; "
-        "allow_mismatched=True leaves such parameters as they are"
+        "ignore_mismatched_sizes=True leaves such parameters as they are"
         + ("" if len(lines) == 1 else f"\n{listing(_by_layer(lines))}")
     )
 

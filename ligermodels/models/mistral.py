@@ -36,7 +36,7 @@ class MistralConfig(ModelConfig):
     sliding_window: int | None = 4096
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """The one window, in every layer."""
         return [self.sliding_window] * self.num_hidden_layers
 
@@ -52,7 +52,7 @@ class MistralBlock(DecoderBlock):
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 config.head_dim,
-                window=config.layer_windows[layer_index],
+                window=config.sliding_windows[layer_index],
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
@@ -75,7 +75,7 @@ class LigerMistral(DecoderModel):
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(

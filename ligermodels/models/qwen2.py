@@ -37,7 +37,7 @@ class Qwen2Config(ModelConfig):
     layer_types: list[str] | None = None  # wins over max_window_layers
 
     @property
-    def layer_windows(self) -> list[int | None]:
+    def sliding_windows(self) -> list[int | None]:
         """The window of the sliding layers, None for the others."""
         window = self.sliding_window if self.use_sliding_window else None
         types = self.layer_types or [
@@ -62,7 +62,7 @@ class Qwen2Block(DecoderBlock):
                 config.head_dim,
                 bias=True,
                 out_bias=False,
-                window=config.layer_windows[layer_index],
+                window=config.sliding_windows[layer_index],
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
@@ -85,7 +85,7 @@ class LigerQwen2(DecoderModel):
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(

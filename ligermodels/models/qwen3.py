@@ -41,7 +41,7 @@ class Qwen3Block(DecoderBlock):
                 config.num_key_value_heads,
                 config.head_dim,
                 bias=config.attention_bias,
-                window=config.layer_windows[layer_index],
+                window=config.sliding_windows[layer_index],
                 q_norm=RMSNorm(config.head_dim, eps),
                 k_norm=RMSNorm(config.head_dim, eps),
                 layer_index=layer_index,
@@ -66,7 +66,7 @@ class LigerQwen3(DecoderModel):
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.rotary = RotaryEmbedding(
+        self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
         )
         self.layers = nn.ModuleList(

@@ -29,7 +29,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Options that may differ when a run is resumed: none of them changes a weight that is trained, or
 # (the files) what they may not change is told by the hash of the rows.
 FREE_ON_RESUME = frozenset(
-    "train eval output device eval_every max_eval_rows eval_fraction save_every keep_checkpoints "
+    "train eval output device eval_every max_eval_rows eval_fraction save_every save_total_limit "
     "log_every export_dtype max_shard_size resume overwrite".split()
 )
 
@@ -74,7 +74,7 @@ class FinetuneConfig:
 
     seq_len: int = _option(1024, "tokens in a row; documents are packed into rows", least=2)
     batch_size: int = _option(4, "rows in a forward pass", least=1)
-    grad_accumulation: int = _option(1, "forward passes in a step", least=1)
+    gradient_accumulation_steps: int = _option(1, "forward passes in a step", least=1)
     epochs: float = _option(1.0, "times to go through the training rows", above=0)
     steps: int | None = _option(None, "number of steps; replaces --epochs", least=1)
 
@@ -103,7 +103,7 @@ class FinetuneConfig:
     compile: bool = _option(False, "run the model through torch.compile")
 
     save_every: int = _option(500, "steps between checkpoints; 0 writes none", least=0)
-    keep_checkpoints: int = _option(2, "checkpoints to keep", least=1)
+    save_total_limit: int = _option(2, "checkpoints to keep", least=1)
     log_every: int = _option(1, "steps between looks at the loss", least=1)
     export_dtype: str | None = _option(
         None,

@@ -49,7 +49,10 @@ def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
     if config.steps is not None:
         return config.steps
     return max(
-        1, math.ceil(num_rows * config.epochs / (config.batch_size * config.grad_accumulation))
+        1,
+        math.ceil(
+            num_rows * config.epochs / (config.batch_size * config.gradient_accumulation_steps)
+        ),
     )
 
 
@@ -99,12 +102,12 @@ class Trainer:
         few = batch.num_targets < 0.9 * batch.labels.numel()
         # Compiled, the model would be traced anew for every other number of targets.
         if few and not self.config.compile:
-            return {"skip_ignored": True, "num_valid": batch.num_targets}
+            return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of a step, on the CPU."""
-        size, count = self.config.batch_size, self.config.grad_accumulation
+        size, count = self.config.batch_size, self.config.gradient_accumulation_steps
         first = step * size * count
         indices = [self._row(i) for i in range(first, first + size * count)]
         return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
@@ -176,7 +179,7 @@ class Trainer:
         config = self.config
         checkpoint = folder.latest_checkpoint()
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
-        folder.prune(config.keep_checkpoints)
+        folder.prune(config.save_total_limit)
         folder.cut_metrics(done if checkpoint else -1)
         with _Bar(self.total_steps, done, progress) as bar:
             if checkpoint is None:
@@ -206,7 +209,7 @@ class Trainer:
                     self._evaluate(folder, step + 1, bar)
                 if saves:
                     folder.save_checkpoint(
-                        step + 1, self.model, self.optimizer, config.keep_checkpoints
+                        step + 1, self.model, self.optimizer, config.save_total_limit
                     )
 
     def _evaluate(self, folder: RunFolder, step: int, bar: _Bar) -> None:

@@ -38,7 +38,7 @@ def reading(raw: Json) -> Json:
     window = getattr(config, "sliding_window", None)
     types = {"mistral": ["sliding_attention"], "llama": [], "gemma": []}.get(kind)
     types = config.layer_types if types is None else types * config.num_hidden_layers
-    found["layer_windows"] = [
+    found["sliding_windows"] = [
         window if layer == "sliding_attention" else None for layer in types
     ] or [None] * config.num_hidden_layers
     return found | rope(config)

@@ -124,7 +124,7 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
 
 def ours(config: ModelConfig) -> dict[str, Any]:
     """What `hf_reading.reading` says, of our config."""
-    names = {*hf_reading.SAME, "head_dim", "activation", "layer_windows"}
+    names = {*hf_reading.SAME, "head_dim", "activation", "sliding_windows"}
     names |= {n for n in (*hf_reading.OWN, "attn_logit_softcapping") if hasattr(config, n)}
     found = {name: getattr(config, name) for name in names}
     scaling = dict(config.rope_scaling or {"rope_type": "default"})

@@ -81,7 +81,7 @@ def assert_transformers_agrees(raw, original):
     """transformers turns `raw` into the frequencies that we read from `original`."""
     hf = LlamaRotaryEmbedding(HFConfig.from_dict(json.loads(json.dumps(raw))))
     with torch.device("cpu"):
-        ours = LigerLlama(parse(original)).rotary
+        ours = LigerLlama(parse(original)).rotary_emb
     torch.testing.assert_close(hf.inv_freq, ours.inv_freq, rtol=1e-6, atol=0)
     assert hf.attention_scaling == pytest.approx(ours.attention_factor)
 

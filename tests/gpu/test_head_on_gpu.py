@@ -143,14 +143,14 @@ def test_scratch_stays_in_the_budget(rows, budget, reduction, frozen) -> None:
     check_scratch(forward, (hidden, weight), allowed)
 
 
-@pytest.mark.parametrize("num_valid", [None, 1000, 8192])
+@pytest.mark.parametrize("max_valid", [None, 1000, 8192])
 @pytest.mark.parametrize("budget", [32 * MIB, 300 * MIB, 700 * MIB])
-def test_scratch_of_gathered_rows_is_in_the_budget(budget, num_valid) -> None:
+def test_scratch_of_gathered_rows_is_in_the_budget(budget, max_valid) -> None:
     rows, width, vocab = 8192, 512, 128256
     hidden, weight, targets = head(rows, width, vocab)
-    if num_valid == 1000:
+    if max_valid == 1000:
         targets[1000:] = -100
-    options = {"skip_ignored": True, "num_valid": num_valid, "max_scratch_bytes": budget}
+    options = {"skip_ignored": True, "max_valid": max_valid, "max_scratch_bytes": budget}
 
     def forward() -> Tensor:
         return linear_cross_entropy(hidden, weight, targets, **options).loss
@@ -224,7 +224,7 @@ BUDGET, SMALL = 200_000, 160_000
 STEPS: dict[str, Callable[..., Tensor]] = {
     "default": loss_step(),
     "few rows": loss_step(),
-    "few rows, skipping": loss_step(skip_ignored=True, num_valid=45),
+    "few rows, skipping": loss_step(skip_ignored=True, max_valid=45),
     "chunks": loss_step(chunk_size=100),
     "budget": loss_step(max_scratch_bytes=BUDGET),
     "small budget": loss_step(max_scratch_bytes=SMALL),
@@ -234,11 +234,11 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "number": loss_step(chunk_size=100, normalizer=17),
     "options": loss_step(chunk_size=100, label_smoothing=0.1, z_loss=1e-4, softcap=30.0),
     "stats": loss_step(chunk_size=100, return_token_stats=True),
-    "skipping": loss_step(chunk_size=100, skip_ignored=True, num_valid=450),
-    "skipping, small budget": loss_step(max_scratch_bytes=SMALL, skip_ignored=True, num_valid=450),
+    "skipping": loss_step(chunk_size=100, skip_ignored=True, max_valid=450),
+    "skipping, small budget": loss_step(max_scratch_bytes=SMALL, skip_ignored=True, max_valid=450),
     "log-probabilities": log_probs_step(chunk_size=100),
     "log-probabilities, small budget": log_probs_step(max_scratch_bytes=SMALL),
-    "log-probabilities, skipping": log_probs_step(chunk_size=100, skip_ignored=True, num_valid=450),
+    "log-probabilities, skipping": log_probs_step(chunk_size=100, skip_ignored=True, max_valid=450),
 }
 
 
@@ -314,7 +314,7 @@ def test_counting_is_refused_under_capture() -> None:
     step = loss_step(skip_ignored=True)
     step(hidden, weight, targets)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="pass num_valid"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="pass max_valid"), torch.cuda.graph(graph):
         step(hidden, weight, targets)
 
 

@@ -45,13 +45,13 @@ def check(op, formula, made: dict, place: Place, **options) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
-def test_norm_widths(place, width, casting, offset) -> None:
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_norm_widths(place, width, casting_mode, offset) -> None:
     made = {
         "x": random(3001, width, seed=1),
         "residual": random(3001, width, seed=2),
         "weight": random(width, seed=3),
-        "casting": casting,
+        "casting_mode": casting_mode,
         "offset": offset,
     }
     check(add_rms_norm, formulas.add_rms_norm, made, place)
@@ -73,13 +73,13 @@ def test_rope_heads(place, heads, kv_heads, head_dim) -> None:
     check(rope, formulas.rope, made, place, constant=CONSTANT)
 
 
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim", [(4, 1, 256), (16, 8, 128), (32, 16, 128), (9, 3, 64), (5, 1, 20)]
 )
-def test_qk_norm_rope_heads(place, heads, kv_heads, head_dim, casting, offset) -> None:
+def test_qk_norm_rope_heads(place, heads, kv_heads, head_dim, casting_mode, offset) -> None:
     made = test_qk_norm_rope.inputs(2, 700, heads, kv_heads, head_dim)
-    made |= {"casting": casting, "offset": offset}
+    made |= {"casting_mode": casting_mode, "offset": offset}
     check(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
 
 

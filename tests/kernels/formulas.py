@@ -15,11 +15,11 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
     wide = widened(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if casting == "llama":
+    if casting_mode == "llama":
         return normed.to(x.dtype) * (weight + offset)
     return (normed * (widened(weight) + offset)).to(x.dtype)
 

@@ -167,7 +167,7 @@ def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
 
 
-ANGLES, GEMMA = ("cos", "sin"), {"casting": "gemma", "offset": 1.0}
+ANGLES, GEMMA = ("cos", "sin"), {"casting_mode": "gemma", "offset": 1.0}
 WEIGHTS = ("class_weights",)
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)

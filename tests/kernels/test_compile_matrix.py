@@ -80,11 +80,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def norm_forward(width: int, dtype: torch.dtype, out: torch.dtype, residual: bool, casting: str):
+def norm_forward(
+    width: int, dtype: torch.dtype, out: torch.dtype, residual: bool, casting_mode: str
+):
     from ligermodels.kernels.triton import rms_norm_forward
 
     x, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
-    rms_norm_forward(x, x if residual else None, weight, 1e-6, 0.0, casting, out)
+    rms_norm_forward(x, x if residual else None, weight, 1e-6, 0.0, casting_mode, out)
 
 
 def norm_backward(
@@ -92,7 +94,7 @@ def norm_backward(
     dtype: torch.dtype,
     grad_dtype: torch.dtype,
     flags: tuple[bool, bool, bool],
-    casting: str,
+    casting_mode: str,
 ):
     from ligermodels.kernels.triton import rms_norm_backward
 
@@ -100,7 +102,7 @@ def norm_backward(
     s, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
     grad_y, rstd = meta(ROWS, width, dtype=grad_dtype), meta(ROWS, dtype=torch.float32)
     grad_s = s if has_grad_s else None
-    rms_norm_backward(grad_y, grad_s, s, weight, rstd, 0.0, casting, want_weight, want_y)
+    rms_norm_backward(grad_y, grad_s, s, weight, rstd, 0.0, casting_mode, want_weight, want_y)
 
 
 def layer_norm(
@@ -137,7 +139,7 @@ def qk_norm_rope(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    casting: str = "llama",
+    casting_mode: str = "llama",
     want_weights: bool = True,
 ):
     from ligermodels.kernels.rope import split_qkv
@@ -148,8 +150,8 @@ def qk_norm_rope(
     weight = meta(head_dim, dtype=dtype)
     q, k, v = split_qkv(packed, heads, kv_heads)
     angles = (weight, weight, cos, cos)
-    qk_norm_rope_forward(q, k, *angles, 1e-6, 0.0, casting)
-    qk_norm_rope_backward(q, k, v, q, k, *angles, 1e-6, 0.0, casting, want_weights)
+    qk_norm_rope_forward(q, k, *angles, 1e-6, 0.0, casting_mode)
+    qk_norm_rope_backward(q, k, v, q, k, *angles, 1e-6, 0.0, casting_mode, want_weights)
 
 
 def glu(width: int, dtype: torch.dtype):
@@ -209,10 +211,10 @@ def token_gradient(dtype: torch.dtype, log_probs: bool, entropy: bool) -> None:
 
 def every_flag(dtype: torch.dtype) -> None:
     """All combinations of flags, at the length where a program holds most."""
-    for residual, casting in product((False, True), ("llama", "gemma")):
-        norm_forward(16384, dtype, dtype, residual, casting)
-    for *flags, casting in product(*[(False, True)] * 3, ("llama", "gemma")):
-        norm_backward(16384, dtype, dtype, tuple(flags), casting)
+    for residual, casting_mode in product((False, True), ("llama", "gemma")):
+        norm_forward(16384, dtype, dtype, residual, casting_mode)
+    for *flags, casting_mode in product(*[(False, True)] * 3, ("llama", "gemma")):
+        norm_backward(16384, dtype, dtype, tuple(flags), casting_mode)
     for flags in product((False, True), repeat=3):
         layer_norm(16384, dtype, flags)
     for passes in PASSES:
@@ -223,8 +225,8 @@ def every_flag(dtype: torch.dtype) -> None:
         token_gradient(dtype, *upstream)
     for in_place in (False, True):
         rope(32, 8, 128, dtype, in_place)
-    for casting, want_weights in product(("llama", "gemma"), (False, True)):
-        qk_norm_rope(32, 8, 128, dtype, casting, want_weights)
+    for casting_mode, want_weights in product(("llama", "gemma"), (False, True)):
+        qk_norm_rope(32, 8, 128, dtype, casting_mode, want_weights)
     glu(14336, dtype)
     for flags in product((False, True), repeat=2):
         mean_loss(*flags)

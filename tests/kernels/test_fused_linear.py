@@ -45,9 +45,9 @@ def glu_inputs(shape, out: int, bias: bool = True) -> dict:
     }
 
 
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
-def test_casting_and_offset(place, casting, offset) -> None:
-    options = {"casting": casting, "offset": offset}
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_casting_and_offset(place, casting_mode, offset) -> None:
+    options = {"casting_mode": casting_mode, "offset": offset}
     compare(norm_linear, formulas.norm_linear, norm_inputs((4, 12), 8) | options, place)
     made = qkv_inputs() | options
     compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, constant=CONSTANT)
@@ -135,8 +135,8 @@ def test_refusals() -> None:
     x, w = torch.ones(2, 4), torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"expected \(4,\)"):
         norm_linear(x, None, torch.ones(3), w)
-    with pytest.raises(ValueError, match="casting='hf'"):
-        norm_linear(x, None, torch.ones(4), w, casting="hf")
+    with pytest.raises(ValueError, match="casting_mode='hf'"):
+        norm_linear(x, None, torch.ones(4), w, casting_mode="hf")
     cos = torch.ones(1, 2, 4)
     with pytest.raises(ValueError, match="activation='relu'"):
         glu_linear(torch.ones(2, 8), w, activation="relu")

@@ -34,10 +34,10 @@ def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows:
     }
 
 
-@pytest.mark.parametrize("casting, offset", VARIANTS)
+@pytest.mark.parametrize("casting_mode, offset", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_qk_norm_rope(place, shape, casting, offset) -> None:
-    made = inputs(*shape) | {"casting": casting, "offset": offset, "eps": 1e-5}
+def test_qk_norm_rope(place, shape, casting_mode, offset) -> None:
+    made = inputs(*shape) | {"casting_mode": casting_mode, "offset": offset, "eps": 1e-5}
     compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
 
 
@@ -127,5 +127,5 @@ def test_refusals() -> None:
         qk_norm_rope(qkv.long(), weight, weight, cos, cos, 2, 1)
     with pytest.raises(ValueError, match=r"qk_norm_rope: sin is torch\.complex64"):
         qk_norm_rope(qkv, weight, weight, cos, cos.to(torch.complex64), 2, 1)
-    with pytest.raises(ValueError, match="casting='hf'"):
-        qk_norm_rope(qkv, weight, weight, cos, cos, 2, 1, casting="hf")
+    with pytest.raises(ValueError, match="casting_mode='hf'"):
+        qk_norm_rope(qkv, weight, weight, cos, cos, 2, 1, casting_mode="hf")

@@ -19,22 +19,22 @@ def equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
-def test_rms_norm(casting, offset, residual) -> None:
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_rms_norm(casting_mode, offset, residual) -> None:
     x, r, weight = (random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3))
     s = (x + r if residual else x).requires_grad_()
     weight.requires_grad_()
-    y, _, _ = reference.rms_norm_forward(s, None, weight, 1e-5, offset, casting, s.dtype)
-    equal(y, formulas.rms_norm(s, weight, 1e-5, offset, casting))
+    y, _, _ = reference.rms_norm_forward(s, None, weight, 1e-5, offset, casting_mode, s.dtype)
+    equal(y, formulas.rms_norm(s, weight, 1e-5, offset, casting_mode))
     with_residual, total, rstd = reference.rms_norm_forward(
-        x.detach(), r if residual else None, weight, 1e-5, offset, casting, s.dtype
+        x.detach(), r if residual else None, weight, 1e-5, offset, casting_mode, s.dtype
     )
     equal(with_residual, y)
     equal(total, s)
     grad_y, grad_s = random(3, 8, seed=4), random(3, 8, seed=5)
     expected = torch.autograd.grad((y, s * 1.0), (s, weight), (grad_y, grad_s))
     grad_x, grad_weight, again = reference.rms_norm_backward(
-        grad_y, grad_s, s, weight, rstd, offset, casting, True, True
+        grad_y, grad_s, s, weight, rstd, offset, casting_mode, True, True
     )
     equal(grad_x, expected[0])
     equal(grad_weight, expected[1])
@@ -73,10 +73,10 @@ def test_rope_and_its_gradient() -> None:
     equal(reference.rope_backward(*upstream, angles.cos(), angles.sin()), want)
 
 
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
-def test_qk_norm_rope(casting, offset) -> None:
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_qk_norm_rope(casting_mode, offset) -> None:
     made = qk_norm_rope_inputs(2, 3, 4, 2, 8)
-    options = {"eps": 1e-5, "offset": offset, "casting": casting}
+    options = {"eps": 1e-5, "offset": offset, "casting_mode": casting_mode}
     for name in ("qkv", "q_weight", "k_weight"):
         made[name].requires_grad_()
     expected = formulas.qk_norm_rope(**made, **options)

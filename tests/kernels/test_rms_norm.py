@@ -20,9 +20,9 @@ def inputs(shape: tuple[int, ...], residual: bool) -> dict:
 OPS = {False: (rms_norm, formulas.rms_norm), True: (add_rms_norm, formulas.add_rms_norm)}
 
 
-@pytest.mark.parametrize("casting, offset", [("gemma", 0.0), ("llama", 1.0)])
-def test_casting_without_its_offset(place, casting, offset) -> None:
-    options = {"casting": casting, "offset": offset, "eps": 1e-5}
+@pytest.mark.parametrize("casting_mode, offset", [("gemma", 0.0), ("llama", 1.0)])
+def test_casting_without_its_offset(place, casting_mode, offset) -> None:
+    options = {"casting_mode": casting_mode, "offset": offset, "eps": 1e-5}
     compare(rms_norm, formulas.rms_norm, inputs((3, 33), False) | options, place)
 
 
@@ -99,8 +99,8 @@ def test_refusals() -> None:
     x, weight = torch.ones(2, 4), torch.ones(4)
     with pytest.raises(ValueError, match=r"expected \(4,\)"):
         rms_norm(x, torch.ones(3))
-    with pytest.raises(ValueError, match="casting='hf'"):
-        rms_norm(x, weight, casting="hf")
+    with pytest.raises(ValueError, match="casting_mode='hf'"):
+        rms_norm(x, weight, casting_mode="hf")
     with pytest.raises(ValueError, match="differ in shape"):
         add_rms_norm(x, torch.ones(1, 4), weight)
     for wrong in (weight.long(), weight.to(torch.float8_e4m3fn)):

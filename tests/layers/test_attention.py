@@ -106,7 +106,7 @@ def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool)
 
 
 def head_norm(offset: float, seed: int) -> RMSNorm:
-    norm = RMSNorm(HEAD_DIM, offset=offset, casting="gemma" if offset else "llama")
+    norm = RMSNorm(HEAD_DIM, offset=offset, casting_mode="gemma" if offset else "llama")
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         norm.weight += torch.randn(HEAD_DIM, generator=generator) * 0.3

@@ -217,7 +217,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_sandwich_equals_its_parts(with_residual: bool) -> None:
-    norms = [RMSNorm(HIDDEN, offset=1.0, casting="gemma") for _ in range(4)]
+    norms = [RMSNorm(HIDDEN, offset=1.0, casting_mode="gemma") for _ in range(4)]
     mlp = GatedMLP(HIDDEN, INNER, activation="gelu_tanh")
     block = SandwichBlock(Attention(HIDDEN, HEADS, GROUPS, HEAD_DIM, window=5), mlp, *norms)
     randomize(block)

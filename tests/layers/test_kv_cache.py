@@ -11,7 +11,7 @@ LENGTH = 12
 
 
 def config(*windows):
-    return types.SimpleNamespace(layer_windows=list(windows))
+    return types.SimpleNamespace(sliding_windows=list(windows))
 
 
 def tokens(total, batch=2, heads=2, size=4):

@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "chunk_size": (0, "chunk_size=0; expected an integer of 1 or more"),
     "max_scratch_bytes": ("1GB", "max_scratch_bytes='1GB'; expected an integer"),
     "skip_ignored": ("no", "skip_ignored='no'; expected True or False"),
-    "num_valid": (3, "num_valid=3 bounds the rows taken under skip_ignored"),
+    "max_valid": (3, "max_valid=3 bounds the rows taken under skip_ignored"),
     "return_token_stats": (2, "return_token_stats=2; expected True or False"),
 }
 
@@ -66,7 +66,7 @@ def test_the_constructor_takes_every_option(device: str) -> None:
         "chunk_size": 8,
         "max_scratch_bytes": 2**20,
         "skip_ignored": True,
-        "num_valid": 5,
+        "max_valid": 5,
         "return_token_stats": True,
     }
     assert good.keys() == LOSS_OPTIONS
@@ -159,8 +159,8 @@ def test_errors_name_the_option(kind: str) -> None:
             name = next(iter(options))
             with pytest.raises(ValueError, match=rf"^(cross entropy|loss head): {name}="):
                 method(hidden, targets, **options)
-    with pytest.raises(ValueError, match=r"^loss head: num_valid=1, but 24 targets"):
-        head(hidden, targets, skip_ignored=True, num_valid=1)
+    with pytest.raises(ValueError, match=r"^loss head: max_valid=1, but 24 targets"):
+        head(hidden, targets, skip_ignored=True, max_valid=1)
 
 
 def test_unknown_options_are_refused_by_the_constructor() -> None:

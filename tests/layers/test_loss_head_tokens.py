@@ -69,13 +69,13 @@ def test_log_probs(kind: str, entropy: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("num_valid", [None, 25])
-def test_skipping_ignored_targets(kind: str, reduction: str, num_valid: int | None) -> None:
+@pytest.mark.parametrize("max_valid", [None, 25])
+def test_skipping_ignored_targets(kind: str, reduction: str, max_valid: int | None) -> None:
     """Whatever the projection: the same outputs and gradients from the rows that count."""
     head, weight, _ = build(kind, z_loss=0.1, reduction=reduction, chunk_size=10)
     hidden, targets = data()
     results = []
-    for options in ({}, {"skip_ignored": True, "num_valid": num_valid}):
+    for options in ({}, {"skip_ignored": True, "max_valid": max_valid}):
         out = head(hidden, targets, return_token_stats=True, **options)
         grads = torch.autograd.grad(out.loss.sum(), [hidden, weight])
         log_probs, entropy = head.log_probs(hidden, targets, entropy=True, **options)
@@ -87,9 +87,9 @@ def test_skipping_ignored_targets(kind: str, reduction: str, num_valid: int | No
     if "swapped" in kind:
         assert max(head.proj.rows) <= 10
         rows = head.proj.rows
-        assert sum(rows) == 3 * BATCH * SEQ + 3 * (num_valid or 24)
-    with pytest.raises(ValueError, match="num_valid=23, but 24 targets"):
-        head(hidden, targets, skip_ignored=True, num_valid=23)
+        assert sum(rows) == 3 * BATCH * SEQ + 3 * (max_valid or 24)
+    with pytest.raises(ValueError, match="max_valid=23, but 24 targets"):
+        head(hidden, targets, skip_ignored=True, max_valid=23)
 
 
 def test_token_stats_through_a_model() -> None:

@@ -24,7 +24,9 @@ def filled(norm: RMSNorm) -> RMSNorm:
 def test_equals_transformers(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     hidden = GemmaConfig().hidden_size // 64
-    ours = filled(RMSNorm(hidden, 1e-5, offset=float(family == "gemma"), casting=family)).to(dtype)
+    ours = filled(RMSNorm(hidden, 1e-5, offset=float(family == "gemma"), casting_mode=family)).to(
+        dtype
+    )
     theirs = (LlamaRMSNorm if family == "llama" else GemmaRMSNorm)(hidden, eps=1e-5).to(dtype)
     theirs.weight.data.copy_(ours.weight.data)
     x = (3 * torch.randn(2, 5, hidden)).to(dtype)
@@ -58,12 +60,12 @@ def test_is_an_rms_norm_of_torch() -> None:
     assert list(norm.state_dict()) == ["weight"]
     x = torch.randn(4, 24)
     torch.testing.assert_close(norm(x), torch.nn.RMSNorm(24, eps=1e-4)(x))
-    assert "casting='llama'" in repr(norm)
+    assert "casting_mode='llama'" in repr(norm)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_starts_as_a_factor_of_one(offset: float) -> None:
-    norm = RMSNorm(8, offset=offset, casting="gemma")
+    norm = RMSNorm(8, offset=offset, casting_mode="gemma")
     assert torch.equal(norm.weight + offset, torch.ones(8))
     norm.weight.data.fill_(3.0)
     norm.reset_parameters()

@@ -80,7 +80,7 @@ def test_the_window_of_each_layer(
     cls: type[ModelConfig], fields: dict[str, Any], windows: list[int | None]
 ) -> None:
     config = cls(num_hidden_layers=3, **fields)
-    assert config.layer_windows == windows
+    assert config.sliding_windows == windows
     assert getattr(config, "layer_types", None) == fields.get("layer_types")  # nothing filled in
 
 

@@ -68,7 +68,7 @@ def test_later_windows_forget(family: str) -> None:
     changed = ids.clone()
     changed[:, 4] = (changed[:, 4] + 7) % 61
     difference = (model(ids) - model(changed)).abs().amax(-1).amax(0)
-    reach = WINDOW if model.config.layer_windows[0] is not None else ids.shape[1]
+    reach = WINDOW if model.config.sliding_windows[0] is not None else ids.shape[1]
     assert (difference[:4] == 0).all()
     assert (difference[4 : 4 + reach] > 0).all()
     assert (difference[4 + reach :] == 0).all()

@@ -24,7 +24,7 @@ from ligermodels import (
     LigerQwen3,
     LlamaConfig,
     Qwen3Config,
-    load_parameters,
+    load_pretrained,
 )
 from ligermodels.models import load_pretrained as partial
 
@@ -70,7 +70,7 @@ def refused(module: nn.Module, source: Path, match: str, **options) -> str:
     """The message of the one error there is; the module is as it was."""
     before = values(module) if not any(p.is_meta for p in module.parameters()) else {}
     with pytest.raises(CheckpointError, match=match) as caught:
-        load_parameters(module, source, **options)
+        load_pretrained(module, source, **options)
     if before:
         assert_untouched(module, before)
     return str(caught.value)
@@ -82,7 +82,7 @@ def test_the_same_architecture_is_loaded_whole(tmp_path, tied, shard):
     original = llama(tie_word_embeddings=tied)
     original.save_hf(tmp_path, max_shard_size=shard)
     again = llama(seed=2, tie_word_embeddings=tied)
-    report = load_parameters(again, tmp_path)
+    report = load_pretrained(again, tmp_path)
     assert report.loaded == {name: name for name, _ in original.named_parameters()}
     assert (report.new, report.mismatched, report.unused) == ([], {}, [])
     assert report.source == tmp_path
@@ -93,7 +93,7 @@ def test_a_smaller_module_leaves_the_rest_unused(source):
     module = nn.Module()
     module.embed_tokens = nn.Embedding(97, 48)
     module.extra = nn.Linear(4, 4, bias=False)
-    report = load_parameters(module, source)
+    report = load_pretrained(module, source)
     original = llama()
     assert torch.equal(module.embed_tokens.weight, original.embed_tokens.weight)
     assert report.loaded == {EMBEDDING: EMBEDDING}
@@ -105,7 +105,7 @@ def test_what_the_checkpoint_lacks_is_new_and_stays_as_it_was(source):
     torch.manual_seed(2)
     model = LigerQwen3(Qwen3Config(**SIZES))
     before = values(model)
-    report = load_parameters(model, source)
+    report = load_pretrained(model, source)
     assert report.new == [
         f"layers.{i}.self_attn.{norm}.weight" for i in range(3) for norm in ("q_norm", "k_norm")
     ]
@@ -118,7 +118,7 @@ def test_what_the_checkpoint_lacks_is_new_and_stays_as_it_was(source):
 def test_names_can_be_changed_left_out_and_are_told(source):
     module = nn.ModuleDict({"norm": ll.RMSNorm(48), "one": nn.Linear(48, 80, bias=False)})
     names = {"norm.weight": None, "layers.1.self_attn.qkv_proj.weight": "one.weight"}
-    report = load_parameters(module, source, rename=lambda name: names.get(name, name))
+    report = load_pretrained(module, source, rename=lambda name: names.get(name, name))
     assert report.loaded == {"one.weight": "layers.1.self_attn.qkv_proj.weight"}
     assert report.new == ["norm.weight"]
     assert "norm.weight" in report.unused
@@ -139,7 +139,7 @@ def test_other_towers_are_left_out_and_told(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     torch.manual_seed(2)
     again = LigerGemma3(Gemma3Config(**SIZES))
-    report = load_parameters(again, tmp_path)
+    report = load_pretrained(again, tmp_path)
     assert_untouched(again, values(text))
     assert (report.new, report.unused, report.left_out) == ([], [], {"vision_tower.": 4})
     assert str(report).endswith("\nleft out: 4 of vision_tower.*")
@@ -179,7 +179,7 @@ def test_a_packed_parameter_is_named_by_its_first_tensor(source):
 def test_mismatches_can_be_allowed_and_are_told(source):
     wide = llama(seed=2, vocab_size=101)
     before = values(wide)
-    report = load_parameters(wide, source, allow_mismatched=True)
+    report = load_pretrained(wide, source, ignore_mismatched_sizes=True)
     assert list(report.mismatched) == [EMBEDDING, "head.proj.weight"]
     assert all("[97, 48]" in why and "[101, 48]" in why for why in report.mismatched.values())
     assert report.unused == [EMBEDDING, "head.proj.weight"]
@@ -189,10 +189,10 @@ def test_mismatches_can_be_allowed_and_are_told(source):
 
 def test_a_norm_with_another_offset_does_not_take_the_weight(source):
     model = llama(seed=2)
-    model.norm = ll.RMSNorm(48, offset=1.0, casting="gemma")
+    model.norm = ll.RMSNorm(48, offset=1.0, casting_mode="gemma")
     message = refused(model, source, "'model.norm.weight'")
     assert "[48] has offset 0 in the checkpoint's family, 1 in the module" in message
-    report = load_parameters(model, source, allow_mismatched=True)
+    report = load_pretrained(model, source, ignore_mismatched_sizes=True)
     assert list(report.mismatched) == ["norm.weight"]
     assert torch.equal(model.norm.weight, torch.zeros(48))
 
@@ -206,12 +206,12 @@ def test_gemma_into_gemma_and_not_into_llama(tmp_path, cls, config):
     original.save_hf(tmp_path)
     torch.manual_seed(2)
     again = cls(config(**SIZES))
-    assert load_parameters(again, tmp_path).new == []
+    assert load_pretrained(again, tmp_path).new == []
     assert_untouched(again, values(original))
     body = llama(seed=2, tie_word_embeddings=True)
     message = refused(body, tmp_path, "has scale 6.9282 in the checkpoint's family, 1 in")
     assert "layers.{0-2}.input_layernorm.weight [48] has offset 1 in" in message
-    report = load_parameters(body, tmp_path, allow_mismatched=True)
+    report = load_pretrained(body, tmp_path, ignore_mismatched_sizes=True)
     assert all("norm" not in name and "embed" not in name for name in report.loaded)
 
 
@@ -233,7 +233,7 @@ def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
         old, new = "layers.1.post_attention", "layers.1.pre_feedforward"
         return name.replace(old, new)
 
-    report = load_parameters(model, source, rename=rename)
+    report = load_pretrained(model, source, rename=rename)
     assert report.new == [
         "layers.1.post_attention_layernorm.weight",
         "layers.1.post_feedforward_layernorm.weight",
@@ -251,11 +251,11 @@ def test_packed_rows_of_other_heads_do_not_match(source):
 
 def test_a_head_tied_on_one_side_only(tmp_path, source):
     tied = llama(seed=2, tie_word_embeddings=True)
-    report = load_parameters(tied, source)
+    report = load_pretrained(tied, source)
     assert report.unused == ["head.proj.weight"]
     tied.save_hf(tmp_path / "tied")
     own = llama(seed=3)
-    report = load_parameters(own, tmp_path / "tied")
+    report = load_pretrained(own, tmp_path / "tied")
     assert report.new == ["head.proj.weight"]
 
 
@@ -264,7 +264,7 @@ def test_one_parameter_under_two_names(tmp_path, source):
     model.head.proj.weight = model.embed_tokens.weight
     refused(model, source, "'head.proj.weight' is one with 'embed_tokens.weight'")
     llama(tie_word_embeddings=True).save_hf(tmp_path / "tied")
-    report = load_parameters(model, tmp_path / "tied")
+    report = load_pretrained(model, tmp_path / "tied")
     assert report.loaded["head.proj.weight"] == report.loaded[EMBEDDING] == EMBEDDING
     assert report.new == []
     assert torch.equal(model.head.proj.weight, llama(tie_word_embeddings=True).head.weight)
@@ -275,7 +275,7 @@ def test_dtypes_memory_and_frozenness_stay_the_modules(source):
     model.norm.float()
     model.embed_tokens.requires_grad_(False)
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    load_parameters(model, source)
+    load_pretrained(model, source)
     original = llama().state_dict()
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == addresses[name]
@@ -303,7 +303,7 @@ def test_a_hub_id_is_resolved_at_its_revision(source, monkeypatch):
     monkeypatch.setattr(
         partial.hub, "resolve", lambda path, revision: asked.append((path, revision)) or source
     )
-    report = load_parameters(llama(seed=2), "someone/model", revision="main")
+    report = load_pretrained(llama(seed=2), "someone/model", revision="main")
     assert asked == [("someone/model", "main")]
     assert report.source == source and report.unused == []
 
@@ -319,10 +319,10 @@ def test_what_only_the_data_can_tell_leaves_the_module_alone(source):
     save_file(tensors, file, metadata={"format": "pt"})
     model = llama(seed=2)
     refused(model, source, r"'lm_head\.weight' holds NaN")
-    load_parameters(model, source, allow_nonfinite=True)
+    load_pretrained(model, source, allow_nonfinite=True)
     assert model.head.proj.weight.isnan().sum() == 1
     # Parameters that are not asked for are not read.
-    assert load_parameters(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused
+    assert load_pretrained(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused
 
 
 def test_values_too_large_for_the_modules_dtype_are_refused(tmp_path):
@@ -341,21 +341,21 @@ def test_a_checkpoint_that_from_hf_refuses_is_refused(source):
     refused(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source, r"'lm_head\.weight' is missing")
     (source / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(LigerError, match=r"config\.json.*mamba"):
-        load_parameters(llama(seed=2), source)
+        load_pretrained(llama(seed=2), source)
     with pytest.raises(LigerError, match="no such folder"):
-        load_parameters(llama(seed=2), source / "absent")
+        load_pretrained(llama(seed=2), source / "absent")
 
 
 def test_the_report_puts_layers_of_one_kind_in_a_line(source):
     model = sandwiched(llama(seed=2, vocab_size=101))
-    text = str(load_parameters(model, source, allow_mismatched=True))
+    text = str(load_pretrained(model, source, ignore_mismatched_sizes=True))
     assert text.splitlines()[:2] == [str(source), "loaded: 18"]
     assert "\n  layers.{0,2}.post_attention_layernorm.weight\n" in text
     assert "\n  layers.{0-2}.mlp.down_proj.weight\n" in text
     assert "new, left as they were: 2\n  layers.1.pre_feedforward_layernorm.weight\n" in text
     assert "\nmismatched, left as they were: 3\n  embed_tokens.weight: has shape" in text
     assert "\nunused of the checkpoint: 3\n" in text
-    longest = load_parameters(
+    longest = load_pretrained(
         nn.ModuleDict({"norm": ll.RMSNorm(48), **{f"n{i}": nn.Linear(2, 2) for i in range(9)}}),
         source,
     )
@@ -365,6 +365,6 @@ def test_the_report_puts_layers_of_one_kind_in_a_line(source):
 
 def test_what_was_loaded_computes_what_the_checkpoint_computes(source):
     model = llama(seed=2)
-    load_parameters(model, source)
+    load_pretrained(model, source)
     ids = torch.randint(0, 97, (2, 9))
     assert torch.equal(model(ids), AutoLiger.from_hf(source)(ids))

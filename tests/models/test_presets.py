@@ -71,9 +71,9 @@ def test_every_preset_is_counted() -> None:
 
 
 def test_windows_of_published_sizes() -> None:
-    assert set(CONFIGS["mistral-7b-v0.1"].layer_windows) == {4096}
-    assert set(CONFIGS["mistral-7b-v0.3"].layer_windows) == {None}
-    assert CONFIGS["gemma-2-2b"].layer_windows[:3] == [4096, None, 4096]
-    gemma3 = CONFIGS["gemma-3-1b"].layer_windows
+    assert set(CONFIGS["mistral-7b-v0.1"].sliding_windows) == {4096}
+    assert set(CONFIGS["mistral-7b-v0.3"].sliding_windows) == {None}
+    assert CONFIGS["gemma-2-2b"].sliding_windows[:3] == [4096, None, 4096]
+    gemma3 = CONFIGS["gemma-3-1b"].sliding_windows
     assert gemma3[:7] == [*[512] * 5, None, 512] and gemma3.count(None) == 4
-    assert set(CONFIGS["qwen2.5-7b"].layer_windows) == {None}
+    assert set(CONFIGS["qwen2.5-7b"].sliding_windows) == {None}

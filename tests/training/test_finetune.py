@@ -234,7 +234,7 @@ def test_completions_and_conversations_train(checkpoint, tmp_path):
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
-    result = run(checkpoint, file, tmp_path / "run", steps=25, grad_accumulation=2)
+    result = run(checkpoint, file, tmp_path / "run", steps=25, gradient_accumulation_steps=2)
     assert result.perplexity_after < 0.5 * result.perplexity_before
 
 
@@ -319,7 +319,7 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, tmp_path):
-    given = {"device": None, "steps": 20, "save_every": 10, "grad_accumulation": 2}
+    given = {"device": None, "steps": 20, "save_every": 10, "gradient_accumulation_steps": 2}
     result = run(checkpoint, text, tmp_path / "run", **given)
     assert result.perplexity_after < 0.6 * result.perplexity_before
     assert resumed_settings(result.output)["precision"] == "bf16-mixed"

@@ -42,11 +42,11 @@ def test_the_head_spares_the_rows_of_prompts(monkeypatch):
     given = []
 
     def spy(head, inputs, options):
-        given.append((options.get("num_valid"), int((inputs[1] != -100).sum())))
+        given.append((options.get("max_valid"), int((inputs[1] != -100).sum())))
 
     results = []
     for spares in (True, False):
-        trainer = make_trainer(rows, rows, batch_size=8, grad_accumulation=2, steps=2)
+        trainer = make_trainer(rows, rows, batch_size=8, gradient_accumulation_steps=2, steps=2)
         trainer.model.head.register_forward_pre_hook(spy, with_kwargs=True)
         if not spares:
             monkeypatch.setattr(trainer, "head_options", lambda batch: {})
@@ -93,7 +93,7 @@ def test_the_number_of_steps_covers_the_epochs():
         return number_of_steps(FinetuneConfig(model="m", train=["t"], output="o", **options), rows)
 
     assert steps(10, batch_size=4) == 3
-    assert steps(10, batch_size=2, grad_accumulation=2, epochs=2) == 5
+    assert steps(10, batch_size=2, gradient_accumulation_steps=2, epochs=2) == 5
     assert steps(10, batch_size=4, epochs=0.1) == 1
     assert steps(10, steps=7) == 7
 
@@ -102,7 +102,7 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
     rows = make_rows()
     losses, weights = [], []
     for size, count in ((8, 1), (4, 2), (1, 8)):
-        trainer = make_trainer(rows, batch_size=size, grad_accumulation=count, steps=3)
+        trainer = make_trainer(rows, batch_size=size, gradient_accumulation_steps=count, steps=3)
         batches = trainer.micro_batches(0)
         if count > 1:  # otherwise a mean of means would pass as well
             assert len({batch.num_targets for batch in batches}) > 1

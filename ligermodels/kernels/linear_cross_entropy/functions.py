@@ -272,7 +272,7 @@ def prepare(
     chunk_size: int | None,
     max_scratch_bytes: int | None,
     skip_ignored: bool,
-    num_valid: int | None,
+    max_valid: int | None,
     gradients_in_forward: bool,
     with_stats: bool,
 ) -> Call:
@@ -321,7 +321,7 @@ def prepare(
         bias=grad and bias is not None and bias.requires_grad,
     )
     row_targets = targets.flatten()
-    taken = valid_rows(row_targets, options.ignore_index, skip_ignored, num_valid)
+    taken = valid_rows(row_targets, options.ignore_index, skip_ignored, max_valid)
     if taken is not None:
         row_targets = take_targets(row_targets, taken, options.ignore_index)
     # Neither logits nor hidden then take more than the weight: forward had better hold those.
@@ -375,7 +375,7 @@ def check_loss_options(
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
-    num_valid: int | None = None,
+    max_valid: int | None = None,
     return_token_stats: bool = False,
     **options: Any,
 ) -> None:
@@ -395,7 +395,7 @@ def check_loss_options(
     none = torch.empty(0, dtype=torch.int64, device=device)
     check_targets(none, none.shape, vocab, class_weights, given.ignore_index, none.device)
     check_cut(chunk_size, max_scratch_bytes)
-    valid_rows(none, given.ignore_index, skip_ignored, num_valid)
+    valid_rows(none, given.ignore_index, skip_ignored, max_valid)
 
 
 def linear_cross_entropy(
@@ -415,7 +415,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
-    num_valid: int | None = None,
+    max_valid: int | None = None,
     return_token_stats: bool = False,
 ) -> CrossEntropyOutput:
     """Cross entropy of softcap(logit_scale * (hidden weight^T + bias)) within a scratch budget.
@@ -447,8 +447,8 @@ def linear_cross_entropy(
             On a CPU plain PyTorch makes several wide copies of a row of logits, which count, too.
         skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
             costs one host synchronisation, and is refused under torch.compile and graph capture,
-            unless num_valid is given.
-        num_valid: an upper bound on the number of targets that are not ignored, known on the
+            unless max_valid is given.
+        max_valid: an upper bound on the number of targets that are not ignored, known on the
             host, for skip_ignored; products are made for as many rows. Too small a bound is an
             error on CPU in eager mode; elsewhere the loss is NaN.
         return_token_stats: also give log-probability, entropy and correctness of each token.
@@ -457,7 +457,7 @@ def linear_cross_entropy(
         gradients. The weight gradient is accumulated in float32.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
-        RuntimeError: skip_ignored without num_valid under torch.compile or graph capture.
+        RuntimeError: skip_ignored without max_valid under torch.compile or graph capture.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
@@ -479,7 +479,7 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         max_scratch_bytes=max_scratch_bytes,
         skip_ignored=skip_ignored,
-        num_valid=num_valid,
+        max_valid=max_valid,
         gradients_in_forward=reduction != "none",
         with_stats=return_token_stats,
     )
@@ -487,7 +487,7 @@ def linear_cross_entropy(
         return call.token_outputs()
     dtype = compute_dtype(call.head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
-    if num_valid is not None:
-        too_many = (targets != ignore_index).sum() > min(num_valid, targets.numel())
+    if max_valid is not None:
+        too_many = (targets != ignore_index).sum() > min(max_valid, targets.numel())
         divisor = torch.where(too_many, float("nan"), divisor)
     return call.reduced(divisor)

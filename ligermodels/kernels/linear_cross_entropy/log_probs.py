@@ -24,7 +24,7 @@ def linear_log_probs(
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
-    num_valid: int | None = None,
+    max_valid: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p at each target and the entropy of p = softmax(t), both differentiable.
 
@@ -39,13 +39,13 @@ def linear_log_probs(
         bias: (vocab).
         entropy: whether to give it.
         logit_scale: as in `linear_cross_entropy`; one over a sampling temperature.
-        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, num_valid: as in
+        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid: as in
             `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, float32 (float64 for float64
         inputs), both differentiable, 0 where the target is ignored.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
-        RuntimeError: skip_ignored without num_valid under torch.compile or graph capture.
+        RuntimeError: skip_ignored without max_valid under torch.compile or graph capture.
         IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
@@ -60,7 +60,7 @@ def linear_log_probs(
         chunk_size=chunk_size,
         max_scratch_bytes=max_scratch_bytes,
         skip_ignored=skip_ignored,
-        num_valid=num_valid,
+        max_valid=max_valid,
         gradients_in_forward=False,
         with_stats=entropy,
     )

@@ -7,43 +7,43 @@ from ligermodels.kernels.checks import check_count
 
 
 def valid_rows(
-    targets: Tensor, ignore_index: int, skip_ignored: bool, num_valid: int | None
+    targets: Tensor, ignore_index: int, skip_ignored: bool, max_valid: int | None
 ) -> Tensor | None:
     """Positions of the targets that count, or None where all rows are to be taken.
 
-    Args: targets (rows) int64; num_valid, an upper bound on how many count that the host knows.
-    Returns: (valid) int64, found with one synchronisation; or (min(num_valid, rows)) without any,
+    Args: targets (rows) int64; max_valid, an upper bound on how many count that the host knows.
+    Returns: (valid) int64, found with one synchronisation; or (min(max_valid, rows)) without any,
         `rows` itself behind the valid ones. What a bound too small leaves out is NaN in `put_rows`.
     Raises:
-        ValueError: num_valid is no count, has nothing to bound, or (on CPU in eager mode) is too
+        ValueError: max_valid is no count, has nothing to bound, or (on CPU in eager mode) is too
             small.
         RuntimeError: the count would have to be read back under torch.compile or graph capture.
     """
-    if num_valid is not None:
+    if max_valid is not None:
         if not skip_ignored:
             raise ValueError(
-                f"loss head: num_valid={num_valid} bounds the rows taken under skip_ignored; "
+                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored; "
                 "set skip_ignored=True"
             )
-        num_valid = check_count("loss head", "num_valid", num_valid, 0)
+        max_valid = check_count("loss head", "max_valid", max_valid, 0)
     rows = len(targets)
     if not skip_ignored or rows == 0:
         return None
     valid = targets != ignore_index
     compiling = torch.compiler.is_compiling()
-    if num_valid is None:
+    if max_valid is None:
         if compiling or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise RuntimeError(
                 "loss head: skip_ignored counts the valid targets on the host, which "
-                "torch.compile and CUDA graph capture cannot do; pass num_valid, an upper bound"
+                "torch.compile and CUDA graph capture cannot do; pass max_valid, an upper bound"
             )
         return valid.nonzero().squeeze(1)
-    if targets.device.type == "cpu" and not compiling and int(valid.sum()) > num_valid:
+    if targets.device.type == "cpu" and not compiling and int(valid.sum()) > max_valid:
         raise ValueError(
-            f"loss head: num_valid={num_valid}, but {int(valid.sum())} targets are not "
+            f"loss head: max_valid={max_valid}, but {int(valid.sum())} targets are not "
             f"ignore_index={ignore_index}"
         )
-    return torch.nonzero_static(valid, size=min(num_valid, rows), fill_value=rows).squeeze(1)
+    return torch.nonzero_static(valid, size=min(max_valid, rows), fill_value=rows).squeeze(1)
 
 
 def take_targets(targets: Tensor, index: Tensor, ignore_index: int) -> Tensor:

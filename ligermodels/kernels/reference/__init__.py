@@ -34,13 +34,13 @@ def rms_norm_forward(
     weight: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
 
-    Zhang and Sennrich 2019, arXiv:1910.07467. With casting "llama" the normalised s is rounded to
-    its own dtype before the product with the weight, as HF's Llama does; with "gemma" everything
+    Zhang and Sennrich 2019, arXiv:1910.07467. With casting_mode "llama" the normalised s is rounded
+    to its own dtype before the product with the weight, as HF's Llama does; with "gemma" everything
     stays in float32 until the end.
 
     Args: x, residual (..., hidden); weight (hidden).
@@ -51,7 +51,7 @@ def rms_norm_forward(
     s_float = _cast(s, dtype)
     rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + eps)
     normed = s_float * rstd
-    if casting == "llama":
+    if casting_mode == "llama":
         normed = _cast(_cast(normed, s.dtype), dtype)
     y = normed * (_cast(weight, dtype) + offset)
     return _cast(y, out_dtype), s, rstd.flatten()
@@ -64,7 +64,7 @@ def rms_norm_backward(
     weight: Tensor,
     rstd: Tensor,
     offset: float,
-    casting: str,
+    casting_mode: str,
     want_weight: bool,
     want_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -81,7 +81,7 @@ def rms_norm_backward(
     grad_x = grad_x * rstd.view(*s.shape[:-1], 1)
     if grad_s is not None:
         grad_x = grad_x + _cast(grad_s, dtype)
-    rounded = _cast(_cast(normed, s.dtype), dtype) if casting == "llama" else normed
+    rounded = _cast(_cast(normed, s.dtype), dtype) if casting_mode == "llama" else normed
     grad_weight = y = None
     if want_weight:
         grad_weight = _cast((grad * rounded).sum_to_size(weight.shape), weight.dtype)
@@ -213,7 +213,7 @@ def qk_norm_rope_forward(
     sin: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
 ) -> Tensor:
     """Normalise each head as `rms_norm_forward` does over head_dim, then rotate it.
 
@@ -225,7 +225,7 @@ def qk_norm_rope_forward(
     cos, sin = _cast(cos, dtype), _cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
-        y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting, dtype)
+        y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting_mode, dtype)
         return _rotated(y, cos, sin)
 
     return _cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
@@ -243,7 +243,7 @@ def qk_norm_rope_backward(
     sin: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
     want_weights: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
@@ -258,7 +258,7 @@ def qk_norm_rope_backward(
         rstd = torch.rsqrt(_cast(x, dtype).pow(2).mean(-1) + eps)
         grad = _rotated(_cast(grad, dtype), cos, -sin)
         grad_x, grad_weight, _ = rms_norm_backward(
-            grad, None, x, weight, rstd, offset, casting, want_weights, False
+            grad, None, x, weight, rstd, offset, casting_mode, want_weights, False
         )
         return grad_x, grad_weight
 

@@ -324,7 +324,7 @@ def qk_norm_rope_forward(
     sin: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
 ) -> Tensor:
     """`reference.qk_norm_rope_forward` on the GPU."""
     batch, seq, heads, head_dim = q.shape
@@ -353,7 +353,7 @@ def qk_norm_rope_forward(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
-        LLAMA=casting == "llama",
+        LLAMA=casting_mode == "llama",
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=setting.num_warps,
@@ -374,7 +374,7 @@ def qk_norm_rope_backward(
     sin: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
     want_weights: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.qk_norm_rope_backward` on the GPU."""
@@ -416,7 +416,7 @@ def qk_norm_rope_backward(
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=head_dim // 2,
-            LLAMA=casting == "llama",
+            LLAMA=casting_mode == "llama",
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             num_warps=setting.num_warps,

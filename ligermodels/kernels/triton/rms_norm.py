@@ -134,7 +134,7 @@ def rms_norm_forward(
     weight: Tensor,
     eps: float,
     offset: float,
-    casting: str,
+    casting_mode: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.rms_norm_forward` on the GPU."""
@@ -163,7 +163,7 @@ def rms_norm_forward(
         columns,
         eps,
         offset,
-        LLAMA=casting == "llama",
+        LLAMA=casting_mode == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
@@ -179,7 +179,7 @@ def rms_norm_backward(
     weight: Tensor,
     rstd: Tensor,
     offset: float,
-    casting: str,
+    casting_mode: str,
     want_weight: bool,
     want_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -212,7 +212,7 @@ def rms_norm_backward(
         rows,
         columns,
         offset,
-        LLAMA=casting == "llama",
+        LLAMA=casting_mode == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
         PREFETCH=setting.prefetch and s.element_size() <= 2,

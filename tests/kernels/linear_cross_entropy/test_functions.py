@@ -305,7 +305,7 @@ def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
         "one chunk": {},
         "rows": {"chunk_size": 9},
         "columns": {"max_scratch_bytes": small_budget(made, place, **options)},
-        "skipping": {"chunk_size": 9, "skip_ignored": True, "num_valid": 60},
+        "skipping": {"chunk_size": 9, "skip_ignored": True, "max_valid": 60},
     }[cut]
     runs = []
     for _ in range(2):
@@ -379,8 +379,8 @@ def test_numpys_integers_are_integers() -> None:
     numpy = pytest.importorskip("numpy")
     made = {k: v.float() if v.is_floating_point() else v for k, v in inputs().items()}
     valid = int((made["targets"] != -100).sum())
-    expected = linear_cross_entropy(**made, chunk_size=3, skip_ignored=True, num_valid=valid)
-    options = {"chunk_size": numpy.int32(3), "num_valid": numpy.int64(valid)}
+    expected = linear_cross_entropy(**made, chunk_size=3, skip_ignored=True, max_valid=valid)
+    options = {"chunk_size": numpy.int32(3), "max_valid": numpy.int64(valid)}
     result = linear_cross_entropy(**made, skip_ignored=True, **options)
     assert torch.equal(result.loss, expected.loss)
     for three in (numpy.int64(3), numpy.float32(3)):
@@ -391,7 +391,7 @@ def test_numpys_integers_are_integers() -> None:
 def test_a_bound_beyond_64_bits_bounds_nothing() -> None:
     made = inputs()
     expected = linear_cross_entropy(**made, skip_ignored=True)
-    result = linear_cross_entropy(**made, skip_ignored=True, num_valid=2**70)
+    result = linear_cross_entropy(**made, skip_ignored=True, max_valid=2**70)
     assert torch.equal(result.loss, expected.loss)
 
 

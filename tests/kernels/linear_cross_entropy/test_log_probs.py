@@ -240,7 +240,7 @@ def test_refusals() -> None:
         linear_log_probs(made["hidden"], made["weight"][:, 1:], made["targets"])
     with pytest.raises(ValueError, match=r"^cross entropy: softcap"):
         linear_log_probs(**made, softcap=-1.0)
-    for option, value in (("chunk_size", 0), ("max_scratch_bytes", 1), ("num_valid", 3)):
+    for option, value in (("chunk_size", 0), ("max_scratch_bytes", 1), ("max_valid", 3)):
         with pytest.raises(ValueError, match=f"^loss head: {option}={value}"):
             linear_log_probs(**made, **{option: value})
     for hidden in (made["hidden"].long(), made["hidden"].half()):

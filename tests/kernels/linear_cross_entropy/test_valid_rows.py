@@ -50,7 +50,7 @@ def test_options_against_the_formula(place, name, reduction, chunk_size, bound) 
     assert valid(made) <= 16
     made |= {"reduction": reduction, "chunk_size": chunk_size}
     compare(
-        lambda **kwargs: skipping(**kwargs, num_valid=BOUNDS[bound]),
+        lambda **kwargs: skipping(**kwargs, max_valid=BOUNDS[bound]),
         formula,
         made,
         place,
@@ -64,10 +64,10 @@ def test_options_against_the_formula(place, name, reduction, chunk_size, bound) 
 def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
     """Tiles of gathered rows by columns: as many as a budget near the least makes."""
     made = inputs(name="everything")
-    options = {"skip_ignored": True, "num_valid": BOUNDS[bound], "reduction": reduction}
+    options = {"skip_ignored": True, "max_valid": BOUNDS[bound], "reduction": reduction}
     budget = small_budget(made, place, extra, **options)
     compare(
-        lambda **kwargs: skipping(**kwargs, num_valid=BOUNDS[bound], max_scratch_bytes=budget),
+        lambda **kwargs: skipping(**kwargs, max_valid=BOUNDS[bound], max_scratch_bytes=budget),
         formula,
         made | {"reduction": reduction},
         place,
@@ -77,7 +77,7 @@ def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
 
 @pytest.mark.parametrize("bound", ["counted", "padded"])
 def test_token_stats(place, bound) -> None:
-    options = {"skip_ignored": True, "num_valid": BOUNDS[bound]}
+    options = {"skip_ignored": True, "max_valid": BOUNDS[bound]}
     made = inputs(name="softcap") | {"reduction": "none", "chunk_size": 5}
     compare(lambda **kwargs: linear_stats(**kwargs, **options), linear_formula, made, place)
 
@@ -85,7 +85,7 @@ def test_token_stats(place, bound) -> None:
 @pytest.mark.parametrize("bound", ["counted", "padded"])
 def test_log_probs(place, bound) -> None:
     results = []
-    for options in ({}, {"skip_ignored": True, "num_valid": BOUNDS[bound]}):
+    for options in ({}, {"skip_ignored": True, "max_valid": BOUNDS[bound]}):
         made = on(place, inputs((4, 6)))
         outputs = linear_log_probs(**made, **options, entropy=True, chunk_size=5)
         upstreams = [random(*x.shape, seed=4).to(x) for x in outputs]
@@ -101,7 +101,7 @@ def test_one_chunk_gives_the_same_tokens(place, bound) -> None:
     made = on(place, inputs((4, 6), name="z-loss"))
     plain = linear_cross_entropy(**made, return_token_stats=True)
     skipped = linear_cross_entropy(
-        **made, return_token_stats=True, skip_ignored=True, num_valid=BOUNDS[bound]
+        **made, return_token_stats=True, skip_ignored=True, max_valid=BOUNDS[bound]
     )
     for a, b in zip(plain, skipped):
         assert a.shape == b.shape and a.dtype == b.dtype
@@ -122,12 +122,12 @@ def test_products_are_for_valid_rows_alone(place) -> None:
     made = on(place, inputs(bias=False))
     taken = valid(made)
     assert taken < ROWS * 3 / 4
-    for num_valid, rows in ((None, taken), (18, 18), (1000, ROWS)):
-        options = {"skip_ignored": True, "num_valid": num_valid}
+    for max_valid, rows in ((None, taken), (18, 18), (1000, ROWS)):
+        options = {"skip_ignored": True, "max_valid": max_valid}
         with FlopCounterMode(display=False) as counter:
             linear_cross_entropy(**made, **options)[0].backward()
         assert counter.get_total_flops() == 3 * 2 * rows * WIDTH * VOCAB
-    options["num_valid"] = 16
+    options["max_valid"] = 16
     # Room to hold the gradient of hidden from forward on, and not for a sum of the weight's.
     options["max_scratch_bytes"] = small_budget(inputs(bias=False), place, 14, **options)
     with FlopCounterMode(display=False) as counter:
@@ -138,15 +138,15 @@ def test_products_are_for_valid_rows_alone(place) -> None:
     assert counter.get_total_flops() == 4 * 2 * taken * WIDTH * VOCAB
 
 
-@pytest.mark.parametrize("num_valid", [None, 0, 3])
+@pytest.mark.parametrize("max_valid", [None, 0, 3])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("budget", [None, "small"])
-def test_all_ignored(place, reduction, num_valid, budget) -> None:
+def test_all_ignored(place, reduction, max_valid, budget) -> None:
     made = inputs()
     made["targets"] = torch.full_like(made["targets"], -100)
-    options = {"skip_ignored": True, "num_valid": num_valid, "reduction": reduction}
+    options = {"skip_ignored": True, "max_valid": max_valid, "reduction": reduction}
     options |= {"z_loss": 0.1, "return_token_stats": True}
-    if budget and num_valid:
+    if budget and max_valid:
         options["max_scratch_bytes"] = small_budget(made, place, 0, **options)
     made = on(place, made)
     out = linear_cross_entropy(**made, **options)
@@ -157,12 +157,12 @@ def test_all_ignored(place, reduction, num_valid, budget) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0, 3)])
-@pytest.mark.parametrize("num_valid", [None, 0, 2])
-def test_few_tokens(place, shape, num_valid) -> None:
+@pytest.mark.parametrize("max_valid", [None, 0, 2])
+def test_few_tokens(place, shape, max_valid) -> None:
     made = on(place, inputs(shape, 3, 4))
-    if num_valid is not None:
-        num_valid = max(num_valid, valid(made))
-    out = linear_cross_entropy(**made, skip_ignored=True, num_valid=num_valid)
+    if max_valid is not None:
+        max_valid = max(max_valid, valid(made))
+    out = linear_cross_entropy(**made, skip_ignored=True, max_valid=max_valid)
     want = linear_cross_entropy(**made)
     torch.testing.assert_close(out.loss, want.loss)
     assert out.token_loss.shape == shape
@@ -173,7 +173,7 @@ def test_few_tokens(place, shape, num_valid) -> None:
 
 def test_twice_over_a_retained_graph(place) -> None:
     for reduction in ("none", "mean"):
-        made = inputs() | {"reduction": reduction, "chunk_size": 5, "num_valid": 18}
+        made = inputs() | {"reduction": reduction, "chunk_size": 5, "max_valid": 18}
         check_repeatable(skipping, made, place)
 
 
@@ -181,8 +181,8 @@ def test_ignored_rows_are_never_read(place) -> None:
     made = on(place, inputs())
     ignored = made["targets"] == -100
     made["hidden"].data[ignored] = float("nan")
-    for num_valid in (None, valid(made)):
-        loss = linear_cross_entropy(**made, skip_ignored=True, num_valid=num_valid).loss
+    for max_valid in (None, valid(made)):
+        loss = linear_cross_entropy(**made, skip_ignored=True, max_valid=max_valid).loss
         grads = torch.autograd.grad(loss, [made[k] for k in LEAVES])
         for x in (loss, *grads):
             assert torch.isfinite(x).all()
@@ -192,8 +192,8 @@ def test_ignored_rows_are_never_read(place) -> None:
 def test_a_bound_too_small_is_an_error_on_the_cpu() -> None:
     made = inputs()
     count = valid(made)
-    with pytest.raises(ValueError, match=rf"num_valid={count - 1}, but {count} targets"):
-        linear_cross_entropy(**made, skip_ignored=True, num_valid=count - 1)
+    with pytest.raises(ValueError, match=rf"max_valid={count - 1}, but {count} targets"):
+        linear_cross_entropy(**made, skip_ignored=True, max_valid=count - 1)
 
 
 def test_what_a_bound_too_small_leaves_out_is_nan() -> None:
@@ -211,20 +211,20 @@ def test_a_bound_too_small_is_nan_under_compile(reduction) -> None:
     torch._dynamo.reset()
     op = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     made = inputs()
-    options = {"skip_ignored": True, "num_valid": valid(made) - 1, "reduction": reduction}
+    options = {"skip_ignored": True, "max_valid": valid(made) - 1, "reduction": reduction}
     out = op(**made, **options)
     assert out.loss.isnan().sum() == 1 and out.token_loss.isnan().sum() == 1
-    assert op(**made, **options | {"num_valid": valid(made)}).loss.isfinite().all()
+    assert op(**made, **options | {"max_valid": valid(made)}).loss.isfinite().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_a_bound_too_small_is_nan_on_a_gpu(reduction) -> None:
     made = {k: v.cuda() for k, v in inputs().items()}
-    options = {"skip_ignored": True, "num_valid": valid(made) - 1, "reduction": reduction}
+    options = {"skip_ignored": True, "max_valid": valid(made) - 1, "reduction": reduction}
     out = linear_cross_entropy(**made, **options)
     assert out.loss.isnan().any() and out.token_loss.isnan().sum() == 1
-    log_probs, _ = linear_log_probs(**made, skip_ignored=True, num_valid=options["num_valid"])
+    log_probs, _ = linear_log_probs(**made, skip_ignored=True, max_valid=options["max_valid"])
     assert log_probs.isnan().sum() == 1
 
 
@@ -246,15 +246,15 @@ def test_rows_out_and_back() -> None:
 
 
 def test_an_ignored_row_may_hold_anything() -> None:
-    """Whatever the slack of num_valid: the padding is not made of rows left out."""
+    """Whatever the slack of max_valid: the padding is not made of rows left out."""
     made = inputs(bias=False)
     made["hidden"][-1], made["targets"][-1] = float("nan"), -100
     valid = int((made["targets"] != -100).sum())
     grads = []
-    for num_valid in (None, valid, valid + 1):
+    for max_valid in (None, valid, valid + 1):
         leaves = {k: made[k].detach().clone().requires_grad_() for k in ("hidden", "weight")}
         out = linear_cross_entropy(
-            **leaves, targets=made["targets"], skip_ignored=True, num_valid=num_valid
+            **leaves, targets=made["targets"], skip_ignored=True, max_valid=max_valid
         )
         out.loss.backward()
         grads.append(leaves["weight"].grad)
@@ -266,22 +266,22 @@ def test_an_ignored_row_may_hold_anything() -> None:
 def test_refusals() -> None:
     made = inputs()
     for op in (linear_cross_entropy, linear_log_probs):
-        with pytest.raises(ValueError, match="num_valid=3 bounds the rows taken under skip"):
-            op(**made, num_valid=3)
+        with pytest.raises(ValueError, match="max_valid=3 bounds the rows taken under skip"):
+            op(**made, max_valid=3)
         for wrong in (-1, 2.5, torch.tensor(3)):
             with pytest.raises(ValueError, match="expected an integer of 0 or more"):
-                op(**made, skip_ignored=True, num_valid=wrong)
+                op(**made, skip_ignored=True, max_valid=wrong)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("num_valid", [16, 18])
-def test_compiled_equals_eager(place, reduction, num_valid) -> None:
+@pytest.mark.parametrize("max_valid", [16, 18])
+def test_compiled_equals_eager(place, reduction, max_valid) -> None:
     if place.dtype == torch.float64:
         pytest.skip("float32 tells")
     torch._dynamo.reset()
     backend = "inductor" if place.device == "cuda" else "aot_eager"
-    options = {"reduction": reduction, "chunk_size": 5, "num_valid": num_valid}
+    options = {"reduction": reduction, "chunk_size": 5, "max_valid": max_valid}
     results = []
     for function in (skipping, torch.compile(skipping, fullgraph=True, backend=backend)):
         made = on(place, inputs())
@@ -297,5 +297,5 @@ def test_compiled_equals_eager(place, reduction, num_valid) -> None:
 def test_counting_is_refused_under_compile() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(skipping, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="pass num_valid"):
+    with pytest.raises(Exception, match="pass max_valid"):
         compiled(**inputs())
