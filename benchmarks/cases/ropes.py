@@ -35,13 +35,13 @@ class _RopeInPlace(torch.autograd.Function):
     def forward(ctx, qkv, cos, sin, heads, kv_heads):
         ctx.save_for_backward(cos, sin)
         qkv = qkv.detach()
-        select(qkv).rope_forward(qkv, cos, sin, heads, kv_heads, True)
+        select("rope", qkv).rope_forward(qkv, cos, sin, heads, kv_heads, True)
         return kernels.split_qkv(qkv, heads, kv_heads)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         cos, sin = ctx.saved_tensors
-        grad = select(grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
+        grad = select("rope", grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
         return grad, *[None] * 4
 
 

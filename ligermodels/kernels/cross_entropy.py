@@ -9,12 +9,8 @@ from torch import Tensor
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.dispatch import refuse_double_backward, select
-from ligermodels.kernels.reference import (
-    CrossEntropyOptions,
-    StatsScale,
-    TokenStats,
-    compute_dtype,
-)
+from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 from ligermodels.kernels.target_weights import target_weight_sum
 
 REDUCTIONS = ("none", "sum", "mean")
@@ -51,7 +47,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, class_weights, divisor, options, with_stats):
-        ctx.ops = select(logits)
+        ctx.ops = select("cross_entropy", logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
@@ -83,7 +79,7 @@ class _CrossEntropyRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, class_weights, options, with_stats):
-        ctx.ops = select(logits)
+        ctx.ops = select("cross_entropy", logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats

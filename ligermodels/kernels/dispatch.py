@@ -56,8 +56,8 @@ class _OnDevice:
         return launch
 
 
-def select(x: Tensor, residual: Tensor | None = None) -> Any:
-    """Return what handles `x`: the module `reference`, or the Triton launchers of its functions.
+def select(op: str, x: Tensor, residual: Tensor | None = None) -> Any:
+    """Return the module of `op` that handles `x`: of `kernels.reference` or of `kernels.triton`.
 
     A float64 residual makes the sum of both float64.
 
@@ -68,19 +68,19 @@ def select(x: Tensor, residual: Tensor | None = None) -> Any:
     if residual is not None and residual.dtype == torch.float64:
         dtype = torch.float64
     if choose(x.device, dtype)[0] == "torch":
-        return reference
+        return getattr(reference, op)
     if x.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() not in TRUE:
         raise RuntimeError(
             f"{ENVIRONMENT_VARIABLE}=triton, but the tensors are on a CPU: set TRITON_INTERPRET=1 "
             f"before Python starts, for Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"
         )
     # A statement: torch.compile traces it, importlib.import_module it refuses.
-    import ligermodels.kernels.triton as triton_launchers
+    import ligermodels.kernels.triton as triton
 
     if x.is_cuda and not torch.compiler.is_compiling():  # compiled, Inductor sees to it
         if x.get_device() != torch.cuda.current_device():
-            return _OnDevice(triton_launchers, x.device)
-    return triton_launchers
+            return _OnDevice(getattr(triton, op), x.device)
+    return getattr(triton, op)
 
 
 def refuse_double_backward(op: str) -> None:

@@ -32,7 +32,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
     ):
-        ctx.ops = ops = select(x, residual)
+        ctx.ops = ops = select("rms_norm", x, residual)
         y, s, rstd = ops.rms_norm_forward(
             x, residual, norm_weight, eps, offset, casting_mode, weight.dtype
         )
@@ -40,7 +40,7 @@ class _NormLinear(torch.autograd.Function):
         outputs = (out,)
         if cos is not None:
             # In place: `out` was made just above and nobody else holds it.
-            out = ops.rope_forward(out, cos, sin, *heads, True)
+            out = select("rope", out).rope_forward(out, cos, sin, *heads, True)
             outputs = split_qkv(out, *heads)
         ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
         ctx.options = eps, offset, casting_mode
@@ -58,7 +58,7 @@ class _NormLinear(torch.autograd.Function):
         if cos is None:
             grad_out = grads[0]
         else:
-            grad_out = ops.rope_backward(*grads[:3], cos, sin)
+            grad_out = select("rope", s).rope_backward(*grads[:3], cos, sin)
 
         grad_norm = grad_s_total = y = None
         with without_autocast(s):
@@ -166,7 +166,7 @@ def norm_qkv_rope(
 class _GLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, weight, bias, activation):
-        ctx.ops = select(gate_up)
+        ctx.ops = select("glu", gate_up)
         ctx.save_for_backward(gate_up, weight)
         ctx.activation = activation
         y = ctx.ops.glu_forward(gate_up, activation).to(weight.dtype)

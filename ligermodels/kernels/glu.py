@@ -12,7 +12,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, activation):
-        ctx.ops = select(gate_up)
+        ctx.ops = select("glu", gate_up)
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
         return ctx.ops.glu_forward(gate_up, activation)

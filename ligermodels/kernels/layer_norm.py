@@ -11,7 +11,7 @@ from ligermodels.kernels.rms_norm import check_residual
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        ctx.ops = select(x, residual)
+        ctx.ops = select("layer_norm", x, residual)
         y, s, mean, rstd = ctx.ops.layer_norm_forward(x, residual, weight, bias, eps)
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.x_dtype = x.dtype

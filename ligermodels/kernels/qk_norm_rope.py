@@ -12,7 +12,7 @@ from ligermodels.kernels.rope import check_rope, split_qkv
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting_mode):
-        ctx.ops = select(qkv)
+        ctx.ops = select("qk_norm_rope", qkv)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.options = eps, offset, casting_mode
         q, k, v = split_qkv(qkv, *heads)

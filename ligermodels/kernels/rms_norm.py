@@ -10,7 +10,7 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, casting_mode):
-        ctx.ops = select(x, residual)
+        ctx.ops = select("rms_norm", x, residual)
         y, s, rstd = ctx.ops.rms_norm_forward(
             x, residual, weight, eps, offset, casting_mode, x.dtype
         )

@@ -20,7 +20,7 @@ def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, T
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads):
-        ctx.ops = select(qkv)
+        ctx.ops = select("rope", qkv)
         ctx.save_for_backward(cos, sin)
         out = ctx.ops.rope_forward(qkv, cos, sin, num_heads, num_kv_heads, False)
         return split_qkv(out, num_heads, num_kv_heads)

@@ -18,6 +18,7 @@ from ligermodels.kernels.cross_entropy import (
     loss_divisor,
     token_cross_entropy,
 )
+from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     TOKEN_BYTES,
     Sizes,
@@ -36,7 +37,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     take_targets,
     valid_rows,
 )
-from ligermodels.kernels.reference import CrossEntropyOptions, compute_dtype
+from ligermodels.kernels.loss_options import CrossEntropyOptions
 from ligermodels.layers.fusion import is_plain
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ligermodels.kernels.glu import ACTIVATIONS
 from ligermodels.kernels.launch import AMD, NVIDIA, Table
-from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 from tests.kernels.launches import (
     Recorded,
     Recording,
@@ -83,7 +83,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def norm_forward(
     width: int, dtype: torch.dtype, out: torch.dtype, residual: bool, casting_mode: str
 ):
-    from ligermodels.kernels.triton import rms_norm_forward
+    from ligermodels.kernels.triton.rms_norm import rms_norm_forward
 
     x, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
     rms_norm_forward(x, x if residual else None, weight, 1e-6, 0.0, casting_mode, out)
@@ -96,7 +96,7 @@ def norm_backward(
     flags: tuple[bool, bool, bool],
     casting_mode: str,
 ):
-    from ligermodels.kernels.triton import rms_norm_backward
+    from ligermodels.kernels.triton.rms_norm import rms_norm_backward
 
     has_grad_s, want_weight, want_y = flags
     s, weight = meta(ROWS, width, dtype=dtype), meta(width, dtype=dtype)
@@ -111,7 +111,7 @@ def layer_norm(
     flags: tuple[bool, bool, bool] = (True, True, True),
     out: torch.dtype | None = None,
 ):
-    from ligermodels.kernels.triton import layer_norm_backward, layer_norm_forward
+    from ligermodels.kernels.triton.layer_norm import layer_norm_backward, layer_norm_forward
 
     has_residual, has_weight, has_bias = flags
     s, row = meta(ROWS, width, dtype=dtype), meta(ROWS, dtype=torch.float32)
@@ -126,7 +126,7 @@ def layer_norm(
 
 def rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, in_place: bool):
     from ligermodels.kernels.rope import split_qkv
-    from ligermodels.kernels.triton import rope_backward, rope_forward
+    from ligermodels.kernels.triton.rope import rope_backward, rope_forward
 
     packed = meta(2, ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos = meta(1, ROWS, head_dim // 2, dtype=torch.float32)
@@ -143,7 +143,7 @@ def qk_norm_rope(
     want_weights: bool = True,
 ):
     from ligermodels.kernels.rope import split_qkv
-    from ligermodels.kernels.triton import qk_norm_rope_backward, qk_norm_rope_forward
+    from ligermodels.kernels.triton.qk_norm_rope import qk_norm_rope_backward, qk_norm_rope_forward
 
     packed = meta(2, ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos = meta(1, ROWS, head_dim // 2, dtype=torch.float32)
@@ -155,7 +155,7 @@ def qk_norm_rope(
 
 
 def glu(width: int, dtype: torch.dtype):
-    from ligermodels.kernels.triton import glu_backward, glu_forward
+    from ligermodels.kernels.triton.glu import glu_backward, glu_forward
 
     gate_up, grad = meta(ROWS, 2 * width, dtype=dtype), meta(ROWS, width, dtype=dtype)
     for activation in ACTIVATIONS:
@@ -171,7 +171,7 @@ def cross_entropy(
     features: tuple[bool, bool, bool] = (True, True, True),
     stats: bool = True,
 ):
-    from ligermodels.kernels.triton import cross_entropy_rows
+    from ligermodels.kernels.triton.cross_entropy import cross_entropy_rows
 
     weights, smoothing, softcap = features
     options = CrossEntropyOptions(
@@ -194,7 +194,7 @@ def cross_entropy(
 
 def token_gradient(dtype: torch.dtype, log_probs: bool, entropy: bool) -> None:
     """The gradient for upstream gradients of statistics alone: the loss has one zero for all."""
-    from ligermodels.kernels.triton import cross_entropy_rows
+    from ligermodels.kernels.triton.cross_entropy import cross_entropy_rows
 
     row = meta(ROWS, dtype=torch.float32)
     cross_entropy_rows(
@@ -233,13 +233,13 @@ def every_flag(dtype: torch.dtype) -> None:
 
 
 def scaled(dtype: torch.dtype, out: torch.dtype) -> None:
-    from ligermodels.kernels.triton import scaled as launch_scaled
+    from ligermodels.kernels.triton.scaled import scaled as launch_scaled
 
     launch_scaled(meta(ROWS, 4096, dtype=dtype), meta(dtype=torch.float32), out)
 
 
 def mean_loss(class_weights: bool, divisor: bool) -> None:
-    from ligermodels.kernels.triton import mean_loss as launch_mean_loss
+    from ligermodels.kernels.triton.mean_loss import mean_loss as launch_mean_loss
 
     row, targets = meta(ROWS, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
     weights = meta(1000) if class_weights else None

@@ -5,7 +5,7 @@ import torch
 
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import select
-from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.loss_options import CrossEntropyOptions
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 
@@ -145,7 +145,7 @@ def test_target_out_of_range_poisons_its_row_alone(place, target, weights) -> No
     targets = torch.tensor([1, target, -100], device=place.device)
     scale = torch.ones(1, device=place.device)
     class_weights = torch.ones(5, device=place.device) if weights else None
-    loss, z, _, grad = select(logits).cross_entropy_rows(
+    loss, z, _, grad = select("cross_entropy", logits).cross_entropy_rows(
         logits, targets, scale, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
     )
     for x in (loss, z):
@@ -162,7 +162,7 @@ def test_target_out_of_range_weighs_nothing_in_the_mean(place, target) -> None:
     logits = random(4, 5, seed=2).to(place.dtype).to(place.device)
     targets = torch.tensor([1, target, -100, 4], device=place.device)
     class_weights = torch.tensor([1e6, 3.0, 0.5, 7.0, 7.0, 0.25, 1e6], device=place.device)[1:-1]
-    ops = select(logits)
+    ops = select("cross_entropy", logits)
     loss, z_loss, *_ = ops.cross_entropy_rows(
         logits, targets, None, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
     )

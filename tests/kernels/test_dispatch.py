@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_cpu_tensors_take_plain_pytorch(monkeypatch) -> None:
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
     assert backend.choose(CPU) == ("torch", "cpu tensors take plain PyTorch")
-    assert backend.select(torch.ones(1)) is reference
-    assert backend.select(torch.ones(1, device="meta")) is reference
+    assert backend.select("glu", torch.ones(1)) is reference.glu
+    assert backend.select("glu", torch.ones(1, device="meta")) is reference.glu
 
 
 def test_gpu_tensors_take_triton(monkeypatch) -> None:
@@ -46,13 +48,13 @@ def test_triton_takes_cpu_tensors_in_its_interpreter(monkeypatch, value) -> None
     pytest.importorskip("triton")
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert backend.select(torch.ones(1)).__name__ == "ligermodels.kernels.triton"
+    assert backend.select("glu", torch.ones(1)).__name__ == "ligermodels.kernels.triton.glu"
 
 
 def test_the_residual_counts(monkeypatch) -> None:
     """A sum in float64 is no matter for kernels that calculate in float32."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    assert backend.select(torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference
+    assert backend.select("glu", torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference.glu
 
 
 class ElsewhereTensor:
@@ -68,7 +70,7 @@ class ElsewhereTensor:
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
     """There, and there alone, every launcher runs with the tensors' GPU as the current one."""
-    launchers = pytest.importorskip("ligermodels.kernels.triton")
+    launchers = pytest.importorskip("ligermodels.kernels.triton").glu
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
     devices = []
 
@@ -80,9 +82,11 @@ def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launchers, "scaled", lambda *args, **kwargs: (args, kwargs, list(devices)))
-    ops = backend.select(ElsewhereTensor())
-    args, kwargs, before = ops.scaled(1, 2, dtype=3)
+    monkeypatch.setattr(
+        launchers, "glu_forward", lambda *args, **kwargs: (args, kwargs, [*devices])
+    )
+    ops = backend.select("glu", ElsewhereTensor())
+    args, kwargs, before = ops.glu_forward(1, 2, dtype=3)
     assert (args, kwargs) == ((1, 2), {"dtype": 3})
     if current == 1:
         assert ops is launchers and devices == []
@@ -93,15 +97,24 @@ def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
 def test_forced_by_a_misspelling(monkeypatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "Triton")
     with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='Triton': expected"):
-        backend.select(torch.ones(1))
+        backend.select("glu", torch.ones(1))
+
+
+def public_functions(module):
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    ]
 
 
 def test_both_implementations_have_the_same_functions() -> None:
-    import inspect
-
     pytest.importorskip("triton")
-    import ligermodels.kernels.triton as module
+    import ligermodels.kernels.triton as launchers
 
-    for name in module.__all__:
-        ours, twin = (inspect.signature(getattr(m, name)) for m in (module, reference))
-        assert ours == twin, name
+    ops = [module.name for module in iter_modules(reference.__path__)]
+    assert len(ops) >= 6
+    for op in ops:
+        for name, function in public_functions(getattr(launchers, op)):
+            twin = getattr(getattr(reference, op), name)
+            assert inspect.signature(function) == inspect.signature(twin), name

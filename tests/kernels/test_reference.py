@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import reference
+from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.reference import (
+    cross_entropy,
+    glu,
+    layer_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
 from ligermodels.kernels.rope import split_qkv
 from tests.kernels import formulas
 from tests.kernels.checks import random
@@ -24,16 +33,16 @@ def test_rms_norm(casting_mode, offset, residual) -> None:
     x, r, weight = (random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3))
     s = (x + r if residual else x).requires_grad_()
     weight.requires_grad_()
-    y, _, _ = reference.rms_norm_forward(s, None, weight, 1e-5, offset, casting_mode, s.dtype)
+    y, _, _ = rms_norm.rms_norm_forward(s, None, weight, 1e-5, offset, casting_mode, s.dtype)
     equal(y, formulas.rms_norm(s, weight, 1e-5, offset, casting_mode))
-    with_residual, total, rstd = reference.rms_norm_forward(
+    with_residual, total, rstd = rms_norm.rms_norm_forward(
         x.detach(), r if residual else None, weight, 1e-5, offset, casting_mode, s.dtype
     )
     equal(with_residual, y)
     equal(total, s)
     grad_y, grad_s = random(3, 8, seed=4), random(3, 8, seed=5)
     expected = torch.autograd.grad((y, s * 1.0), (s, weight), (grad_y, grad_s))
-    grad_x, grad_weight, again = reference.rms_norm_backward(
+    grad_x, grad_weight, again = rms_norm.rms_norm_backward(
         grad_y, grad_s, s, weight, rstd, offset, casting_mode, True, True
     )
     equal(grad_x, expected[0])
@@ -46,7 +55,7 @@ def test_layer_norm(affine) -> None:
     x, r = random(3, 8, seed=1), random(3, 8, seed=2)
     weight, bias = (random(8, seed=i).requires_grad_() if affine else None for i in (3, 4))
     s = (x + r).requires_grad_()
-    y, total, mean, rstd = reference.layer_norm_forward(x, r, weight, bias, 1e-5)
+    y, total, mean, rstd = layer_norm.layer_norm_forward(x, r, weight, bias, 1e-5)
     expected = formulas.layer_norm(s, weight, bias)
     equal(y, expected)
     equal(total, s)
@@ -54,7 +63,7 @@ def test_layer_norm(affine) -> None:
     leaves = [leaf for leaf in (s, weight, bias) if leaf is not None]
     wanted = torch.autograd.grad((expected, s * 1.0), leaves, (grad_y, grad_s))
     dtype = torch.float64 if affine else None
-    got = reference.layer_norm_backward(grad_y, grad_s, s, weight, mean, rstd, dtype, dtype)
+    got = layer_norm.layer_norm_backward(grad_y, grad_s, s, weight, mean, rstd, dtype, dtype)
     for ours, want in zip(got, wanted):
         equal(ours, want)
     if not affine:
@@ -64,13 +73,13 @@ def test_layer_norm(affine) -> None:
 def test_rope_and_its_gradient() -> None:
     angles = random(2, 3, 4, seed=1)
     qkv = random(2, 3, 4 * 8, seed=2).requires_grad_()
-    out = reference.rope_forward(qkv, angles.cos(), angles.sin(), 2, 1, False)
+    out = rope.rope_forward(qkv, angles.cos(), angles.sin(), 2, 1, False)
     expected = torch.cat([x.flatten(-2) for x in formulas.rope(qkv, *cos_sin(angles), 2, 1)], -1)
     equal(out, expected)
     grad = random(2, 3, 32, seed=3)
     (want,) = torch.autograd.grad(out, qkv, grad)
     upstream = split_qkv(grad, 2, 1)
-    equal(reference.rope_backward(*upstream, angles.cos(), angles.sin()), want)
+    equal(rope.rope_backward(*upstream, angles.cos(), angles.sin()), want)
 
 
 @pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
@@ -82,16 +91,16 @@ def test_qk_norm_rope(casting_mode, offset) -> None:
     expected = formulas.qk_norm_rope(**made, **options)
     q, k, _ = split_qkv(made["qkv"], 4, 2)
     weights = (made["q_weight"], made["k_weight"], made["cos"], made["sin"])
-    out = reference.qk_norm_rope_forward(q, k, *weights, *options.values())
+    out = qk_norm_rope.qk_norm_rope_forward(q, k, *weights, *options.values())
     equal(out, torch.cat(expected[:2], -2))
     grads = [random(*x.shape, seed=i) for i, x in enumerate(expected)]
     wanted = torch.autograd.grad(
         expected, [made[n] for n in ("qkv", "q_weight", "k_weight")], grads
     )
-    got = reference.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), True)
+    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), True)
     for ours, want in zip(got, wanted):
         equal(ours, want)
-    got = reference.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), False)
+    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), False)
     assert got[1] is None and got[2] is None
 
 
@@ -102,30 +111,30 @@ def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_glu(activation) -> None:
     gate_up, grad = random(3, 8, seed=1, scale=3.0).requires_grad_(), random(3, 4, seed=2)
-    out = reference.glu_forward(gate_up, activation)
+    out = glu.glu_forward(gate_up, activation)
     equal(out, formulas.glu(gate_up, activation))
     (expected,) = torch.autograd.grad(out, gate_up, grad)
-    got, again = reference.glu_backward(gate_up, grad, activation, True)
+    got, again = glu.glu_backward(gate_up, grad, activation, True)
     equal(got, expected)
     equal(again, out)
-    assert reference.glu_backward(gate_up, grad, activation, False)[1] is None
+    assert glu.glu_backward(gate_up, grad, activation, False)[1] is None
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_cross_entropy(name) -> None:
     options = options_for(name, 11)
     weights = options.pop("class_weights", None)
-    options = reference.CrossEntropyOptions(**options)
+    options = CrossEntropyOptions(**options)
     logits = random(5, 11, seed=1).requires_grad_()
     targets = targets_for((5,), 11, options.ignore_index)
-    loss, _, lse, _ = reference.cross_entropy_rows(
+    loss, _, lse, _ = cross_entropy.cross_entropy_rows(
         logits, targets, None, None, weights, options, False
     )
     scale = random(5, seed=2)
     (expected,) = torch.autograd.grad(loss, logits, scale)
     for known in (None, lse):
         buffer = logits.detach().clone()
-        *_, grad = reference.cross_entropy_rows(
+        *_, grad = cross_entropy.cross_entropy_rows(
             buffer, targets, scale, known, weights, options, True
         )
         equal(grad, expected)
@@ -133,6 +142,6 @@ def test_cross_entropy(name) -> None:
 
 
 def test_compute_dtype() -> None:
-    assert reference.compute_dtype(torch.ones(1, dtype=torch.float64)) == torch.float64
+    assert compute_dtype(torch.ones(1, dtype=torch.float64)) == torch.float64
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert reference.compute_dtype(torch.ones(1, dtype=dtype)) == torch.float32
+        assert compute_dtype(torch.ones(1, dtype=dtype)) == torch.float32

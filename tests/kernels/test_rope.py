@@ -50,7 +50,7 @@ def test_in_place(place) -> None:
     made = inputs(2, 5, 4, 2, 8)
     qkv = made["qkv"].to(place.dtype).to(place.device)
     angles = [made[k].float().to(place.device) for k in CONSTANT]
-    ops = select(qkv)
+    ops = select("rope", qkv)
     expected = ops.rope_forward(qkv, *angles, 4, 2, False)
     buffer = qkv.clone()
     result = ops.rope_forward(buffer, *angles, 4, 2, True)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels import reference
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.cross_entropy import (
@@ -25,7 +24,8 @@ from ligermodels.kernels.cross_entropy import (
     loss_divisor,
     token_upstream,
 )
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import choose, refuse_double_backward, select
+from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     TOKEN_BYTES,
     Plan,
@@ -44,7 +44,7 @@ from ligermodels.kernels.linear_cross_entropy.loops import (
     row_loop,
 )
 from ligermodels.kernels.linear_cross_entropy.valid_rows import put_rows, take_targets, valid_rows
-from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats, compute_dtype
+from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenStats
 from ligermodels.kernels.target_weights import target_weights
 
 
@@ -97,7 +97,7 @@ def _cast(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Out of place: backward may run twice over a retained graph."""
-    return None if grad is None else select(grad).scaled(grad, scale, dtype)
+    return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
 
 
 def _gradient_bound(task: Task, like: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _ReducedLoss(torch.autograd.Function):
             grad_logits=rows.grad_logits,
         )
         _keep(ctx, task, kept)
-        loss, z_loss, _ = select(hidden).mean_loss(rows.loss, rows.z_loss, divisor)
+        loss, z_loss, _ = select("cross_entropy", hidden).mean_loss(rows.loss, rows.z_loss, divisor)
         ctx.mark_non_differentiable(z_loss, rows.loss, *(stats or ()))
         return loss, z_loss, rows.loss, *(stats or ())
 
@@ -256,7 +256,7 @@ def summed(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
 
 def wide_copies(hidden: Tensor, with_stats: bool) -> int:
     """Copies of a chunk's logits in `compute_dtype` that exist at the peak beside the logits."""
-    if select(hidden) is not reference:
+    if choose(hidden.device, hidden.dtype)[0] == "triton":
         return 0  # the kernels work in place
     return 7 + 2 * with_stats  # with every option set
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligermodels.kernels.cross_entropy import check_options
 from ligermodels.kernels.linear_cross_entropy.functions import prepare
-from ligermodels.kernels.reference import CrossEntropyOptions
+from ligermodels.kernels.loss_options import CrossEntropyOptions
 
 
 def linear_log_probs(

@@ -7,14 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Plan
 from ligermodels.kernels.linear_cross_entropy.valid_rows import take_rows
-from ligermodels.kernels.reference import (
-    CrossEntropyOptions,
-    StatsScale,
-    TokenStats,
-    compute_dtype,
-)
+from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 
 
 class Wants(NamedTuple):
@@ -117,7 +113,7 @@ def row_loop(
     hidden, weight, _, task = head
     targets, taken, chunk = task.targets, task.taken, task.plan.rows
     rows, everything = len(targets), slice(None)
-    ops, dtype = select(hidden), compute_dtype(hidden)
+    ops, dtype = select("cross_entropy", hidden), compute_dtype(hidden)
     wants = task.wants
     if upstream is None or hold_logits:
         wants = Wants(hidden=False, weight=False, bias=False)
@@ -197,7 +193,7 @@ def held_gradients(
     Args: grad_logits (rows, vocab); scale of one element; hidden (positions, in); taken, see
         `Task`; weight (vocab, in), or None where the gradient of hidden is not wanted.
     """
-    ops, dtype = select(hidden), hidden.dtype
+    ops, dtype = select("cross_entropy", hidden), hidden.dtype
     rows = hidden if taken is None else take_rows(hidden, taken)
     grad_hidden = grad_bias = None
     if dtype == torch.float16:
@@ -225,7 +221,7 @@ def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Te
     targets, columns, chunk = task.targets, task.plan.columns, task.plan.column_rows
     rows, vocab = len(targets), len(weight)
     assert columns is not None, "the plan has no column loop"
-    ops, dtype = select(hidden), compute_dtype(hidden)
+    ops, dtype = select("cross_entropy", hidden), compute_dtype(hidden)
     grad_weight = torch.empty_like(weight)  # in its layout: autograd would copy any other
     grad_bias = None
     if task.wants.bias and bias is not None:

@@ -6,10 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import launch
-from ligermodels.kernels.reference import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.triton.mean_loss import mean_loss
+from ligermodels.kernels.triton.scaled import scaled
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+__all__ = ["cross_entropy_rows", "mean_loss", "scaled"]
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy
 from ligermodels.kernels.dispatch import select
-from ligermodels.kernels.reference import CrossEntropyOptions, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenStats
 from tests.kernels import formulas, test_cross_entropy
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING
@@ -143,7 +143,7 @@ def test_target_out_of_range_poisons_its_row_alone(place, target) -> None:
     logits = random(3, 5, seed=2).to(place.device, place.dtype)
     targets = torch.tensor([1, target, -100], device=place.device)
     made = TokenStats.empty(3, logits)
-    select(logits).cross_entropy_rows(
+    select("cross_entropy", logits).cross_entropy_rows(
         logits, targets, None, None, None, CrossEntropyOptions(), False, stats=made
     )
     for x in made[:2]:

@@ -1,0 +1,148 @@
+"""Cross entropy of rows of logits, its mean and its gradient, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.target_weights import target_weight_sum
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    targets: Tensor,
+    row_scale: Tensor | None,
+    lse: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    in_place: bool,
+    stats: TokenStats | None = None,
+    stats_scale: StatsScale | None = None,
+    first_column: int = 0,
+    vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss of each row and, given row_scale, the gradient of sum(row_scale * loss).
+
+    t = softcap * tanh(logit_scale * logits / softcap); loss = cross entropy of t, with class
+    weights and label smoothing as in `torch.nn.functional.cross_entropy`, + z_loss * lse(t)^2.
+    A row whose target is neither in the vocabulary nor ignore_index gets NaN.
+
+    Args: logits (rows, vocab); targets (rows) int64; row_scale (rows) or (1,) float32, or None
+        for no gradient; lse (rows, 2) from an earlier call, which spares a pass over the logits;
+        class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
+        given, not together with lse; stats_scale adds the gradient of sum(stats_scale.log_probs *
+        log_probs) + sum(stats_scale.entropy * entropy). With first_column and vocab, logits
+        (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
+        lse must be given.
+    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows, 2), gradient
+        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
+        with lse given, the first two may be anything. lse is the largest t and the logarithm of
+        sum(exp(t - largest)): their sum, the logsumexp, would be rounded to the size of the
+        largest. It is to be handed back only: an implementation may keep it in other units, and
+        anything for an ignored row.
+    """
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    columns = logits.shape[-1]
+    vocab = columns if vocab is None else vocab
+    scaled = cast(logits, compute_dtype(logits)) * logit_scale
+    t, tanh = scaled, None
+    if softcap is not None:
+        tanh = torch.tanh(scaled / softcap)
+        t = softcap * tanh
+    valid = targets != ignore_index
+    inside = (targets >= 0) & (targets < vocab)
+    index = torch.where(inside, targets, 0)
+    ones = t.new_ones(1).expand(vocab)  # without memory of their own
+    weights = ones if class_weights is None else cast(class_weights, t.dtype)
+    target_weight = weights[index] * (1 - label_smoothing)
+    smooth = label_smoothing / vocab
+    nan = cast(torch.where(inside, 0.0, float("nan")), t.dtype)
+    if lse is not None:
+        loss = z = lse
+        top, log_sum = lse.unbind(-1)
+    else:
+        top = t.amax(-1)
+        log_sum = torch.exp(t - top[:, None]).sum(-1).log()
+        lse = torch.stack((top, log_sum), -1)
+        target_t = t.gather(-1, index[:, None])[:, 0]
+        target_log_p = target_t - top - log_sum
+        loss = -target_weight * target_log_p
+        if label_smoothing:
+            # Everything less the target: sums over large logits would lose their differences.
+            anchor = torch.where(target_t == -torch.inf, 0.0, target_t)
+            above = top - anchor + log_sum
+            weighted = ((t - anchor[:, None]) * weights).sum(-1)
+            loss = loss + smooth * (above * weights.sum() - weighted)
+        z = z_loss * (top + log_sum) * (top + log_sum)
+        loss = torch.where(valid, loss + z + nan, 0.0)
+        z = torch.where(valid, z + nan, 0.0)
+        if stats is not None:
+            log_p = t - top[:, None] - log_sum[:, None]
+            p = torch.exp(log_p)
+            entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+            # Compared before the softcap, which may round unequal logits to equal ones.
+            best = scaled.gather(-1, index[:, None])
+            before = torch.arange(columns, device=t.device) < index[:, None]
+            beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
+            stats.log_probs.copy_(torch.where(valid, target_log_p + nan, 0.0))
+            stats.entropy.copy_(torch.where(valid, entropy + nan, 0.0))
+            stats.correct.copy_(valid & inside & ~beaten)
+    if row_scale is None:
+        return loss, z, lse, None
+
+    scale = torch.where(valid, cast(row_scale, t.dtype) + nan, 0.0)
+    at_target = -target_weight * scale
+    factor = (target_weight + smooth * weights.sum() + 2 * z_loss * (top + log_sum)) * scale
+    if stats_scale is not None and stats_scale.log_probs is not None:
+        at_target = at_target + stats_scale.log_probs
+        factor = factor - stats_scale.log_probs
+    p = torch.exp(t - top[:, None] - log_sum[:, None])
+    grad = p * factor[:, None]
+    here = index - first_column
+    mine = (here >= 0) & (here < columns)
+    grad = grad.scatter_add(
+        -1, torch.where(mine, here, 0)[:, None], torch.where(mine, at_target, 0.0)[:, None]
+    )
+    if label_smoothing:
+        block = weights[first_column : first_column + columns]
+        grad = grad - (smooth * scale)[:, None] * block
+    if stats_scale is not None and stats_scale.entropy is not None:
+        assert stats_scale.value is not None
+        # p log p is 0 where p is, -infinity or not.
+        log_p = t - top[:, None] - (log_sum - stats_scale.value)[:, None]
+        grad = grad - stats_scale.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+    if tanh is not None:
+        grad = grad * (1 - tanh * tanh)
+    # An ignored row gets exact zeros even where its logits are not finite.
+    grad = cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
+    return loss, z, lse, logits.copy_(grad) if in_place else grad
+
+
+def mean_loss(
+    loss: Tensor,
+    z_loss: Tensor,
+    divisor: Tensor | None,
+    targets: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of loss (rows), that of z_loss (rows) and what both are divided by, scalars.
+
+    A divisor of None stands for `target_weight_sum` of the targets, which must then be given.
+    """
+    if divisor is None:
+        assert targets is not None
+        divisor = target_weight_sum(targets, class_weights, ignore_index, loss.dtype)
+    return loss.sum() / divisor, z_loss.sum() / divisor, divisor
+
+
+def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in dtype, for a scale of one element; multiplied in float32 or wider.
+
+    In x's own low precision the scale would be rounded first, and with it every element alike.
+    """
+    scale = cast(scale, compute_dtype(x)).view([1] * x.ndim)
+    if torch.compiler.is_compiling():
+        return cast(x * scale, dtype)
+    # Straight into dtype, without a float32 product beside it.
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))

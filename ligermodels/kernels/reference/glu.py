@@ -1,0 +1,47 @@
+"""act(gate) * up on packed rows, in plain PyTorch."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels.dtypes import cast, compute_dtype
+
+
+def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
+
+    Args: activation "silu"; "gelu_tanh" or "gelu", arXiv:1606.08415, approximated or with erf.
+    """
+    gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
+    if activation == "silu":
+        gate = F.silu(gate)
+    else:
+        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return cast(gate * up, gate_up.dtype)
+
+
+def glu_backward(
+    gate_up: Tensor, grad: Tensor, activation: str, want_out: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if wanted."""
+    dtype = compute_dtype(gate_up)
+    gate, up = cast(gate_up, dtype).chunk(2, -1)
+    grad = cast(grad, dtype)
+    # The activation is gate * phi(gate); slope is the derivative of phi.
+    if activation == "silu":
+        phi = torch.sigmoid(gate)
+        slope = phi * (1 - phi)
+    elif activation == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        two_u = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+        phi = torch.sigmoid(two_u)
+        slope = phi * (1 - phi) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * gate**2)
+    else:
+        phi = (1 + torch.erf(gate * math.sqrt(0.5))) / 2
+        slope = torch.exp(-(gate**2) / 2) / math.sqrt(2 * math.pi)
+    activated = gate * phi
+    grad_gate = grad * up * (phi + gate * slope)
+    out = cast(activated * up, gate_up.dtype) if want_out else None
+    return cast(torch.cat((grad_gate, grad * activated), -1), gate_up.dtype), out

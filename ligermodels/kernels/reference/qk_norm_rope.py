@@ -1,0 +1,72 @@
+"""RMS norm of every query and key head, then the rotary embedding, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.reference.rms_norm import rms_norm_backward, rms_norm_forward
+from ligermodels.kernels.reference.rope import rotate_halves
+
+
+def qk_norm_rope_forward(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+) -> Tensor:
+    """Normalise each head as `rms_norm_forward` does over head_dim, then rotate it.
+
+    Args: q (batch, seq, heads, head_dim), k (batch, seq, kv heads, head_dim), any strides;
+        q_weight, k_weight (head_dim); cos, sin (batch or 1, seq, head_dim / 2).
+    Returns: (batch, seq, heads + kv heads, head_dim), rounded to q's dtype once at the end.
+    """
+    dtype = compute_dtype(q)
+    cos, sin = cast(cos, dtype), cast(sin, dtype)
+
+    def one(x: Tensor, weight: Tensor) -> Tensor:
+        y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting_mode, dtype)
+        return rotate_halves(y, cos, sin)
+
+    return cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    want_weights: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
+
+    Returns: (batch, seq, (heads + 2 kv heads) * head_dim) in q's dtype, and the gradients of
+        q_weight and k_weight, or None.
+    """
+    dtype = compute_dtype(q)
+    cos, sin = cast(cos, dtype), cast(sin, dtype)
+
+    def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + eps)
+        grad = rotate_halves(cast(grad, dtype), cos, -sin)
+        grad_x, grad_weight, _ = rms_norm_backward(
+            grad, None, x, weight, rstd, offset, casting_mode, want_weights, False
+        )
+        return grad_x, grad_weight
+
+    grad_q, grad_q_weight = one(q, q_weight, grad_q)
+    grad_k, grad_k_weight = one(k, k_weight, grad_k)
+    grad_qkv = torch.cat((grad_q, grad_k, cast(grad_v, q.dtype)), -2).flatten(-2)
+    return grad_qkv, grad_q_weight, grad_k_weight

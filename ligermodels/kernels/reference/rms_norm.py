@@ -1,0 +1,68 @@
+"""RMSNorm with the residual add, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dtypes import cast, compute_dtype
+
+
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
+
+    Zhang and Sennrich 2019, arXiv:1910.07467. With casting_mode "llama" the normalised s is rounded
+    to its own dtype before the product with the weight, as HF's Llama does; with "gemma" everything
+    stays in float32 until the end.
+
+    Args: x, residual (..., hidden); weight (hidden).
+    Returns: y (..., hidden) in out_dtype, s (x itself without a residual), 1/rms (rows).
+    """
+    s = x if residual is None else x + residual
+    dtype = compute_dtype(s)
+    s_float = cast(s, dtype)
+    rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + eps)
+    normed = s_float * rstd
+    if casting_mode == "llama":
+        normed = cast(cast(normed, s.dtype), dtype)
+    y = normed * (cast(weight, dtype) + offset)
+    return cast(y, out_dtype), s, rstd.flatten()
+
+
+def rms_norm_backward(
+    grad_y: Tensor,
+    grad_s: Tensor | None,
+    s: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    casting_mode: str,
+    want_weight: bool,
+    want_y: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of `rms_norm_forward` with respect to s (grad_s of the residual stream included).
+
+    Returns: grad of s in s's dtype, grad of weight or None, y recomputed in grad_y's dtype or None.
+    """
+    dtype = compute_dtype(s)
+    normed = cast(s, dtype) * rstd.view(*s.shape[:-1], 1)
+    scaled = cast(weight, dtype) + offset
+    grad = cast(grad_y, dtype)
+    grad_normed = grad * scaled
+    grad_x = grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)
+    grad_x = grad_x * rstd.view(*s.shape[:-1], 1)
+    if grad_s is not None:
+        grad_x = grad_x + cast(grad_s, dtype)
+    rounded = cast(cast(normed, s.dtype), dtype) if casting_mode == "llama" else normed
+    grad_weight = y = None
+    if want_weight:
+        grad_weight = cast((grad * rounded).sum_to_size(weight.shape), weight.dtype)
+    if want_y:
+        y = cast(rounded * scaled, grad_y.dtype)
+    return cast(grad_x, s.dtype), grad_weight, y
