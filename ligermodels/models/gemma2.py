@@ -72,7 +72,7 @@ class Gemma2Block(SandwichBlock):
                 config.head_dim,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                window=config.sliding_windows[layer_index],
+                sliding_window=config.sliding_windows[layer_index],
                 softcap=config.attn_logit_softcapping,
                 layer_index=layer_index,
             ),

@@ -77,7 +77,7 @@ class Gemma3Block(SandwichBlock):
                 config.head_dim,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                window=config.sliding_windows[layer_index],
+                sliding_window=config.sliding_windows[layer_index],
                 q_norm=norm(config.head_dim),
                 k_norm=norm(config.head_dim),
                 layer_index=layer_index,

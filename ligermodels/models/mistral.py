@@ -52,7 +52,7 @@ class MistralBlock(DecoderBlock):
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 config.head_dim,
-                window=config.sliding_windows[layer_index],
+                sliding_window=config.sliding_windows[layer_index],
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),

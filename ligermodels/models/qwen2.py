@@ -62,7 +62,7 @@ class Qwen2Block(DecoderBlock):
                 config.head_dim,
                 bias=True,
                 out_bias=False,
-                window=config.sliding_windows[layer_index],
+                sliding_window=config.sliding_windows[layer_index],
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),

@@ -41,7 +41,7 @@ class Qwen3Block(DecoderBlock):
                 config.num_key_value_heads,
                 config.head_dim,
                 bias=config.attention_bias,
-                window=config.sliding_windows[layer_index],
+                sliding_window=config.sliding_windows[layer_index],
                 q_norm=RMSNorm(config.head_dim, eps),
                 k_norm=RMSNorm(config.head_dim, eps),
                 layer_index=layer_index,
