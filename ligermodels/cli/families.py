@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELP = "list the families and sizes that are supported"
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """Which family, and the form of the answer."""
     command.description = (
         "List the model families: the names of their published sizes, what is in them where a "

@@ -61,9 +61,9 @@ def hold_out(
             if cut < 2:
                 train.append(document)
                 continue
-            train.append(Document(document.ids[:cut], document.targets[:cut]))
+            train.append(Document(document.ids[:cut], document.loss_mask[:cut]))
             # The two parts share one token, so that each token is still predicted once.
-            tail = document.targets[cut - 1 :].copy()
+            tail = document.loss_mask[cut - 1 :].copy()
             tail[0] = False
             held.append(Document(document.ids[cut - 1 :], tail))
     else:
@@ -94,9 +94,9 @@ def cut(document: Document, seq_len: int) -> list[Document]:
     stop = len(document) - 1 if document.divisible else 1
     pieces = []
     for start in range(0, stop, seq_len - 1):
-        targets = document.targets[start : start + seq_len].copy()
-        targets[0] = False
-        piece = Document(document.ids[start : start + seq_len], targets, document.divisible)
+        loss_mask = document.loss_mask[start : start + seq_len].copy()
+        loss_mask[0] = False
+        piece = Document(document.ids[start : start + seq_len], loss_mask, document.divisible)
         if piece.num_targets:
             pieces.append(piece)
     return pieces
@@ -139,7 +139,7 @@ class PackedRows:
     end, `num_dropped` those that lost every target with it.
     """
 
-    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0):
+    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0) -> None:
         self.pad_id = pad_id
         self.pieces: list[Document] = []
         self.num_truncated = self.num_dropped = 0
@@ -172,7 +172,7 @@ class PackedRows:
             for i in row:
                 digest.update(f"doc {len(self.pieces[i])}".encode())
                 digest.update(np.ascontiguousarray(self.pieces[i].ids).tobytes())
-                digest.update(np.ascontiguousarray(self.pieces[i].targets).tobytes())
+                digest.update(np.ascontiguousarray(self.pieces[i].loss_mask).tobytes())
         return digest.hexdigest()
 
     def batch(self, indices: Iterable[int]) -> Batch:
@@ -190,7 +190,7 @@ class PackedRows:
                 piece = self.pieces[i]
                 start, end = end, end + len(piece)
                 input_ids[at, start:end] = piece.ids
-                labels[at, start:end] = np.where(piece.targets, piece.ids, IGNORE_INDEX)
+                labels[at, start:end] = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
                 position_ids[at, start:end] = np.arange(end - start)
                 num_targets += piece.num_targets
             position_ids[at, end:] = np.arange(self.width - end)
