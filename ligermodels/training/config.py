@@ -9,6 +9,7 @@ import math
 import operator
 import os
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -32,13 +33,11 @@ def _option(
     between a run and its continuation: it changes no weight that is trained, or (the data files)
     the hash of the packed rows tells what must not change.
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "free_on_resume": free_on_resume,
-        "limits": limits,
-    }
-    return field(default=default, metadata=metadata)
+    facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
+    return field(default=default, metadata=facts)
+
+
+_free_option = partial(_option, free_on_resume=True)
 
 
 @dataclass(kw_only=True)
@@ -53,34 +52,24 @@ class FinetuneConfig:
     """
 
     model: str = _option(MISSING, "hub id or folder of the checkpoint to start from")
-    train_files: list[str] = _option(  # noqa: RUF009 (the default is no list)
-        MISSING,
-        "plain text, or .jsonl with text, with prompt and completion, or with messages",
-        free_on_resume=True,
+    train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
+        MISSING, "plain text, or .jsonl with text, with prompt and completion, or with messages"
     )
-    output_dir: str = _option(
-        MISSING,
-        "folder for the run; the export goes to its folder model/",
-        free_on_resume=True,
+    output_dir: str = _free_option(
+        MISSING, "folder for the run; the export goes to its folder model/"
     )
-    eval_files: list[str] | None = _option(  # noqa: RUF009
-        None, "files of the same kinds to measure perplexity on", free_on_resume=True
+    eval_files: list[str] | None = _free_option(  # noqa: RUF009
+        None, "files of the same kinds to measure perplexity on"
     )
-    eval_fraction: float = _option(
+    eval_fraction: float = _free_option(
         0.05,
         "share of the training data held out where no evaluation files are given",
-        free_on_resume=True,
         at_least=0,
         less_than=1,
     )
-    max_eval_rows: int | None = _option(
-        None, "measure on at most so many rows", free_on_resume=True, at_least=1
-    )
-    eval_steps: int | None = _option(
-        None,
-        "steps between evaluations (default: five evaluations in the run)",
-        free_on_resume=True,
-        at_least=1,
+    max_eval_rows: int | None = _free_option(None, "measure on at most so many rows", at_least=1)
+    eval_steps: int | None = _free_option(
+        None, "steps between evaluations (default: five evaluations in the run)", at_least=1
     )
     separator: str | None = _option(
         None,
@@ -117,36 +106,21 @@ class FinetuneConfig:
         "too (default: bf16-mixed on a GPU, float32 on a CPU)",
         choices=PRECISIONS,
     )
-    device: str | None = _option(
-        None, "cpu or cuda (default: cuda where there is one)", free_on_resume=True
-    )
+    device: str | None = _free_option(None, "cpu or cuda (default: cuda where there is one)")
     activation_checkpointing: bool = _option(False, "recompute each block in backward: less memory")
     compile: bool = _option(False, "run the model through torch.compile")
 
-    save_steps: int = _option(
-        500, "steps between checkpoints; 0 writes none", free_on_resume=True, at_least=0
+    save_steps: int = _free_option(500, "steps between checkpoints; 0 writes none", at_least=0)
+    save_total_limit: int = _free_option(2, "checkpoints to keep", at_least=1)
+    logging_steps: int = _free_option(1, "steps between looks at the loss", at_least=1)
+    export_dtype: str | None = _free_option(
+        None, "dtype of the export (default: the weights as they were trained)", choices=DTYPES
     )
-    save_total_limit: int = _option(2, "checkpoints to keep", free_on_resume=True, at_least=1)
-    logging_steps: int = _option(
-        1, "steps between looks at the loss", free_on_resume=True, at_least=1
+    max_shard_size: int = _free_option(5 * 10**9, "bytes in one file of the export", at_least=1)
+    resume: bool = _free_option(
+        False, "go on from the last checkpoint in the output folder, if there is one"
     )
-    export_dtype: str | None = _option(
-        None,
-        "dtype of the export (default: the weights as they were trained)",
-        choices=DTYPES,
-        free_on_resume=True,
-    )
-    max_shard_size: int = _option(
-        5 * 10**9, "bytes in one file of the export", free_on_resume=True, at_least=1
-    )
-    resume: bool = _option(
-        False,
-        "go on from the last checkpoint in the output folder, if there is one",
-        free_on_resume=True,
-    )
-    overwrite_output_dir: bool = _option(
-        False, "remove the run that the output folder holds", free_on_resume=True
-    )
+    overwrite_output_dir: bool = _free_option(False, "remove the run that the output folder holds")
 
     def __post_init__(self) -> None:
         self.model, self.output_dir = str(self.model), str(self.output_dir)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -35,12 +35,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
-        return Batch(
-            self.input_ids.to(device),
-            self.labels.to(device),
-            self.position_ids.to(device),
-            self.num_tokens,
-            self.num_targets,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            labels=self.labels.to(device),
+            position_ids=self.position_ids.to(device),
         )
 
 
@@ -57,15 +56,15 @@ def hold_out(
     if len(documents) * fraction < 1 and all(document.divisible for document in documents):
         train, held = [], []
         for document in documents:
-            cut = len(document) - max(2, round(len(document) * fraction))
-            if cut < 2:
+            end = len(document) - max(2, round(len(document) * fraction))
+            if end < 2:
                 train.append(document)
                 continue
-            train.append(Document(document.ids[:cut], document.loss_mask[:cut]))
+            train.append(Document(document.ids[:end], document.loss_mask[:end]))
             # The two parts share one token, so that each token is still predicted once.
-            tail = document.loss_mask[cut - 1 :].copy()
+            tail = document.loss_mask[end - 1 :].copy()
             tail[0] = False
-            held.append(Document(document.ids[cut - 1 :], tail))
+            held.append(Document(document.ids[end - 1 :], tail))
     else:
         count = max(1, round(len(documents) * fraction))
         chosen = set(_generator(seed, 1).permutation(len(documents))[:count].tolist())

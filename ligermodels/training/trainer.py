@@ -125,15 +125,7 @@ class Trainer:
         normalizer = torch.tensor(float(targets), device=self.device)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            batch = batch.to(self.device)
-            with self.autocast():
-                part = self.forward(
-                    batch.input_ids,
-                    labels=batch.labels,
-                    position_ids=batch.position_ids,
-                    normalizer=normalizer,
-                    **self.head_options(batch),
-                ).loss
+            part = self._loss(batch, normalizer=normalizer)
             part.backward()
             loss += part.detach()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -148,6 +140,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, rate
 
+    def _loss(self, batch: Batch, **options: Any) -> Tensor:
+        """The loss of a batch; `options` are those of the loss head."""
+        batch = batch.to(self.device)
+        with self.autocast():
+            return self.forward(
+                batch.input_ids,
+                labels=batch.labels,
+                position_ids=batch.position_ids,
+                **options,
+                **self.head_options(batch),
+            ).loss
+
     @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Loss per target and perplexity over the held-out rows, summed in float64."""
@@ -158,16 +162,8 @@ class Trainer:
         targets = 0
         for start in range(0, number, self.config.batch_size):
             stop = min(number, start + self.config.batch_size)
-            batch = self.eval_rows.batch(range(start, stop)).to(self.device)
-            with self.autocast():
-                part = self.forward(
-                    batch.input_ids,
-                    labels=batch.labels,
-                    position_ids=batch.position_ids,
-                    reduction="sum",
-                    **self.head_options(batch),
-                ).loss
-            total += part.double()
+            batch = self.eval_rows.batch(range(start, stop))
+            total += self._loss(batch, reduction="sum").double()
             targets += batch.num_targets
         loss = float(total) / targets
         return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
