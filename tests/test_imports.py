@@ -5,74 +5,50 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "ligermodels"
+from docs import rooms
+from docs.rooms import PACKAGE, STANDS_ON, files
 
-# Room -> the rooms and modules of this package that it may import.
-ALLOWED = {
-    "kernels": {"kernels"},
-    "layers": {"kernels", "layers"},
-    "converters": {"converters", "errors"},
-}
 NEVER_IN_THE_CORE = {"transformers", "trl", "peft", "liger_kernel"}
 
 
-def room_of(module: str) -> str | None:
-    """The room or top-level module of this package, None for anybody else's."""
-    parts = module.split(".")
-    if parts[0] != "ligermodels":
-        return None
-    return parts[1] if len(parts) > 1 else ""
+def test_every_room_has_its_place() -> None:
+    found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert {*found, "errors"} == set(STANDS_ON)
+    loose = {path.name for path in PACKAGE.glob("*.py")}
+    assert loose == {"__init__.py", "__main__.py", "errors.py"}
 
 
-def imports_of(path: Path) -> list[tuple[int, str]]:
-    """Every module a file imports, at its top or in a function, with the line."""
-    found = []
-    package = ["ligermodels", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            found.append((node.lineno, node.args[0].value))
-    return found
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
-
-
-@pytest.mark.parametrize("room", ALLOWED)
-def test_imports_go_one_way(room) -> None:
-    assert files(PACKAGE / room)
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{line} imports {module}"
-        for path in files(PACKAGE / room)
-        for line, module in imports_of(path)
-        if room_of(module) is not None and room_of(module) not in ALLOWED[room]
-    ]
+def test_imports_go_one_way() -> None:
+    """Imports for types alone and imports inside functions count, too."""
+    wrong = rooms.against_the_order()
     assert not wrong, "\n".join(wrong)
 
 
-def test_models_know_no_command_line() -> None:
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{line} imports {module}"
-        for path in files(PACKAGE / "models")
-        for line, module in imports_of(path)
-        if room_of(module) in {"cli", "finetune", "data"}
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert rooms.circles(rooms.module_graph()) == []
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"a"}}
+    assert rooms.circles(graph) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_every_exception_is_an_import_inside_a_function() -> None:
+    for file, room in rooms.EXCEPTIONS:
+        path = PACKAGE / file
+        top = ast.parse(path.read_text(encoding="utf-8")).body
+        lines = {node.lineno for node in top if isinstance(node, (ast.Import, ast.ImportFrom))}
+        found = [line for line, name in rooms.imports_of(path) if rooms.room_of(name) == room]
+        assert found and lines.isdisjoint(found), (file, room)
+
+
+def test_the_picture_of_the_rooms_is_current() -> None:
+    """`python docs/rooms.py` draws it anew."""
+    page = rooms.PAGE.read_text(encoding="utf-8")
+    assert rooms.with_current_picture(page) == page
 
 
 def test_no_companion_package_is_imported_at_the_top() -> None:
@@ -92,18 +68,11 @@ def test_no_companion_package_is_imported_at_the_top() -> None:
 
 def test_rooms_are_not_importable_from_the_top() -> None:
     """`kernels` is a name that transformers itself tries."""
-    for room in ("kernels", "layers", "converters", "models"):
+    for room in STANDS_ON:
         assert not (PACKAGE.parent / room).exists()
 
 
-MODULES = [
-    "ligermodels",
-    "ligermodels.kernels",
-    "ligermodels.layers",
-    "ligermodels.models",
-    "ligermodels.converters",
-    "ligermodels.models.auto",
-]
+MODULES = ["ligermodels", *(f"ligermodels.{room}" for room in STANDS_ON)]
 
 
 @pytest.mark.parametrize("module", MODULES)

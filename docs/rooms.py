@@ -1,0 +1,168 @@
+"""The rooms of the package and the imports between them, read from the code.
+
+`python docs/rooms.py` draws the picture in docs/architecture.md anew; the tests check that it is
+current, and that imports go one way.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "ligermodels"
+PAGE = ROOT / "docs" / "architecture.md"
+
+# Room -> the rooms that it stands on directly. Imports go to those, and to what they stand on.
+STANDS_ON: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "kernels": ("errors",),
+    "layers": ("kernels",),
+    "converters": ("errors",),
+    "models": ("layers", "converters"),
+    "text": ("converters",),
+    "generation": ("models", "text"),
+    "training": ("generation",),
+    "cli": ("training",),
+}
+# Imports against the order. Each happens inside a function, when it is asked for.
+EXCEPTIONS = {
+    ("models/base.py", "generation"): "model.generate",
+}
+
+
+def below(room: str) -> set[str]:
+    """Every room that `room` may import, itself included."""
+    return {room}.union(*(below(other) for other in STANDS_ON[room]))
+
+
+def files(folder: Path = PACKAGE) -> list[Path]:
+    """The Python files of a folder, its subfolders included."""
+    return sorted(folder.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module, "" for the package itself and None for anybody else's module."""
+    parts = module.split(".")
+    if parts[0] != "ligermodels":
+        return None
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """Every module or name that a file imports, with the line, whether it does so at its top, for
+    types alone, or in a function."""
+    found = []
+    package = ["ligermodels", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.append((node.lineno, node.args[0].value))
+    return found
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports, types included.
+
+    The package's own `__init__` is left out: its names are looked up when they are asked for.
+    """
+    modules = {module_of(path): path for path in files()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        if module == "ligermodels":
+            continue
+        graph[module] = set()
+        for _, name in imports_of(path):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            lazy = (str(path.relative_to(PACKAGE)), room_of(name) or "") in EXCEPTIONS
+            if name not in ("", "ligermodels", module) and not lazy:
+                graph[module].add(name)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The modules of each circle of imports (its strongly connected components of two and more)."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [*graph.get(start, ())]
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                todo += graph.get(module, ())
+        return seen
+
+    reach = {module: reachable(module) for module in graph}
+    found = {
+        tuple(sorted(m for m in reach[module] if module in reach[m]))
+        for module in graph
+        if module in reach[module]
+    }
+    return [list(circle) for circle in sorted(found)]
+
+
+def against_the_order() -> list[str]:
+    """The imports that leave a room in a direction that STANDS_ON does not have."""
+    wrong = []
+    for path in files():
+        room = room_of(module_of(path))
+        if not room or room == "__main__":
+            continue
+        here = str(path.relative_to(PACKAGE))
+        for line, name in imports_of(path):
+            other = room_of(name)
+            if other is None or other == "__version__" or other in below(room):
+                continue
+            if (here, other) not in EXCEPTIONS:
+                wrong.append(f"{here}:{line} imports {name}")
+    return wrong
+
+
+def picture() -> str:
+    """A Mermaid graph: an arrow for each pair of rooms of which the first imports the second.
+
+    Arrows that follow from two others are left out.
+    """
+    graph: dict[str, set[str]] = {room: set() for room in STANDS_ON}
+    for module, imported in module_graph().items():
+        room = room_of(module) or ""
+        if room in graph:
+            others = {room_of(other) or "" for other in imported}
+            graph[room] |= (others & graph.keys()) - {room}
+    lines = ["```mermaid", "flowchart TD"]
+    for room, others in graph.items():
+        indirect = {far for near in others for far in below(near) - {near}}
+        lines += [f"    {room} --> {other}" for other in sorted(others - indirect)]
+    return "\n".join([*lines, "```"])
+
+
+def with_current_picture(page: str) -> str:
+    """The page with the picture between its markers drawn anew."""
+    begin, end = "<!-- drawn by docs/rooms.py -->", "<!-- end of the drawing -->"
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{PAGE}: expected {begin} and behind it {end}")
+    return f"{before}{begin}\n{picture()}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_current_picture(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
