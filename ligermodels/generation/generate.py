@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ligermodels.converters.files import read_json
 from ligermodels.errors import CheckpointError, shown
-from ligermodels.layers.attention import Cache
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.text.tokenizer import TextStream, Tokenizer
 
@@ -86,7 +85,7 @@ def generate(
     attention_mask: Tensor | None = None,
     repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
     callback: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Continue prompts, greedily unless `do_sample`.
@@ -186,7 +185,7 @@ def _prepare(
     attention_mask: Tensor | None = None,
     repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
     """Checks everything; the padded prompts (B, S), and an iterator over the steps' tokens (B,)."""
     config = model.config
@@ -249,7 +248,7 @@ def _steps(
     pad: int,
     penalty: float,
     generator: torch.Generator | None,
-    cache: Cache,
+    cache: KVCache,
 ) -> Iterator[Tensor]:
     batch, prompt = ids_BS.shape
     stop_ids = torch.tensor(stops, device=ids_BS.device)

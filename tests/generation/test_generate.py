@@ -184,7 +184,7 @@ class Everything:
         self.held[layer_index] = k, v
         return k.flip(2), v.flip(2)
 
-    def columns(self, layer_index, new):
+    def key_positions(self, layer_index, new):
         return torch.arange(self.length + new).flip(0)
 
     def advance(self, tokens):
@@ -255,7 +255,7 @@ def test_a_layer_changed_by_hand_sees_what_it_asks_for():
     """The cache follows the layers, not the config that they were made from."""
     model = random_model("mistral")
     for layer in model.layers:
-        layer.self_attn.window = None
+        layer.self_attn.sliding_window = None
     found = generate(model, PROMPTS[1], max_new_tokens=10, eos_token_id=[])
     ids = found[:, :-1]
     with torch.no_grad():
