@@ -82,8 +82,6 @@ class DecoderModel(HFModel):
         self.head = LossHead(hidden, vocab, tied_to=tied_to, softcap=logit_softcap)
         self.initialize_weights()
 
-    # --- forward ---------------------------------------------------------------------------------
-
     def forward(
         self,
         input_ids: Tensor,
@@ -237,8 +235,6 @@ class DecoderModel(HFModel):
                     module.head_dim,
                 )
 
-    # --- weights ---------------------------------------------------------------------------------
-
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw weights anew: normal with config.initializer_range, biases 0, norms 1, padding 0."""
@@ -252,8 +248,6 @@ class DecoderModel(HFModel):
                     module.weight[module.padding_idx].zero_()
             elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.reset_parameters()
-
-    # --- use -------------------------------------------------------------------------------------
 
     def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
         """Continue prompts, greedily unless asked; see `ligermodels.generation.generate`."""
@@ -296,7 +290,7 @@ class DecoderModel(HFModel):
         self._checkpoint_every = every_n_layers
 
     def activation_checkpointing_disable(self) -> None:
-        """Keep for backward what each block lists."""
+        """Keep the activations of every block for backward."""
         self._checkpoint_every = 0
 
     @property

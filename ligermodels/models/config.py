@@ -58,6 +58,8 @@ class ModelConfig:
     """
 
     model_type: ClassVar[str]
+    # transformers' model class, where it is not the capitalised model_type and "ForCausalLM".
+    architecture: ClassVar[str | None] = None
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
     # Published sizes by name: the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}

@@ -82,9 +82,9 @@ def load_pretrained(
     Values are moved, never computed with. Parameters that mean different things do not match,
     whatever their names and shapes: the weights of norms that differ in `offset` (Gemma's is 1),
     of embeddings that differ in `scale`, of an `Attention` with other heads, and of norms in
-    different places: Llama's post_attention_layernorm stands before the MLP, where a
-    `SandwichBlock` has its pre_feedforward_layernorm, so rename it. Whether activations, rope or
-    windows are those of the checkpoint is the module's affair.
+    different places: Llama's post_attention_layernorm stands before the MLP, where a block with
+    norms around its sub-layers (Gemma 2) has its pre_feedforward_layernorm, so rename it. Whether
+    activations, rope or windows are those of the checkpoint is not checked.
 
     A head that the checkpoint ties to its embedding is not stored, so that a head of the module's
     own is new; one parameter that the module has under two names is loaded under both.

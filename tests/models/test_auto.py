@@ -34,6 +34,7 @@ from tests.models.pairs import TINY
 class OutsideConfig(LlamaConfig):
     model_type: ClassVar[str] = "outside"
     wrapper_type: ClassVar[str | None] = "outside_wrapper"
+    architecture: ClassVar[str | None] = "OutSideForCausalLM"
 
 
 class LigerOutside(LigerLlama):
@@ -86,7 +87,8 @@ def test_a_family_from_outside_is_like_the_others(registry: None, tmp_path: Path
     assert families()["outside"] is families()["outside_wrapper"] is LigerOutside
     model = LigerOutside(OutsideConfig(**TINY))
     model.save_hf(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "outside"
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("outside", ["OutSideForCausalLM"])
     loaded = AutoLiger.from_hf(tmp_path)
     assert type(loaded) is LigerOutside
     ids = torch.arange(7)[None]
