@@ -31,13 +31,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> None:
     """Print the facts of every family."""
     from ligermodels.layers.rotary import ROPE_TYPES
-    from ligermodels.models.auto import FAMILIES
+    from ligermodels.models.auto import families
 
-    if given.family is not None and given.family not in FAMILIES:
-        raise LigerError(
-            f"families: {given.family!r} is none of them; known: {', '.join(FAMILIES)}"
-        )
-    chosen = FAMILIES.values() if given.family is None else [FAMILIES[given.family]]
+    known = families()
+    if given.family is not None and given.family not in known:
+        raise LigerError(f"families: {given.family!r} is none of them; known: {', '.join(known)}")
+    chosen = known.values() if given.family is None else [known[given.family]]
     found = {cls.config_class.model_type: facts(cls) for cls in chosen}
     if given.json:
         print(json.dumps({"families": found, "rope types": ROPE_TYPES}, indent=2))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
 from ligermodels.converters.safetensors_file import DTYPES, TensorInfo, WeightFile
-from ligermodels.converters.weight_map import Entry, Span, Table, Towers
+from ligermodels.converters.weight_map import Entry, Span, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
 # How the parts of a quantised weight are named: GPTQ and AWQ, bitsandbytes, compressed-tensors,
@@ -62,7 +62,7 @@ class Checkpoint:
             self.tensors.update(file.tensors)
             self._file_of.update(dict.fromkeys(file.tensors, file))
 
-    def plan(self, table: Table) -> dict[str, torch.dtype]:
+    def plan(self, table: WeightMap) -> dict[str, torch.dtype]:
         """Check that the checkpoint holds exactly what the table asks for.
 
         Returns: for each native name, the dtype it is stored in; where its HF tensors differ,
@@ -149,7 +149,7 @@ class Checkpoint:
                         out[at : at + len(stored)].copy_(stored)
                         at += len(stored)
 
-    def check_aliases(self, table: Table) -> None:
+    def check_aliases(self, table: WeightMap) -> None:
         """Compare what is stored a second time, such as a tied head, with its original.
 
         Raises:

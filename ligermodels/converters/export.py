@@ -23,7 +23,7 @@ from ligermodels.converters.files import (
     read_json,
 )
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import Table
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, SaveError
 
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,7 +33,7 @@ Piece = tuple[str, int, int]  # native name, first row, end
 class _Plan:
     """HF tensors of an export: name, shape, dtype, and the native rows they are made of."""
 
-    def __init__(self, table: Table, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, table: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
         self.native = {e.name: (e.shape, dtypes[e.name]) for e in table}
         self.shapes = table.source_shapes()
         self.pieces: dict[str, list[Piece]] = {}
@@ -61,7 +61,7 @@ class _Plan:
 def save(
     folder: str | os.PathLike[str],
     config_dict: Mapping[str, Any],
-    table: Table,
+    table: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
     source_folder: str | os.PathLike[str] | None = None,

@@ -159,9 +159,9 @@ def to_hf(config: Any) -> dict[str, Any]:
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
-    family = cls.model_type.removesuffix("_text").capitalize()
+    spelt = cls.model_type.removesuffix("_text").capitalize()
     hints = get_type_hints(cls)
-    raw.setdefault("architectures", [f"{family}ForCausalLM"])
+    raw.setdefault("architectures", [cls.architecture or f"{spelt}ForCausalLM"])
     raw["model_type"] = cls.model_type
     for item in dataclasses.fields(cls):
         name = item.name

@@ -1,21 +1,16 @@
 """Mistral: Llama with grouped heads and, in its first version, a sliding window."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from ligermodels.layers import (
-    Attention,
-    DecoderBlock,
-    GatedMLP,
-    LossHead,
-    RMSNorm,
-    RotaryEmbedding,
-)
+from ligermodels.converters.weight_map import WeightMap
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
-from ligermodels.models.presets import MISTRAL
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -23,7 +18,6 @@ class MistralConfig(ModelConfig):
     """Fields of a Mistral `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "mistral"
-    presets: ClassVar[dict[str, dict[str, Any]]] = MISTRAL
     # Readers that find no window assume one, or none, each as they like.
     written: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
@@ -41,26 +35,59 @@ class MistralConfig(ModelConfig):
         return [self.sliding_window] * self.num_hidden_layers
 
 
-class MistralBlock(DecoderBlock):
-    """A decoder block with Mistral's parts."""
+_MISTRAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+_MISTRAL_FULL = _MISTRAL | {"sliding_window": None, "rope_theta": 1e6}
+
+MistralConfig.presets = {
+    "mistral-7b-v0.1": _MISTRAL,
+    "mistral-7b-v0.2": _MISTRAL_FULL,
+    "mistral-7b-v0.3": _MISTRAL_FULL | {"vocab_size": 32768},
+    "mistral-nemo-12b": _MISTRAL_FULL
+    | sizes(5120, 14336, 40, 32, 8, head_dim=128, vocab_size=131072)
+    | {"max_position_embeddings": 131072},
+    "mistral-small-22b": _MISTRAL_FULL
+    | sizes(6144, 16384, 56, 48, 8, head_dim=128, vocab_size=32768),
+    "mistral-small-24b": _MISTRAL_FULL
+    | sizes(5120, 32768, 40, 32, 8, head_dim=128, vocab_size=131072)
+    | {"rope_theta": 1e8},
+}
+
+
+def weight_map(config: MistralConfig) -> WeightMap:
+    """Where each parameter stands in a Mistral checkpoint."""
+    return decoder_weight_map(config)
+
+
+class MistralBlock(nn.Module):
+    """h = x + attention(norm(x)); the output is h + mlp(norm(h))."""
 
     def __init__(self, config: MistralConfig, layer_index: int) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(
-            self_attn=Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                sliding_window=config.sliding_windows[layer_index],
-                layer_index=layer_index,
-            ),
-            mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=RMSNorm(hidden, eps),
-            post_attention_layernorm=RMSNorm(hidden, eps),
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.self_attn = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            sliding_window=config.sliding_windows[layer_index],
+            layer_index=layer_index,
         )
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+
+        The adds are left to the norms that follow them; a residual of None stands for zero.
+        """
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
 
 
+@register
 class LigerMistral(DecoderModel):
     """Mistral on fused layers.
 
@@ -69,19 +96,8 @@ class LigerMistral(DecoderModel):
 
     config_class = MistralConfig
     config: MistralConfig
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: MistralConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            MistralBlock(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()
+        self.build(block=MistralBlock, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))

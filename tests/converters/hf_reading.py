@@ -31,13 +31,15 @@ def reading(raw: Json) -> Json:
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
     head_dim = getattr(config, "head_dim", None)
     found["head_dim"] = head_dim or config.hidden_size // config.num_attention_heads
-    name = config.hidden_activation if kind in ("gemma2", "gemma3_text") else config.hidden_act
+    default = type(config)()  # without the keys of `raw` that are not the family's
+    name = config.hidden_act if hasattr(default, "hidden_act") else config.hidden_activation
     found["activation"] = ACTIVATIONS.get(name, name)
-    if kind == "gemma2":
+    if hasattr(config, "attn_logit_softcapping") and kind != "gemma3_text":  # which ignores it
         found["attn_logit_softcapping"] = config.attn_logit_softcapping
     window = getattr(config, "sliding_window", None)
-    types = {"mistral": ["sliding_attention"], "llama": [], "gemma": []}.get(kind)
-    types = config.layer_types if types is None else types * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or []
+    if kind == "mistral":
+        types = ["sliding_attention"] * config.num_hidden_layers
     found["sliding_windows"] = [
         window if layer == "sliding_attention" else None for layer in types
     ] or [None] * config.num_hidden_layers

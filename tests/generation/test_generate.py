@@ -13,11 +13,12 @@ from transformers.generation.logits_process import (
 
 from ligermodels.errors import CheckpointError
 from ligermodels.generation.generate import KVCache, Sampling, generate, stream, stream_text
-from ligermodels.models.auto import FAMILIES, AutoLiger
+from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.llama import LigerLlama
 from ligermodels.text.tokenizer import Tokenizer
+from tests.families import WINDOW, windows
 from tests.models import hf_models, zoo
-from tests.tiny_models import VOCAB, WINDOWS, random_model
+from tests.tiny_models import VOCAB, random_model
 
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
 
@@ -152,7 +153,7 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
     """Unequal prompts, one of them longer than the window, and two stop tokens from the file."""
     folder = tmp_path / family
     # Tied, Gemma's large embeddings would have every token followed by itself.
-    feature = zoo.Feature(config={**WINDOWS.get(family, {}), "tie_word_embeddings": False})
+    feature = zoo.Feature(config={**windows(family, WINDOW), "tie_word_embeddings": False})
     hf_models.save(folder, family, feature)
     prompts = [*PROMPTS, list(range(20, 31))]
     ids, mask = left_padded(prompts, zoo.PAD)
@@ -191,7 +192,7 @@ class Everything:
         self.length += tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
     model, length = random_model(family), 16
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
@@ -224,7 +225,7 @@ def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
                 cache.reset()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_row_does_not_depend_on_its_company_or_the_kind_of_cache(family):
     model = random_model(family)
     options = {"max_new_tokens": 12, "eos_token_id": []}

@@ -1,0 +1,104 @@
+"""Each family's weight map beside its model's parameters and transformers' tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.weight_map import Span
+from ligermodels.models.auto import families
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+from tests.families import DECODERS
+
+# No two sizes alike, so that no two shapes can be mistaken for one another.
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+variants = pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(family, {"tie_word_embeddings": tied, **biases}, id=f"{family}-{tied}-{n}")
+        for family, of in DECODERS.items()
+        for tied in (True, False)
+        for n, biases in enumerate([{}, of.biases] if of.biases else [{}])
+    ],
+)
+
+
+@variants
+def test_it_names_exactly_the_models_parameters(family: str, changes: dict[str, Any]) -> None:
+    cls = families()[family]
+    config = cls.config_class(**SIZES, **changes)
+    with torch.device("meta"):
+        model = cls(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {entry.name: entry.shape for entry in cls.weight_map(config)} == expected
+
+
+@variants
+def test_it_is_made_of_exactly_transformers_tensors(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every tensor is found, and put together again it has the bits it had."""
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **changes))
+    tensors = {name: torch.randn_like(tensor) for name, tensor in hf.state_dict().items()}
+    if changes["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    cls = families()[family]
+    weight_map = cls.weight_map(cls.config_class(**SIZES, **changes))
+    assert weight_map.source_shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
+
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.plan(weight_map)
+    native = {entry.name: torch.empty(entry.shape) for entry in weight_map}
+    for entry in weight_map:
+        checkpoint.read(entry, native[entry.name])
+    for source, parts in weight_map.parts().items():
+        rows = [native[entry.name][span.row : span.row + span.rows] for entry, span in parts]
+        assert same_bits(torch.cat(rows), tensors[source])
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_spans_cover_every_native_row_once_and_in_order(family: str) -> None:
+    cls = families()[family]
+    for entry in cls.weight_map(cls.config_class(**SIZES, **DECODERS[family].biases)):
+        row = 0
+        for span in entry.spans:
+            assert span.row == row
+            row += span.rows
+        assert row == entry.shape[0]
+
+
+def test_packed_order_is_q_k_v_and_gate_up() -> None:
+    entries = {entry.name: entry for entry in LigerLlama.weight_map(LlamaConfig(**SIZES))}
+    attention = "model.layers.1.self_attn"
+    assert entries["layers.1.self_attn.qkv_proj.weight"].spans == (
+        Span(f"{attention}.q_proj.weight", 0, 0, 48),
+        Span(f"{attention}.k_proj.weight", 0, 48, 16),
+        Span(f"{attention}.v_proj.weight", 0, 64, 16),
+    )
+    sources = [span.source for span in entries["layers.0.mlp.gate_up_proj.weight"].spans]
+    assert sources == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
+
+
+def test_only_gemma_3_may_hold_other_towers() -> None:
+    models = {family: families()[family] for family in DECODERS}
+    maps = {f: cls.weight_map(cls.config_class(**SIZES)) for f, cls in models.items()}
+    assert [family for family, weight_map in maps.items() if weight_map.towers] == ["gemma3_text"]
