@@ -1,4 +1,4 @@
-"""Reading a checkpoint: headers first, one comparison with the table, then tensor by tensor."""
+"""Reading a checkpoint: first the headers, then one comparison, then tensor by tensor."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
-from ligermodels.converters.safetensors_file import DTYPES, TensorInfo, WeightFile
+from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
+from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
 from ligermodels.converters.weight_map import Entry, Span, Table, Towers
 from ligermodels.errors import CheckpointError, listing, shown
 
@@ -38,27 +38,25 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         self.folder = Path(folder)
         self.allow_nonfinite = allow_nonfinite
-        self._open: list[WeightFile] = []
+        self._open: list[SafetensorsFile] = []
         if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: there is no such folder")
-        names = file_names(self.folder, CheckpointError)
-        files, weight_map = weight_files(
-            str(self.folder), names, lambda: read_json(self.folder / INDEX, CheckpointError)
-        )
-        # What a message about the checkpoint as a whole names.
-        self.listing_file = self.folder / (files[0] if weight_map is None else INDEX)
+        files, weight_map = local_weight_files(self.folder)
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        # A message about the checkpoint as a whole names this file.
+        self.listing_file = self.folder / files[0] if weight_map is None else index
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
-        self._file_of: dict[str, WeightFile] = {}
+        self._file_of: dict[str, SafetensorsFile] = {}
         self._stored_as: dict[str, str] = {}  # names that are not the text model's own
         promised: dict[str, set[str]] = {}
         for name, shard in (weight_map or {}).items():
             promised.setdefault(shard, set()).add(name)
         for path in self.files:
-            file = WeightFile(path)
+            file = SafetensorsFile(path)
             if weight_map is not None:
-                _match_index(self.folder / INDEX, promised[path.name], path, file.tensors)
+                _match_index(index, promised[path.name], path, file.tensors)
             self.tensors.update(file.tensors)
             self._file_of.update(dict.fromkeys(file.tensors, file))
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.atomic_dir import replacing, sync_file
-from ligermodels.converters.files import (
-    CONFIG,
-    COPIED,
-    INDEX,
-    SHARD,
-    SINGLE,
-    TEMPLATES,
+from ligermodels.converters.atomic_dir import replace_dir
+from ligermodels.converters.checkpoint_files import (
+    CHAT_TEMPLATE_DIR,
+    CONFIG_NAME,
+    COPIED_FILES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SHARD_NAME,
     copied_files,
-    read_json,
 )
+from ligermodels.converters.files import read_json, sync_file, write_json
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import Table
 from ligermodels.errors import CheckpointError, SaveError
@@ -94,8 +94,8 @@ def save(
         if dtype not in _SPELLING:
             raise SaveError(f"{folder}: {name!r} is {dtype}, which an export does not hold")
     try:
-        with replacing(target, _owned(target, bool(copied))) as fresh:
-            _write_json(fresh / CONFIG, config_dict)
+        with replace_dir(target, _owned(target, bool(copied))) as fresh:
+            write_json(fresh / CONFIG_NAME, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size)
             for name in copied:
                 copy = fresh / name
@@ -110,26 +110,16 @@ def save(
 
 def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
     """Which files of the old folder a new checkpoint replaces, even by nothing."""
-    stale = {CONFIG, SINGLE, INDEX}
+    stale = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
     if brings_tokenizer:
         # A tokenizer.json left from another model would win over this one's tokenizer.model.
-        stale.update(COPIED, [TEMPLATES])
+        stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
     with contextlib.suppress(CheckpointError):  # a damaged index is replaced all the same
-        weight_map = read_json(target / INDEX, CheckpointError).get("weight_map")
+        weight_map = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
         named = weight_map.values() if isinstance(weight_map, dict) else ()
         # Not whatever a hostile index names: the user's files stay.
         stale.update(n for n in named if isinstance(n, str) and n.endswith(".safetensors"))
-    return lambda name: name in stale or SHARD.fullmatch(name) is not None
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which came in as an escape
-        encoded = (json.dumps(value, indent=2) + "\n").encode()
-    path.write_bytes(encoded)
-    sync_file(path)
+    return lambda name: name in stale or SHARD_NAME.fullmatch(name) is not None
 
 
 def _write_weights(
@@ -137,15 +127,15 @@ def _write_weights(
 ) -> None:
     shards = plan.shards(max_shard_size)
     if len(shards) == 1:
-        return _write_shard(folder / SINGLE, shards[0], plan, get_tensor)
+        return _write_shard(folder / SAFE_WEIGHTS_NAME, shards[0], plan, get_tensor)
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, names, plan, get_tensor)
         weight_map.update(dict.fromkeys(names, file))
     total = sum(map(plan.nbytes, weight_map))
-    _write_json(
-        folder / INDEX,
+    write_json(
+        folder / SAFE_WEIGHTS_INDEX_NAME,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
 

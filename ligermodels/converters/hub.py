@@ -7,20 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.atomic_dir import recover
-from ligermodels.converters.files import (
-    CONFIG,
-    COPIED,
-    INDEX,
-    TEMPLATES,
-    file_names,
-    read_json,
+from ligermodels.converters.atomic_dir import recover_dir
+from ligermodels.converters.checkpoint_files import (
+    CHAT_TEMPLATE_DIR,
+    CONFIG_NAME,
+    COPIED_FILES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    local_weight_files,
     weight_files,
 )
+from ligermodels.converters.files import read_json
 from ligermodels.errors import CheckpointError, printable
 
 logger = logging.getLogger(__name__)
-_TEMPLATE = re.compile(rf"{TEMPLATES}/[\w-][\w.-]*")
+_TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
 _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
 
 
@@ -45,7 +45,7 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; give a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    recover(folder)
+    recover_dir(folder)
     if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
@@ -53,7 +53,7 @@ def resolve(
             )
         return folder
     if os.path.exists(folder):
-        raise CheckpointError(f"{name}: is a file; give the folder that holds {CONFIG}")
+        raise CheckpointError(f"{name}: is a file; give the folder that holds {CONFIG_NAME}")
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and it cannot be a hub id"
@@ -85,18 +85,18 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
 
     commit = info.sha
     names = {sibling.rfilename for sibling in info.siblings or ()}
-    if CONFIG not in names and weights:
-        raise CheckpointError(f"{repo}/{CONFIG}: is missing on the hub, revision {commit}")
+    if CONFIG_NAME not in names and weights:
+        raise CheckpointError(f"{repo}/{CONFIG_NAME}: is missing on the hub, revision {commit}")
 
     def read_index() -> dict[str, Any]:
-        path = huggingface_hub.hf_hub_download(repo, INDEX, revision=commit)
+        path = huggingface_hub.hf_hub_download(repo, SAFE_WEIGHTS_INDEX_NAME, revision=commit)
         return read_json(Path(path), CheckpointError)
 
     try:
-        wanted = [CONFIG, *COPIED]
+        wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
             files, weight_map = weight_files(repo, names, read_index)
-            wanted += files if weight_map is None else [INDEX, *files]
+            wanted += files if weight_map is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
         present = [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)]
         snapshot = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
     except CheckpointError:
@@ -136,7 +136,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     offline = constants.HF_HUB_OFFLINE
     reason = "HF_HUB_OFFLINE is set" if offline else f"no connection ({_first_line(fault)})"
     way_out = "unset HF_HUB_OFFLINE" if offline else "connect"
-    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG, revision=revision)
+    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, revision=revision)
     if not isinstance(found, str):
         raise CheckpointError(
             f"{repo}: there is no such folder here, {reason}, and nothing of it is cached; "
@@ -145,8 +145,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     folder = Path(found).parent
     if weights:
         try:
-            names = file_names(folder, CheckpointError)
-            weight_files(str(folder), names, lambda: read_json(folder / INDEX, CheckpointError))
+            local_weight_files(folder)
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "

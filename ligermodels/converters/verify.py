@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
-from ligermodels.converters.files import CONFIG, copied_files
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import table_for
@@ -120,7 +120,7 @@ def compare(
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = text_config(read_config(folder), config_class, str(folder / CONFIG))
+    raw = text_config(read_config(folder), config_class, str(folder / CONFIG_NAME))
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, config_class)
     pairs = list(zip(names, _names(exported, config_class), strict=True))
@@ -161,7 +161,7 @@ def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterat
             continue  # never exported as null: llama.cpp would then skip rope_scaling
         # repr tells 1 from 1.0 and from true.
         if key not in after or repr(after[key]) != repr(value):
-            yield f"{CONFIG}: {key!r} was {value!r}, is {after.get(key)!r}"
+            yield f"{CONFIG_NAME}: {key!r} was {value!r}, is {after.get(key)!r}"
 
 
 def _same_file(a: Path, b: Path) -> bool:
