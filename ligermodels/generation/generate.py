@@ -17,7 +17,7 @@ from ligermodels.converters.files import read_json
 from ligermodels.errors import CheckpointError, shown
 from ligermodels.layers.attention import Cache
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.text.tokenizer import TextStream, Tokenizer
+from ligermodels.text import TextStream, Tokenizer
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 

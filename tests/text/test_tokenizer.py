@@ -8,7 +8,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
-from ligermodels.text.tokenizer import TextStream, Tokenizer
+from ligermodels.text import TextStream, Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -263,18 +263,21 @@ def test_what_cannot_be_used_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer.json: not a tokenizer file"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: expected a JSON object"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config.json: holds a list, expected"
+    ):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: is not JSON"):
         Tokenizer.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name, content, key",
     [
-        ("tokenizer_config.json", "[" * 100_000, "not JSON"),
-        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "not JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "nested too deep"),
+        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "too many digits"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "key 'a' appears twice"),
         ("tokenizer_config.json", '{"bos_token": 5}', "'bos_token' is 5"),
         ("tokenizer_config.json", '{"eos_token": {"x": 1}}', "'eos_token' is {'x': 1}"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "'added_tokens_decoder' is"),
