@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 
+from typing_extensions import Self
+
 from ligermodels.converters import hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.dtypes import FLOAT_DTYPES
@@ -46,7 +48,7 @@ _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
 class HFConfig(hf_rope.RopeConfig, Protocol):
-    """What the converters ask of a family's config class, a dataclass of HF's fields.
+    """What the converters ask of a family's config, a dataclass of HF's fields.
 
     Attributes:
         model_type: HF's name of the family.
@@ -63,10 +65,20 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
     wrapper_type: ClassVar[str | None]
     null_is_derived: ClassVar[tuple[str, ...]]
     written: ClassVar[tuple[str, ...]]
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
     extra: dict[str, Any]
     dtype: str | None
 
     def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def from_hf(cls, folder: str | os.PathLike[str]) -> Self: ...
+
+    @property
+    def sliding_windows(self) -> list[int | None]: ...
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From a hub id or a local path to a local folder, fetching no more than is needed."""
+"""A hub id or a local path to a local folder; only the files that are needed are downloaded."""
 
 import contextlib
 import logging
@@ -27,19 +27,19 @@ _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
 def resolve(
     name_or_path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """A local checkpoint folder as it is, or the cached snapshot of a hub id.
+    """The folder of a local checkpoint, or the cached snapshot of a hub id.
 
-    The revision becomes a commit once, and every file comes from that commit. HF_HUB_OFFLINE,
-    HF_HOME, HF_ENDPOINT and a login are honoured as huggingface_hub does; without a connection a
-    complete cached snapshot is used.
+    The revision is turned into a commit once, and every file comes from that commit.
+    HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and a login work as in huggingface_hub. Without a
+    connection, a complete cached snapshot is used.
 
     Args:
         name_or_path: a folder, or an id such as "meta-llama/Llama-3.2-1B".
         revision: branch, tag or commit of a hub id; default its main branch.
-        weights: False fetches the config and tokenizer files only.
+        weights: False downloads the config and tokenizer files only.
     Raises:
-        CheckpointError: no such folder or repository, a gated one, no connection and nothing
-            cached, or no weights that can be read; says the way out.
+        CheckpointError: there is no such folder or repository, it is gated, there is no connection
+            and nothing cached, or it has no weights that can be read; the message says what to do.
     """
     name = os.fspath(name_or_path)
     if not name:
@@ -62,8 +62,8 @@ def resolve(
 
 
 def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
-    """The snapshot folder, every needed file in it."""
-    # Imported here: its import takes a while, and local folders do not need it.
+    """Download the files that are needed; return the snapshot folder."""
+    # This import takes a while, and local folders do not need it.
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -80,7 +80,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
         raise CheckpointError(f"{repo}: has no revision {revision!r}") from fault
     except errors.HFValidationError as fault:
         raise CheckpointError(f"{repo}: is no folder here and no valid hub id") from fault
-    except Exception as fault:  # no connection, in one of the many ways there are
+    except Exception as fault:  # There are many ways to have no connection.
         return _cached(repo, revision, weights, fault)
 
     commit = info.sha
@@ -113,10 +113,10 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
 
 
 def _remember(snapshot: Path, revision: str, commit: str | None) -> None:
-    """Note in the cache which commit a branch was at, for later runs without a connection."""
+    """Write into the cache which commit a branch is at, for later runs without a connection."""
     if commit and revision != commit and not commit.startswith(revision):
         ref = snapshot.parent.parent / "refs" / revision
-        with contextlib.suppress(OSError):  # a cache that is read-only serves all the same
+        with contextlib.suppress(OSError):  # A cache that is read-only is of use, too.
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(commit)
 
@@ -129,7 +129,7 @@ def _gated(repo: str) -> CheckpointError:
 
 
 def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) -> Path:
-    """What an earlier run left in the cache, if it is complete."""
+    """The snapshot that an earlier run has left in the cache, if it is complete."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
@@ -151,8 +151,8 @@ def _same_tensor(
     original: Checkpoint, name: str, exported: Checkpoint, other: str, dtype: torch.dtype | None
 ) -> bool:
     if dtype is None or DTYPES[original.tensors[name].dtype] == dtype:
-        return original.same_bits(name, exported, other)
-    return same_bits(original.tensor(name).to(dtype), exported.tensor(other))
+        return original.bitwise_equal(name, exported, other)
+    return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
 
 
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -90,10 +90,10 @@ class Tokenizer:
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:
         """Text of ids, of a 1-D tensor or of one id; ids outside the vocabulary have no text."""
-        values: Any = ids.tolist() if hasattr(ids, "tolist") else ids
+        found: Any = ids.tolist() if hasattr(ids, "tolist") else ids
+        found = [found] if isinstance(found, int) else map(int, found)
         size = self.backend.size()
-        inside = [int(i) for i in ([values] if isinstance(values, int) else values)]
-        return self.backend.decode([i for i in inside if 0 <= i < size], skip_special_tokens)
+        return self.backend.decode([i for i in found if 0 <= i < size], skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of the token with this text, None where the vocabulary has none."""

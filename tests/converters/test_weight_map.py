@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.weight_map import (
     TABLES,
     Entry,
@@ -75,7 +75,7 @@ def test_table_is_made_of_exactly_transformers_state_dict(family, changes, tmp_p
         checkpoint.read(entry, native[entry.name])
     for source, parts in table.parts().items():
         rows = [native[entry.name][span.row : span.row + span.rows] for entry, span in parts]
-        assert same_bits(torch.cat(rows), tensors[source])
+        assert bitwise_equal(torch.cat(rows), tensors[source])
 
 
 @pytest.mark.parametrize("family", TABLES)
