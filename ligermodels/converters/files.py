@@ -135,6 +135,11 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_token_id(value: Any) -> bool:
+    """Whether a JSON value is an integer of 32 bits, which every tokenizer's ids are."""
+    return is_int(value) and abs(value) < 2**31
+
+
 def is_number(value: Any) -> bool:
     """Whether a JSON value is a finite number that torch takes: integers have at most 64 bits."""
     if isinstance(value, float):

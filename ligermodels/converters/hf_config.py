@@ -18,7 +18,7 @@ from typing_extensions import Self
 from ligermodels.converters import hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.dtypes import FLOAT_DTYPES
-from ligermodels.converters.files import is_int, is_number, read_json
+from ligermodels.converters.files import is_int, is_number, is_token_id, read_json
 from ligermodels.errors import CheckpointError, ConfigError, shown
 
 # Keys that change the maths, and the values with which they do not. A family that does not
@@ -258,10 +258,8 @@ def _check_type(name: str, value: Any, hint: Any, source: str) -> None:
     kinds = get_args(hint) if hint not in _TYPES else (hint,)
     good = any(_TYPES[kind][1](value) for kind in kinds)
     if good and name.endswith("_token_id"):
-        good = all(
-            token is None or abs(token) < 2**31
-            for token in (value if isinstance(value, list) else [value])
-        )
+        tokens = value if isinstance(value, list) else [value]
+        good = all(token is None or is_token_id(token) for token in tokens)
     if not good:
         expected = " or ".join(_TYPES[kind][0] for kind in kinds)
         raise ConfigError(f"{source}: {name!r} is {shown(value)}, expected {expected}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
-from ligermodels.converters.files import is_int, read_json
+from ligermodels.converters.files import is_token_id, read_json
 from ligermodels.errors import CheckpointError, shown
 
 
@@ -19,12 +19,8 @@ class TokenIds(Protocol):
     pad_token_id: int | None
 
 
-def _is_id(value: Any) -> bool:
-    return is_int(value) and abs(value) < 2**31
-
-
-def _are_ids(value: Any) -> bool:
-    return all(map(_is_id, value if isinstance(value, list) else [value]))
+def _are_token_ids(value: Any) -> bool:
+    return all(map(is_token_id, value if isinstance(value, list) else [value]))
 
 
 def _is_penalty(value: Any) -> bool:
@@ -33,8 +29,8 @@ def _is_penalty(value: Any) -> bool:
 
 # The keys that are read, with a test of their values and a description of good ones.
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "eos_token_id": (_are_ids, "an integer or a list of them"),
-    "pad_token_id": (_is_id, "an integer"),
+    "eos_token_id": (_are_token_ids, "an integer or a list of them"),
+    "pad_token_id": (is_token_id, "an integer"),
     "repetition_penalty": (_is_penalty, "a positive number"),
 }
 # The keys with which transformers chooses other tokens, even in a greedy search.
