@@ -183,11 +183,9 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
     if not hasattr(model, "head"):
         return {name: weight.detach().float() for name, weight in named.items()}
-    from ligermodels.converters.weight_map import table_for
-
     return {
         span.source: named[entry.name].detach()[span.row : span.row + span.rows].float()
-        for entry in table_for(model.config)
+        for entry in model.weight_map(model.config)
         for span in entry.spans
     }
 

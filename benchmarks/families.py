@@ -39,9 +39,9 @@ def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict
     import transformers
 
     from ligermodels.converters.hf_config import to_hf
-    from ligermodels.models.auto import FAMILIES
+    from ligermodels.models.auto import families
 
-    config = FAMILIES[family].config_class.preset(preset, num_hidden_layers=layers)
+    config = families()[family].config_class.preset(preset, num_hidden_layers=layers)
     config.dtype = "bfloat16"
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
     options = {
@@ -61,11 +61,9 @@ def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict
 
 def gradients_by_hf_name(model: Any) -> dict[str, Tensor]:
     """Our gradients under HF's names, through the converters' table."""
-    from ligermodels.converters.weight_map import table_for
-
     named = dict(model.named_parameters())
     pieces: dict[str, Tensor] = {}
-    for entry in table_for(model.config):
+    for entry in model.weight_map(model.config):
         for span in entry.spans:
             pieces[span.source] = named[entry.name].grad[span.row : span.row + span.rows]
     return pieces

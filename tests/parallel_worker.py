@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import LigerLlama
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 
@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 
 def make(tied: bool, family: str = "llama") -> DecoderModel:
     torch.manual_seed(7)
-    cls = FAMILIES[family]
+    cls = families()[family]
     config = cls.config_class(
         **SIZES, **OWN[family], tie_word_embeddings=tied, initializer_range=0.3
     )

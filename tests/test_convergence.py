@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.converters.weight_map import table_for
 from tests.models import hf_models, zoo
 
 TEXT = Path(__file__).parent.parent / "examples" / "data"
@@ -151,7 +150,7 @@ def test_family(trained: Trained) -> None:
         entry.name: torch.cat(
             [theirs.parameters[s.source][s.source_row : s.source_row + s.rows] for s in entry.spans]
         )
-        for entry in table_for(model.config)
+        for entry in model.weight_map(model.config)
     }
     assert expected.keys() == ours.parameters.keys()
     for name, weight in expected.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
 VOCAB = 97
@@ -31,5 +31,5 @@ def random_model(family: str, **changes) -> DecoderModel:
         "max_position_embeddings": 64,
         "initializer_range": 0.3,
     }
-    cls = FAMILIES[family]
+    cls = families()[family]
     return cls(cls.config_class(**(settings | WINDOWS.get(family, {}) | changes))).eval()

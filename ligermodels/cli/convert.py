@@ -50,11 +50,11 @@ def run(given: argparse.Namespace) -> None:
         if held.exists() and not given.overwrite:
             raise LigerError(f"{given.target}: holds a checkpoint; replace it with --overwrite")
     source = resolve(given.source, revision=given.revision)
-    config_class = family_of(source).config_class
+    family = family_of(source)
     if given.target is None:
         report = verify(
             source,
-            config_class,
+            family,
             max_shard_size=given.max_shard_size,
             allow_nonfinite=given.allow_nonfinite,
         )
@@ -67,7 +67,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"written to {target}")
         if not given.verify:
             return
-        report = compare(source, target, config_class, dtype=loading["dtype"])
+        report = compare(source, target, family, dtype=loading["dtype"])
     print(report)
     if not report.ok:
         raise SystemExit(1)

@@ -31,17 +31,19 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> None:
     """Print the facts of every family."""
     from ligermodels.layers.rotary import ROPE_TYPES
-    from ligermodels.models.auto import FAMILIES
+    from ligermodels.models.auto import families
+
+    known = families()
 
     types: dict[type[DecoderModel], list[str]] = {}
-    for model_type, cls in FAMILIES.items():
+    for model_type, cls in known.items():
         types.setdefault(cls, []).append(model_type)
     if given.family is not None:
-        if given.family not in FAMILIES:
+        if given.family not in known:
             raise LigerError(
-                f"families: {given.family!r} is none of them; known: {', '.join(FAMILIES)}"
+                f"families: {given.family!r} is none of them; known: {', '.join(known)}"
             )
-        types = {FAMILIES[given.family]: types[FAMILIES[given.family]]}
+        types = {known[given.family]: types[known[given.family]]}
     found = {
         cls.config_class.model_type: {"model_type": names, **facts(cls)}
         for cls, names in types.items()

@@ -30,7 +30,7 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.models.auto import family_of
 
     folder = resolve(given.model, revision=given.revision)
-    found = asdict(describe(folder, family_of(folder).config_class))
+    found = asdict(describe(folder, family_of(folder)))
     if given.json:
         print(json.dumps(found, indent=2, default=str))
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
-from ligermodels.converters.weight_map import Entry, Span, Table, Towers
+from ligermodels.converters.weight_map import Entry, Span, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
 # Endings of the names of a quantised weight's parts: of GPTQ and AWQ, of bitsandbytes, and of
@@ -63,7 +63,7 @@ class Checkpoint:
             self.tensors.update(file.tensors)
             self._file_of.update(dict.fromkeys(file.tensors, file))
 
-    def plan(self, table: Table) -> dict[str, torch.dtype]:
+    def plan(self, weight_map: WeightMap) -> dict[str, torch.dtype]:
         """Check that the checkpoint holds exactly the tensors of a weight map.
 
         Returns: native name -> the dtype it is stored in; where its HF tensors have several, the
@@ -72,12 +72,12 @@ class Checkpoint:
             CheckpointError: tensors are quantised, missing or unexpected, or have another shape;
                 one message lists them all.
         """
-        if table.towers is not None:
-            self._leave_out(table.towers)
-        expected = table.source_shapes()
+        if weight_map.towers is not None:
+            self._leave_out(weight_map.towers)
+        expected = weight_map.source_shapes()
         optional = {
             name: expected[original]
-            for name, original in table.aliases.items()
+            for name, original in weight_map.aliases.items()
             if name in self.tensors
         }
         faults: list[tuple[Path, str, str]] = []
@@ -94,7 +94,7 @@ class Checkpoint:
                 faults.append((found.path, self._name_in_file(name), what))
         unexpected = []
         for name, info in self.tensors.items():
-            if name in expected or name in optional or name.endswith(table.ignored):
+            if name in expected or name in optional or name.endswith(weight_map.ignored):
                 continue
             if name.endswith(_QUANTISED):
                 what = "is part of a quantised weight: quantised checkpoints are not supported"
@@ -103,7 +103,7 @@ class Checkpoint:
                 unexpected.append((info.path, name, "is unexpected"))
         if faults := [*faults, *absent, *unexpected]:
             raise CheckpointError(_describe(faults))
-        return {entry.name: self._stored_dtype(entry) for entry in table}
+        return {entry.name: self._stored_dtype(entry) for entry in weight_map}
 
     def _leave_out(self, towers: Towers) -> None:
         """Forget the tensors of other towers, and call the others as in the text model alone."""
@@ -150,13 +150,13 @@ class Checkpoint:
                         out[at : at + len(stored)].copy_(stored)
                         at += len(stored)
 
-    def check_aliases(self, table: Table) -> None:
+    def check_aliases(self, weight_map: WeightMap) -> None:
         """Compare each tensor that is stored a second time, such as a tied head, with the first.
 
         Raises:
             CheckpointError: the two differ.
         """
-        for alias, original in table.aliases.items():
+        for alias, original in weight_map.aliases.items():
             if alias in self.tensors and not self.bitwise_equal(alias, self, original):
                 raise CheckpointError(
                     f"{self.tensors[alias].path}: {alias!r} differs from {original!r}, but "

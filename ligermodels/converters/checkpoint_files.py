@@ -76,16 +76,16 @@ def weight_files(
             return [SAFE_WEIGHTS_NAME], None
         raise CheckpointError(_why_no_weights(where, names))
     index = f"{where}/{SAFE_WEIGHTS_INDEX_NAME}"
-    weight_map = read_index().get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    shard_of = read_index().get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{index}: 'weight_map' is missing or empty")
-    for key, name in weight_map.items():
+    for key, name in shard_of.items():
         if not isinstance(name, str) or not _is_plain_name(name):
             raise CheckpointError(
                 f"{index}: 'weight_map' puts {shown(key)} into {shown(name)}, which is no plain "
                 "file name"
             )
-    files = sorted(set(weight_map.values()))
+    files = sorted(set(shard_of.values()))
     if SAFE_WEIGHTS_NAME in names and SAFE_WEIGHTS_NAME not in files:
         raise CheckpointError(
             f"{index}: does not name {SAFE_WEIGHTS_NAME}, which stands beside it: one of the two "
@@ -96,7 +96,7 @@ def weight_files(
             f"{where}/{printable(absent[0])}: is missing, but {SAFE_WEIGHTS_INDEX_NAME} names it "
             f"({len(absent)} of {len(files)} shards missing)\n{listing(absent)}"
         )
-    return files, weight_map
+    return files, shard_of
 
 
 def _is_plain_name(name: str) -> bool:

@@ -24,7 +24,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json, sync_file, write_json
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import Entry, Span, Table
+from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,9 +33,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class _Plan:
     """The HF tensors of an export: their shapes, dtypes and the native rows they are made of."""
 
-    def __init__(self, table: Table, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.shapes = table.source_shapes()
-        self.parts = table.parts()
+    def __init__(self, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.shapes = weight_map.source_shapes()
+        self.parts = weight_map.parts()
         self.dtypes = {name: dtypes[parts[0][0].name] for name, parts in self.parts.items()}
 
     def nbytes(self, name: str) -> int:
@@ -57,7 +57,7 @@ class _Plan:
 def save(
     folder: str | os.PathLike[str],
     config_dict: Mapping[str, Any],
-    table: Table,
+    weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
     source_folder: str | os.PathLike[str] | None = None,
@@ -85,8 +85,8 @@ def save(
     source = target if source_folder is None else Path(source_folder)
     copied = [] if source_folder is None else copied_files(source)
     if dtypes is None:
-        dtypes = {entry.name: get_tensor(entry.name).dtype for entry in table}
-    plan = _Plan(table, dtypes)
+        dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
+    plan = _Plan(weight_map, dtypes)
     for name, dtype in plan.dtypes.items():
         if dtype not in _DTYPE_NAMES:
             raise SaveError(f"{folder}: {name!r} is {dtype}, which an export does not hold")
@@ -112,8 +112,8 @@ def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
         # Another model's tokenizer.json would win over a tokenizer.model that is copied now.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
     with contextlib.suppress(CheckpointError):  # A damaged index is replaced all the same.
-        weight_map = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
-        named = weight_map.values() if isinstance(weight_map, dict) else ()
+        shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
+        named = shard_of.values() if isinstance(shard_of, dict) else ()
         # A hostile index may name any file; the user's files stay.
         stale.update(n for n in named if isinstance(n, str) and n.endswith(".safetensors"))
     return lambda name: name in stale or SHARD_NAME.fullmatch(name) is not None
@@ -125,15 +125,15 @@ def _write_weights(
     shards = plan.shards(max_shard_size)
     if len(shards) == 1:
         return _write_shard(folder / SAFE_WEIGHTS_NAME, shards[0], plan, get_tensor)
-    weight_map = {}
+    shard_of = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, names, plan, get_tensor)
-        weight_map.update(dict.fromkeys(names, file))
-    total = sum(map(plan.nbytes, weight_map))
+        shard_of.update(dict.fromkeys(names, file))
+    total = sum(map(plan.nbytes, shard_of))
     write_json(
         folder / SAFE_WEIGHTS_INDEX_NAME,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
     )
 
 

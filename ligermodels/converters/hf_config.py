@@ -80,6 +80,8 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
     @property
     def sliding_windows(self) -> list[int | None]: ...
 
+    def to_dict(self) -> dict[str, Any]: ...
+
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in `folder`/config.json, as it is.

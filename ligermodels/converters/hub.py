@@ -95,8 +95,8 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     try:
         wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
-            files, weight_map = weight_files(repo, names, read_index)
-            wanted += files if weight_map is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
+            files, shard_of = weight_files(repo, names, read_index)
+            wanted += files if shard_of is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
         present = [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)]
         snapshot = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
     except CheckpointError:

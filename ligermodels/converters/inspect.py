@@ -1,6 +1,5 @@
 """What a checkpoint is, from its config and headers alone."""
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +9,7 @@ from typing import Any
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, unknown_keys
-from ligermodels.converters.weight_map import table_for
+from ligermodels.converters.weight_map import Family
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,23 @@ class Description:
     memory: dict[str, int]
 
 
-def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
+def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     """Describe a local HF checkpoint after the checks of a load, without reading a tensor.
 
-    Args: config_class is the config class of its family.
+    Args: family is its model class.
     Raises:
         ConfigError, CheckpointError: what a load would raise for names, shapes and config.
     """
     folder = Path(folder)
     raw = read_config(folder)
-    config = config_class.from_hf(folder)
-    table = table_for(config)
+    config = family.config_class.from_hf(folder)
+    weight_map = family.weight_map(config)
     checkpoint = Checkpoint(folder)
-    checkpoint.plan(table)
+    checkpoint.plan(weight_map)
 
-    parameters = sum(prod(entry.shape) for entry in table)
+    parameters = sum(prod(entry.shape) for entry in weight_map)
     dtype_bytes: dict[str, int] = {}
-    for name in table.source_shapes():
+    for name in weight_map.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
     names = [CONFIG_NAME, *(path.name for path in checkpoint.files), *copied_files(folder)]
@@ -73,13 +72,12 @@ def describe(folder: str | os.PathLike[str], config_class: Any) -> Description:
         "key/value cache per 1000 tokens in bfloat16": 1000 * layers * per_token,
         f"key/value cache of all {longest} positions in bfloat16": kept * per_token,
     }
-    fields = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    fields.pop("extra", None)
+    fields = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     return Description(
         folder=folder,
         family=config.model_type,
         config=fields,
-        unknown_keys=unknown_keys(raw, config_class),
+        unknown_keys=unknown_keys(raw, family.config_class),
         left_out=checkpoint.left_out,
         parameters=parameters,
         dtype_bytes=dtype_bytes,

@@ -16,7 +16,7 @@ from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import table_for
+from ligermodels.converters.weight_map import Family
 from ligermodels.errors import listing
 
 
@@ -54,7 +54,7 @@ class Report:
 
 def verify(
     folder: str | os.PathLike[str],
-    config_class: Any,
+    family: Family,
     *,
     scratch: str | os.PathLike[str] | None = None,
     max_shard_size: int = 5 * 10**9,
@@ -66,7 +66,7 @@ def verify(
 
     Args:
         folder: a local HF checkpoint.
-        config_class: the config class of its family.
+        family: its model class.
         scratch: where the copy is made for the time; default the system's temporary folder.
         allow_nonfinite: let NaN and infinite weights through.
     Raises:
@@ -74,12 +74,12 @@ def verify(
         SaveError: the copy cannot be written.
     """
     folder = Path(folder)
-    config = config_class.from_hf(folder)
-    table = table_for(config)
+    config = family.config_class.from_hf(folder)
+    weight_map = family.weight_map(config)
     original = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-    dtypes = original.plan(table)
-    original.check_aliases(table)
-    entries = {entry.name: entry for entry in table}
+    dtypes = original.plan(weight_map)
+    original.check_aliases(weight_map)
+    entries = {entry.name: entry for entry in weight_map}
 
     def get_tensor(name: str) -> Tensor:
         out = torch.empty(entries[name].shape, dtype=dtypes[name])
@@ -92,13 +92,13 @@ def verify(
         save(
             copy,
             to_hf(config),
-            table,
+            weight_map,
             get_tensor,
             source_folder=folder,
             max_shard_size=max_shard_size,
             dtypes=dtypes,
         )
-        return compare(folder, copy, config_class)
+        return compare(folder, copy, family)
     finally:
         shutil.rmtree(parent, ignore_errors=True)
 
@@ -106,7 +106,7 @@ def verify(
 def compare(
     folder: str | os.PathLike[str],
     copy: str | os.PathLike[str],
-    config_class: Any,
+    family: Family,
     *,
     dtype: torch.dtype | None = None,
 ) -> Report:
@@ -114,16 +114,16 @@ def compare(
 
     Args:
         folder, copy: local HF checkpoints of one family; what only the copy has is no difference.
-        config_class: the config class of the family.
+        family: their model class.
         dtype: what the copy was cast to; default each tensor's own.
     Raises:
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = text_config(read_config(folder), config_class, str(folder / CONFIG_NAME))
+    raw = text_config(read_config(folder), family.config_class, str(folder / CONFIG_NAME))
     original, exported = Checkpoint(folder), Checkpoint(copy)
-    names = _names(original, config_class)
-    pairs = list(zip(names, _names(exported, config_class), strict=True))
+    names = _names(original, family)
+    pairs = list(zip(names, _names(exported, family), strict=True))
     files = tuple(copied_files(folder))
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
     compared = {key: value for key, value in raw.items() if key not in recast}
@@ -140,11 +140,11 @@ def compare(
     return Report(len(names), nbytes, len(compared), files, tuple(differences))
 
 
-def _names(checkpoint: Checkpoint, config_class: Any) -> list[str]:
-    """The HF tensors that the checkpoint's model is made of, in the table's order."""
-    table = table_for(config_class.from_hf(checkpoint.folder))
-    checkpoint.plan(table)
-    return list(table.source_shapes())
+def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
+    """The HF tensors that the checkpoint's model is made of, in the order of an export."""
+    weight_map = family.weight_map(family.config_class.from_hf(checkpoint.folder))
+    checkpoint.plan(weight_map)
+    return list(weight_map.source_shapes())
 
 
 def _same_tensor(

@@ -1,14 +1,14 @@
-"""The one table that says where each native parameter lives in an HF checkpoint.
+"""The span table: where the rows of each native parameter stand in an HF checkpoint.
 
-A native parameter is a list of row spans of HF tensors; loading, reading the rows of one rank and
-exporting all walk the same spans. A family is a function from its config to a `Table`.
+A native parameter is a list of row spans of HF tensors. Loading, reading the rows of one rank and
+exporting all walk the same spans. A family has a function from its config to a `WeightMap`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from ligermodels.errors import ConfigError
+from ligermodels.converters.hf_config import HFConfig
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Towers:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A family's parameters at the sizes of one config.
+class WeightMap:
+    """Every parameter of a model, at the sizes of one config, and the HF tensors that fill it.
 
     Attributes:
         entries: every native parameter, in the order in which an export writes them.
         aliases: HF names that may be stored a second time, and the name they must equal.
-        ignored: endings of HF names that carry nothing the model needs.
+        ignored: endings of the names of HF tensors that the model does not need.
         towers: what else a checkpoint of the family may hold; None for nothing.
     """
 
@@ -100,145 +100,28 @@ def packed(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry
     return Entry(name, (row, *width), tuple(spans))
 
 
-def decoder_table(
-    config: Any,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
-    towers: Towers | None = None,
-) -> Table:
-    """Every family: renames, packed q/k/v and gate/up, a head of its own unless tied.
+def linear(
+    name: str, width: int, *pieces: tuple[str, int], bias: bool = False
+) -> tuple[Entry, ...]:
+    """The weight of a linear with `width` inputs, and its bias if it has one.
 
-    Args: which projections have a bias, whether q and k have norms over head_dim, the names of a
-        block's norms over the hidden size, which are HF's and ours, and what else is stored.
+    Args: pieces are the HF linears, (name, outputs) each, that are stacked in this order.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows = config.num_attention_heads * config.head_dim
-    kv_rows = config.num_key_value_heads * config.head_dim
-    entries = [
-        packed("embed_tokens.weight", (hidden,), ("model.embed_tokens.weight", config.vocab_size))
-    ]
-
-    def linear(name: str, width: int, bias: bool, *pieces: tuple[str, int]) -> None:
-        entries.append(
-            packed(f"{name}.weight", (width,), *((f"{hf}.weight", n) for hf, n in pieces))
-        )
-        if bias:
-            entries.append(packed(f"{name}.bias", (), *((f"{hf}.bias", n) for hf, n in pieces)))
-
-    def norm(name: str, source: str, size: int = hidden) -> None:
-        entries.append(packed(f"{name}.weight", (), (f"{source}.weight", size)))
-
-    for i in range(config.num_hidden_layers):
-        block, hf = f"layers.{i}", f"model.layers.{i}"
-        attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
-        norm(f"{block}.{norms[0]}", f"{hf}.{norms[0]}")
-        linear(
-            f"{block}.self_attn.qkv_proj",
-            hidden,
-            qkv_bias,
-            (f"{attention}.q_proj", q_rows),
-            (f"{attention}.k_proj", kv_rows),
-            (f"{attention}.v_proj", kv_rows),
-        )
-        if head_norms:
-            for name in ("q_norm", "k_norm"):
-                norm(f"{block}.self_attn.{name}", f"{attention}.{name}", config.head_dim)
-        linear(f"{block}.self_attn.o_proj", q_rows, out_bias, (f"{attention}.o_proj", hidden))
-        for name in norms[1:]:
-            norm(f"{block}.{name}", f"{hf}.{name}")
-        linear(
-            f"{block}.mlp.gate_up_proj",
-            hidden,
-            mlp_bias,
-            (f"{mlp}.gate_proj", inner),
-            (f"{mlp}.up_proj", inner),
-        )
-        linear(f"{block}.mlp.down_proj", inner, mlp_bias, (f"{mlp}.down_proj", hidden))
-
-    norm("norm", "model.norm")
-    aliases = {}
-    if config.tie_word_embeddings:
-        aliases = {"lm_head.weight": "model.embed_tokens.weight"}
-    else:
-        linear("head.proj", hidden, False, ("lm_head", config.vocab_size))
-    return Table(tuple(entries), aliases, ignored=("rotary_emb.inv_freq",), towers=towers)
+    weight = packed(f"{name}.weight", (width,), *((f"{hf}.weight", rows) for hf, rows in pieces))
+    if not bias:
+        return (weight,)
+    return weight, packed(f"{name}.bias", (), *((f"{hf}.bias", rows) for hf, rows in pieces))
 
 
-def _biased(config: Any, **options: Any) -> Table:
-    """All four projections of attention have a bias if config.attention_bias."""
-    bias = config.attention_bias
-    return decoder_table(config, qkv_bias=bias, out_bias=bias, **options)
+def norm(name: str, source: str, size: int) -> Entry:
+    """The weight of a norm over `size` features; `source` is the norm's name in HF."""
+    return packed(f"{name}.weight", (), (f"{source}.weight", size))
 
 
-def llama_table(config: Any) -> Table:
-    """Llama: biases where the config asks for them."""
-    return _biased(config, mlp_bias=config.mlp_bias)
+class Family(Protocol):
+    """What the converters ask of a family, which is a model class."""
 
+    @property
+    def config_class(self) -> type[HFConfig]: ...
 
-def _qwen2(config: Any) -> Table:
-    return decoder_table(config, qkv_bias=True)
-
-
-def _qwen3(config: Any) -> Table:
-    return _biased(config, head_norms=True)
-
-
-_SANDWICH = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-
-
-# As published, and as transformers 5 writes them.
-_GEMMA3_TOWERS = Towers(
-    spellings=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    left_out=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
-)
-
-
-def _gemma2(config: Any) -> Table:
-    return _biased(config, norms=_SANDWICH)
-
-
-def _gemma3(config: Any) -> Table:
-    return _biased(config, norms=_SANDWICH, head_norms=True, towers=_GEMMA3_TOWERS)
-
-
-TABLES: dict[str, Callable[[Any], Table]] = {
-    "llama": llama_table,
-    "mistral": decoder_table,
-    "gemma": _biased,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-}
-
-
-def table_for(config: Any) -> Table:
-    """The table of the config's family.
-
-    Raises:
-        ConfigError: the family has none.
-    """
-    if config.model_type not in TABLES:
-        raise ConfigError(
-            f"model_type {config.model_type!r} has no conversion table; "
-            f"there is one for {', '.join(sorted(TABLES))}"
-        )
-    return TABLES[config.model_type](config)
+    def weight_map(self, config: Any) -> WeightMap: ...

@@ -1,41 +1,56 @@
-"""From a config.json's model_type to the class that computes it."""
+"""The registry of families: from a config.json's model_type to the class that computes it."""
 
+import functools
 import os
-from typing import Any
+import pkgutil
+from importlib import import_module
+from typing import Any, TypeVar
 
+from ligermodels import models
 from ligermodels.converters import hf_config, hub
 from ligermodels.errors import ConfigError, shown
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.gemma import LigerGemma
-from ligermodels.models.gemma2 import LigerGemma2
-from ligermodels.models.gemma3 import LigerGemma3
-from ligermodels.models.llama import LigerLlama
-from ligermodels.models.mistral import LigerMistral
-from ligermodels.models.qwen2 import LigerQwen2
-from ligermodels.models.qwen3 import LigerQwen3
 
-FAMILIES: dict[str, type[DecoderModel]] = {
-    cls.config_class.model_type: cls
-    for cls in (
-        LigerLlama,
-        LigerMistral,
-        LigerGemma,
-        LigerGemma2,
-        LigerGemma3,
-        LigerQwen2,
-        LigerQwen3,
-    )
-}
-# Published with a vision tower, of which the text model alone is loaded.
-FAMILIES |= {
-    cls.config_class.wrapper_type: cls
-    for cls in list(FAMILIES.values())
-    if cls.config_class.wrapper_type is not None
-}
+Model = TypeVar("Model", bound=DecoderModel)
+
+_registered: dict[str, type[DecoderModel]] = {}
+
+
+def register(cls: type[Model]) -> type[Model]:
+    """Make a model class known to `AutoLiger`, `load_pretrained` and the command line.
+
+    To be used as a decorator or called. The class has a `config_class`, whose `model_type` (and
+    `wrapper_type`, if it has one) is what a config.json says, and a `weight_map`. A class that is
+    defined a second time, as in a notebook, replaces its first definition.
+
+    Returns: the class, unchanged.
+    Raises:
+        ConfigError: another class is registered under the same model_type.
+    """
+    if cls.__module__.rpartition(".")[0] != models.__name__:
+        _import_families()  # so that a clash with one of them is found here
+    config_class = cls.config_class
+    for model_type in (config_class.model_type, config_class.wrapper_type):
+        known = _registered.get(model_type) if model_type is not None else None
+        if known is not None and _full_name(known) != _full_name(cls):
+            raise ConfigError(
+                f"model_type {model_type!r} belongs to {_full_name(known)}; {_full_name(cls)} "
+                "needs another one in its config class"
+            )
+    _registered[config_class.model_type] = cls
+    if config_class.wrapper_type is not None:
+        _registered[config_class.wrapper_type] = cls
+    return cls
+
+
+def families() -> dict[str, type[DecoderModel]]:
+    """Every registered model class by model_type, in the order of the names."""
+    _import_families()
+    return dict(sorted(_registered.items()))
 
 
 class AutoLiger:
-    """Loads a checkpoint with the class its config names."""
+    """Loads a checkpoint with the class that its config.json names."""
 
     @staticmethod
     def from_hf(
@@ -50,13 +65,25 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     """The model class for a checkpoint folder.
 
     Raises:
-        ConfigError: its config.json cannot be read or names no supported model_type.
+        ConfigError: its config.json cannot be read or names no registered model_type.
     """
     raw = hf_config.read_config(folder)
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    known = families()
+    if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
             f"{os.path.join(folder, 'config.json')}: model_type {shown(model_type)} is not "
-            f"supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"supported; supported: {', '.join(known)}"
         )
-    return FAMILIES[model_type]
+    return known[model_type]
+
+
+@functools.cache
+def _import_families() -> None:
+    """Import every module of this folder, so that each family in it registers itself."""
+    for module in pkgutil.iter_modules(models.__path__):
+        import_module(f"{models.__name__}.{module.name}")
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,15 +1,12 @@
-"""What all families share: the forward pass, loading, saving, and the report on kernels."""
+"""What all families share: the parts made from a config, and the forward pass over them."""
 
-import copy
-import os
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Self
 
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
@@ -19,6 +16,7 @@ from ligermodels.layers import (
     LossHead,
     RMSNorm,
     RotaryEmbedding,
+    ScaledEmbedding,
 )
 from ligermodels.layers.attention import Attention, Cache
 from ligermodels.layers.attention_backend import prepare
@@ -28,36 +26,60 @@ from ligermodels.layers.attention_mask import (
     document_ids,
     positions_from_cu_seqlens,
 )
-from ligermodels.models import hf_io as checkpoints
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
 
 
-class DecoderModel(nn.Module):
-    """A decoder that emits hidden states; families set up the parts declared here.
+class DecoderModel(HFModel):
+    """A decoder that emits hidden states; a family declares its parts by calling `build`.
 
-    Attributes:
-        config: the family's config.
-        built_from: the config as it was when the modules were made from it.
-        source_folder: the local checkpoint folder that the weights came from, or None.
-        source_dtype: the dtype they were loaded in, or None.
+    An architecture whose parts are others may set the attributes declared here by itself.
     """
 
-    config_class: ClassVar[type[ModelConfig]]
     embed_tokens: nn.Embedding
     rotary_emb: RotaryEmbedding
     layers: nn.ModuleList
-    norm: RMSNorm
+    norm: RMSNorm | LayerNorm
     head: LossHead
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        config.validate()
-        self.config = config
-        self.built_from = copy.deepcopy(config)
-        self.source_folder: Path | None = None
-        self.source_dtype: torch.dtype | None = None
-        self.activation_checkpointing = False
+        super().__init__(config)
+        self._checkpoint_every = 0  # every so many blocks; 0 for none
+
+    def build(
+        self,
+        *,
+        block: Callable[[Any, int], nn.Module],
+        norm: RMSNorm | LayerNorm,
+        embedding_scale: float | None = None,
+        logit_softcap: float | None = None,
+    ) -> None:
+        """Make embedding, rope, blocks, final norm and head from the config; draw the weights.
+
+        Args:
+            block: makes a layer from the config and the layer's index. A layer is called as
+                `layer(x, residual, context)` and returns (x, residual), whose sum is its output.
+            norm: the final norm.
+            embedding_scale: factor on the embeddings; None for 1.
+            logit_softcap: logits become cap * tanh(logits / cap); None for no cap.
+        """
+        config = self.config
+        hidden, vocab, padding = config.hidden_size, config.vocab_size, config.pad_token_id
+        if embedding_scale is None:
+            self.embed_tokens = nn.Embedding(vocab, hidden, padding_idx=padding)
+        else:
+            self.embed_tokens = ScaledEmbedding(
+                vocab, hidden, padding_idx=padding, scale=embedding_scale
+            )
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
+        )
+        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = norm
+        tied_to = self.embed_tokens if config.tie_word_embeddings else None
+        self.head = LossHead(hidden, vocab, tied_to=tied_to, softcap=logit_softcap)
+        self.initialize_weights()
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -120,9 +142,10 @@ class DecoderModel(nn.Module):
 
     def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        for layer, rope in zip(self.layers, self.ropes):
+        every = self._checkpoint_every if torch.is_grad_enabled() else 0
+        for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
             context = contexts[rope]
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if every and index % every == 0:
                 # One tensor is kept at the boundary, not the pair.
                 x, residual = x if residual is None else x + residual, None
                 x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
@@ -229,46 +252,6 @@ class DecoderModel(nn.Module):
             elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.reset_parameters()
 
-    @classmethod
-    def from_hf(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        allow_nonfinite: bool = False,
-    ) -> Self:
-        """Load an HF checkpoint.
-
-        Args:
-            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: of the parameters; default what the checkpoint is stored in.
-            device: where the parameters go, tensor by tensor.
-            revision: branch, tag or commit of a hub id.
-            allow_nonfinite: let NaN and infinite weights in.
-        Raises:
-            ConfigError: config.json is damaged, of another family, or asks for what is not
-                implemented.
-            CheckpointError: weights missing, unexpected, mis-shaped, damaged or quantised, a
-                repository absent or closed; names and shapes are checked before anything large
-                is allocated.
-        """
-        return checkpoints.load(cls, path, dtype, torch.device(device), revision, allow_nonfinite)
-
-    def save_hf(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write an HF checkpoint that transformers, vLLM and llama.cpp read.
-
-        The folder is replaced in one step: a save that is killed leaves the old one. Tokenizer
-        and generation files come along from the checkpoint that was loaded; other files in the
-        folder stay.
-
-        Args: max_shard_size in bytes.
-        Raises:
-            SaveError: the disk is full or closed to us, or a projection is still wrapped.
-        """
-        checkpoints.save(self, folder, max_shard_size)
-
     # --- use -------------------------------------------------------------------------------------
 
     def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
@@ -277,20 +260,73 @@ class DecoderModel(nn.Module):
 
         return generate(self, input_ids, **options)
 
-    def activation_checkpointing_enable(self) -> None:
-        """Keep one tensor per block and compute the rest again in backward."""
-        self.activation_checkpointing = True
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Keep one tensor per block for backward, and compute the rest of the block again there.
+
+        Args: as in transformers.
+            activation_checkpointing_kwargs: None or {"use_reentrant": False}.
+            every_n_layers: which blocks are computed again: those whose index it divides.
+            offload: keeping that tensor in host memory is not implemented; only False is accepted.
+        Raises:
+            ValueError: an argument asks for what is not implemented.
+        """
+        options = activation_checkpointing_kwargs or {}
+        if unknown := options.keys() - {"use_reentrant"}:
+            raise ValueError(
+                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; the one "
+                "option that may be given is use_reentrant=False"
+            )
+        if options.get("use_reentrant"):
+            raise ValueError(
+                "activation checkpointing: use_reentrant=True is not implemented; leave it out or "
+                "set it to False, which computes the same gradients"
+            )
+        if offload:
+            raise ValueError("activation checkpointing: offload=True is not implemented; set False")
+        if every_n_layers < 1:
+            raise ValueError(
+                f"activation checkpointing: every_n_layers is {every_n_layers}; expected at least 1"
+            )
+        self._checkpoint_every = every_n_layers
 
     def activation_checkpointing_disable(self) -> None:
-        """Keep what `DecoderBlock` lists for backward."""
-        self.activation_checkpointing = False
+        """Keep for backward what each block lists."""
+        self._checkpoint_every = 0
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether some blocks are computed again in backward."""
+        return self._checkpoint_every > 0
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """`activation_checkpointing_enable` under its older name in transformers."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable` under its older name in transformers."""
+        self.activation_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """`is_activation_checkpointing` under its older name in transformers."""
+        return self.is_activation_checkpointing
 
     def kernels(self) -> dict[str, str]:
         """Which implementation each op takes on this model as it is now, and why.
 
         Returns: op -> "implementation (reason)"; swapped projections are listed by name.
         """
-        return kernels_of(self)
+        return kernels_of(self, self.embed_tokens.weight, self.head)
 
 
 def next_token_targets(

@@ -59,6 +59,7 @@ class ModelConfig:
 
     model_type: ClassVar[str]
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
+    # Published sizes by name: the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # model_type of a config.json that has this family's as its text_config, beside other towers.
     wrapper_type: ClassVar[str | None] = None
@@ -195,6 +196,20 @@ class ModelConfig:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         del values["extra"]
         return {"model_type": self.model_type, **values}
+
+
+def sizes(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any
+) -> dict[str, Any]:
+    """The fields of a published size, and others by keyword; `inner` is intermediate_size."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **others,
+    }
 
 
 def _is_size(value: object) -> bool:

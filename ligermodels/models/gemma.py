@@ -1,23 +1,20 @@
 """Gemma (1): scaled embeddings, norm weights stored as w - 1, GELU, wide heads."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, shown
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
-    ScaledEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
-from ligermodels.models.presets import GEMMA
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -25,7 +22,6 @@ class GemmaConfig(ModelConfig):
     """Fields of a Gemma `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "gemma"
-    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA
 
     vocab_size: int = 256000
     hidden_size: int = 3072
@@ -59,15 +55,28 @@ class GemmaConfig(ModelConfig):
         return "gelu_tanh" if self.hidden_act == "gelu" else super().activation
 
 
+GemmaConfig.presets = {
+    "gemma-2b": sizes(2048, 16384, 18, 8, 1),
+    "gemma-7b": sizes(3072, 24576, 28, 16, 16),
+}
+
+
+def weight_map(config: GemmaConfig) -> WeightMap:
+    """Where each parameter stands in a Gemma checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias)
+
+
+def _norm(config: GemmaConfig, size: int) -> RMSNorm:
+    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
+    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+
+
 class GemmaBlock(DecoderBlock):
     """A decoder block with Gemma's parts."""
 
     def __init__(self, config: GemmaConfig, layer_index: int) -> None:
         hidden = config.hidden_size
-
-        def norm() -> RMSNorm:
-            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
-
         super().__init__(
             self_attn=Attention(
                 hidden,
@@ -78,11 +87,12 @@ class GemmaBlock(DecoderBlock):
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=norm(),
-            post_attention_layernorm=norm(),
+            input_layernorm=_norm(config, hidden),
+            post_attention_layernorm=_norm(config, hidden),
         )
 
 
+@register
 class LigerGemma(DecoderModel):
     """Gemma on fused layers.
 
@@ -91,24 +101,12 @@ class LigerGemma(DecoderModel):
 
     config_class = GemmaConfig
     config: GemmaConfig
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = ScaledEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            padding_idx=config.pad_token_id,
-            scale=config.hidden_size**0.5,
+        self.build(
+            block=GemmaBlock,
+            norm=_norm(config, config.hidden_size),
+            embedding_scale=config.hidden_size**0.5,
         )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            GemmaBlock(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
-        )
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()

@@ -1,22 +1,19 @@
 """Gemma 2: soft caps on scores and logits, norms around each sub-layer, alternating windows."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import (
     Attention,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
     SandwichBlock,
-    ScaledEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig, windows_from_types
-from ligermodels.models.presets import GEMMA2
+from ligermodels.models.config import ModelConfig, sizes, windows_from_types
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -25,7 +22,6 @@ class Gemma2Config(ModelConfig):
 
     model_type: ClassVar[str] = "gemma2"
     activation_field: ClassVar[str] = "hidden_activation"
-    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA2
 
     vocab_size: int = 256000
     hidden_size: int = 2304
@@ -55,15 +51,37 @@ class Gemma2Config(ModelConfig):
         return windows_from_types(types, self.sliding_window)
 
 
+Gemma2Config.presets = {
+    "gemma-2-2b": sizes(2304, 9216, 26, 8, 4),
+    "gemma-2-9b": sizes(3584, 14336, 42, 16, 8),
+    "gemma-2-27b": sizes(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+}
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def weight_map(config: Gemma2Config) -> WeightMap:
+    """Where each parameter stands in a Gemma 2 checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, norms=_NORMS)
+
+
+def _norm(config: Gemma2Config, size: int) -> RMSNorm:
+    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
+    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+
+
 class Gemma2Block(SandwichBlock):
     """A decoder block with Gemma 2's parts."""
 
     def __init__(self, config: Gemma2Config, layer_index: int) -> None:
         hidden = config.hidden_size
-
-        def norm() -> RMSNorm:
-            return RMSNorm(hidden, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
-
         super().__init__(
             self_attn=Attention(
                 hidden,
@@ -77,13 +95,14 @@ class Gemma2Block(SandwichBlock):
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=norm(),
-            post_attention_layernorm=norm(),
-            pre_feedforward_layernorm=norm(),
-            post_feedforward_layernorm=norm(),
+            input_layernorm=_norm(config, hidden),
+            post_attention_layernorm=_norm(config, hidden),
+            pre_feedforward_layernorm=_norm(config, hidden),
+            post_feedforward_layernorm=_norm(config, hidden),
         )
 
 
+@register
 class LigerGemma2(DecoderModel):
     """Gemma 2 on fused layers.
 
@@ -92,28 +111,13 @@ class LigerGemma2(DecoderModel):
 
     config_class = Gemma2Config
     config: Gemma2Config
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: Gemma2Config) -> None:
         super().__init__(config)
-        self.embed_tokens = ScaledEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            padding_idx=config.pad_token_id,
-            scale=config.hidden_size**0.5,
+        self.build(
+            block=Gemma2Block,
+            norm=_norm(config, config.hidden_size),
+            embedding_scale=config.hidden_size**0.5,
+            logit_softcap=config.final_logit_softcapping,
         )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            Gemma2Block(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
-        )
-        self.head = LossHead(
-            config.hidden_size,
-            config.vocab_size,
-            tied_to=self.embed_tokens if config.tie_word_embeddings else None,
-            softcap=config.final_logit_softcapping,
-        )
-        self.initialize_weights()

@@ -1,22 +1,20 @@
 """Gemma 3's text model: q and k norms, five sliding layers with a rope of their own to one full."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import Towers, WeightMap
 from ligermodels.layers import (
     Attention,
     GatedMLP,
-    LossHead,
     RMSNorm,
     RotaryEmbedding,
     SandwichBlock,
-    ScaledEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig, windows_from_types
-from ligermodels.models.presets import GEMMA3
+from ligermodels.models.config import ModelConfig, sizes, windows_from_types
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -26,7 +24,6 @@ class Gemma3Config(ModelConfig):
     model_type: ClassVar[str] = "gemma3_text"
     activation_field: ClassVar[str] = "hidden_activation"
     wrapper_type: ClassVar[str | None] = "gemma3"
-    presets: ClassVar[dict[str, dict[str, Any]]] = GEMMA3
 
     vocab_size: int = 262208
     hidden_size: int = 2304
@@ -60,15 +57,61 @@ class Gemma3Config(ModelConfig):
         return windows_from_types(types, self.sliding_window)
 
 
+_GEMMA3_TEXT = {"vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512}
+# The text models of those with a vision tower.
+_GEMMA3_TOWER = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+Gemma3Config.presets = {
+    "gemma-3-270m": _GEMMA3_TEXT | sizes(640, 2048, 18, 4, 1),
+    "gemma-3-1b": _GEMMA3_TEXT | sizes(1152, 6912, 26, 4, 1),
+    "gemma-3-4b": _GEMMA3_TOWER | sizes(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": _GEMMA3_TOWER | sizes(3840, 15360, 48, 16, 8),
+    "gemma-3-27b": _GEMMA3_TOWER
+    | sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+}
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+# What stands beside the text model, and how its tensors are called there: in published checkpoints,
+# and in those that transformers 5 writes.
+_TOWERS = Towers(
+    spellings=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    left_out=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+)
+
+
+def weight_map(config: Gemma3Config) -> WeightMap:
+    """Where each parameter stands in a Gemma 3 checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(
+        config, qkv_bias=bias, out_bias=bias, head_norms=True, norms=_NORMS, towers=_TOWERS
+    )
+
+
+def _norm(config: Gemma3Config, size: int) -> RMSNorm:
+    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
+    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+
+
 class Gemma3Block(SandwichBlock):
     """A decoder block with Gemma 3's parts."""
 
     def __init__(self, config: Gemma3Config, layer_index: int) -> None:
         hidden = config.hidden_size
-
-        def norm(size: int = hidden) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
-
         super().__init__(
             self_attn=Attention(
                 hidden,
@@ -78,18 +121,19 @@ class Gemma3Block(SandwichBlock):
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
                 window=config.sliding_windows[layer_index],
-                q_norm=norm(config.head_dim),
-                k_norm=norm(config.head_dim),
+                q_norm=_norm(config, config.head_dim),
+                k_norm=_norm(config, config.head_dim),
                 layer_index=layer_index,
             ),
             mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=norm(),
-            post_attention_layernorm=norm(),
-            pre_feedforward_layernorm=norm(),
-            post_feedforward_layernorm=norm(),
+            input_layernorm=_norm(config, hidden),
+            post_attention_layernorm=_norm(config, hidden),
+            pre_feedforward_layernorm=_norm(config, hidden),
+            post_feedforward_layernorm=_norm(config, hidden),
         )
 
 
+@register
 class LigerGemma3(DecoderModel):
     """Gemma 3's text model on fused layers.
 
@@ -98,34 +142,19 @@ class LigerGemma3(DecoderModel):
 
     config_class = Gemma3Config
     config: Gemma3Config
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
-        self.embed_tokens = ScaledEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            padding_idx=config.pad_token_id,
-            scale=config.hidden_size**0.5,
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
+        self.build(
+            block=Gemma3Block,
+            norm=_norm(config, config.hidden_size),
+            embedding_scale=config.hidden_size**0.5,
+            logit_softcap=config.final_logit_softcapping,
         )
         self.rotary_emb_local = RotaryEmbedding(
             config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
         )
-        self.layers = nn.ModuleList(
-            Gemma3Block(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, offset=1.0, casting_mode="gemma"
-        )
-        self.head = LossHead(
-            config.hidden_size,
-            config.vocab_size,
-            tied_to=self.embed_tokens if config.tie_word_embeddings else None,
-            softcap=config.final_logit_softcapping,
-        )
-        self.initialize_weights()
 
     @property
     def ropes(self) -> list[str]:

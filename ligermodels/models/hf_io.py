@@ -1,74 +1,147 @@
-"""Between a model and an HF folder: allocation, and what of a model can be written."""
+"""Between a model and an HF folder: `from_hf`, `save_hf`, and what of a model can be written."""
 
+import copy
 import dataclasses
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
+from typing_extensions import Self
 
-from ligermodels.converters import export as writer
-from ligermodels.converters import hf_config, hub
+from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import Table, table_for
-from ligermodels.errors import CheckpointError, SaveError, listing
+from ligermodels.converters.weight_map import WeightMap
+from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from ligermodels.models.base import DecoderModel
-
-Model = TypeVar("Model", bound="DecoderModel")
+from ligermodels.models.config import ModelConfig
 
 
-def load(
-    cls: type[Model],
-    path: str | os.PathLike[str],
-    dtype: torch.dtype | None,
-    device: torch.device,
-    revision: str | None,
-    allow_nonfinite: bool,
-) -> Model:
-    """`DecoderModel.from_hf`: headers, plan, comparison, and only then memory, tensor by tensor."""
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
-    folder = hub.resolve(path, revision=revision)
-    config = cls.config_class.from_hf(folder)
-    table = table_for(config)
-    checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-    stored = checkpoint.plan(table)
-    checkpoint.check_aliases(table)
-    if left_out := checkpoint.left_out:
-        counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
-        warnings.warn(
-            f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=3
+class HFModel(nn.Module):
+    """A module that HF checkpoints are loaded into and saved from.
+
+    Attributes:
+        config: the family's config.
+        built_from: the config as it was when the modules were made from it.
+        source_folder: the local checkpoint folder that the weights came from, or None.
+        source_dtype: the dtype that they were loaded in, or None.
+    """
+
+    config_class: ClassVar[type[ModelConfig]]
+    embed_tokens: nn.Embedding
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        config.validate()
+        self.config = config
+        self.built_from = copy.deepcopy(config)
+        self.source_folder: Path | None = None
+        self.source_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def weight_map(config: Any) -> WeightMap:
+        """Where each parameter of a model of this config stands in an HF checkpoint."""
+        raise ConfigError(
+            f"model_type {config.model_type!r} has no weight map; define one on the model's class "
+            "to load and save HF checkpoints"
         )
-    if dtype is None:
-        _check_one_dtype(stored, checkpoint, table)
-    with torch.device("meta"):
-        model = cls(config)
-    weights: dict[str, Tensor] = {}
-    for entry in tqdm(table.entries, desc="Loading weights", unit="tensor", disable=None):
-        weight = torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
-        checkpoint.read(entry, weight)
-        weights[entry.name] = weight
-    model.load_state_dict(weights, assign=True)
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.to_empty(device=device)  # not in the table: derived from the config
-    if dtype is not None:
-        config.dtype = _name(dtype)
-    model.source_folder = folder
-    model.source_dtype = model.embed_tokens.weight.dtype
-    return model
+
+    @classmethod
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        allow_nonfinite: bool = False,
+    ) -> Self:
+        """Load an HF checkpoint.
+
+        Args:
+            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
+            dtype: of the parameters; default what the checkpoint is stored in.
+            device: where the parameters go, tensor by tensor.
+            revision: branch, tag or commit of a hub id.
+            allow_nonfinite: let NaN and infinite weights in.
+        Raises:
+            ConfigError: config.json is damaged, of another family, or asks for what is not
+                implemented.
+            CheckpointError: weights missing, unexpected, mis-shaped, damaged or quantised, a
+                repository absent or closed; names and shapes are checked before anything large
+                is allocated.
+        """
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        folder = hub.resolve(path, revision=revision)
+        config = cls.config_class.from_hf(folder)
+        weight_map = cls.weight_map(config)
+        checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
+        stored = checkpoint.plan(weight_map)
+        checkpoint.check_aliases(weight_map)
+        if left_out := checkpoint.left_out:
+            counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
+            warnings.warn(
+                f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=2
+            )
+        if dtype is None:
+            _check_one_dtype(stored, checkpoint, weight_map)
+        with torch.device("meta"):
+            model = cls(config)
+        weights: dict[str, Tensor] = {}
+        for entry in tqdm(weight_map.entries, desc="Loading weights", unit="tensor", disable=None):
+            weight = torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
+            checkpoint.read(entry, weight)
+            weights[entry.name] = weight
+        model.load_state_dict(weights, assign=True)
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.to_empty(device=device)  # no weights: its buffers follow from the config
+        if dtype is not None:
+            config.dtype = _name(dtype)
+        model.source_folder = folder
+        model.source_dtype = model.embed_tokens.weight.dtype
+        return model
+
+    def save_hf(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
+        """Write an HF checkpoint that transformers, vLLM and llama.cpp read.
+
+        The folder is replaced in one step: a save that is killed leaves the old one. Tokenizer
+        and generation files come along from the checkpoint that was loaded; other files in the
+        folder stay.
+
+        Args: max_shard_size in bytes.
+        Raises:
+            SaveError: the disk is full or closed to us, or a projection is still wrapped.
+        """
+        config = self.config
+        _check_config(self, folder)
+        dtype = self.embed_tokens.weight.dtype
+        if dtype != self.source_dtype:
+            config = dataclasses.replace(config, dtype=_name(dtype))
+        weight_map = self.weight_map(config)
+        # Weights tied by hand stand under both names, as an untied config says.
+        weights = dict(self.named_parameters(remove_duplicate=False))
+        _check_savable(weights, {entry.name: entry.shape for entry in weight_map}, folder)
+        export.save(
+            folder,
+            hf_config.to_hf(config),
+            weight_map,
+            lambda name: weights[name].detach(),
+            source_folder=self.source_folder,
+            max_shard_size=max_shard_size,
+        )
 
 
-def _check_one_dtype(stored: dict[str, torch.dtype], checkpoint: Checkpoint, table: Table) -> None:
+def _check_one_dtype(
+    stored: dict[str, torch.dtype], checkpoint: Checkpoint, weight_map: WeightMap
+) -> None:
     """Refuse embeddings and projections of several dtypes; norms may have one of their own."""
-    entries = [entry for entry in table if "norm" not in entry.name]
+    entries = [entry for entry in weight_map if "norm" not in entry.name]
     first = entries[0]
     for entry in entries:
         if stored[entry.name] != stored[first.name]:
@@ -80,27 +153,6 @@ def _check_one_dtype(stored: dict[str, torch.dtype], checkpoint: Checkpoint, tab
             )
 
 
-def save(model: "DecoderModel", folder: str | os.PathLike[str], max_shard_size: int) -> None:
-    """`DecoderModel.save_hf`."""
-    config = model.config
-    _check_config(model, folder)
-    dtype = model.embed_tokens.weight.dtype
-    if dtype != model.source_dtype:
-        config = dataclasses.replace(config, dtype=_name(dtype))
-    table = table_for(config)
-    # Weights tied by hand stand under both names, as an untied config says.
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    _check_savable(weights, {entry.name: entry.shape for entry in table}, folder)
-    writer.save(
-        folder,
-        hf_config.to_hf(config),
-        table,
-        lambda name: weights[name].detach(),
-        source_folder=model.source_folder,
-        max_shard_size=max_shard_size,
-    )
-
-
 # What may change after the modules were made: nothing there is computed from it.
 _FREE = {
     *("vocab_size", "initializer_range", "dtype", "extra"),
@@ -110,7 +162,7 @@ _FREE = {
 _ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
 
 
-def _check_config(model: "DecoderModel", folder: str | os.PathLike[str]) -> None:
+def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
     """Refuse to export a config that is not the one the model computes with."""
     config, built_from = model.config, model.built_from
     if getattr(model, "config_class", None) is not type(config):

@@ -1,20 +1,15 @@
 """The report behind `model.kernels()`: what each op will run on, and why."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ligermodels.kernels import dispatch as backend
 from ligermodels.kernels.autocast import autocast_dtype
-from ligermodels.layers import Attention, AttentionMask, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import Attention, AttentionMask, GatedMLP, LossHead, RMSNorm
 from ligermodels.layers.attention_backend import implementation
-from ligermodels.layers.block import SandwichBlock
 from ligermodels.layers.fusion import is_plain
-
-if TYPE_CHECKING:
-    from ligermodels.models.base import DecoderModel
 
 _ATTENTION = {
     "causal": "scaled_dot_product_attention",
@@ -22,22 +17,20 @@ _ATTENTION = {
     "blocks": "flex_attention",
     "dense": "scaled_dot_product_attention with a dense mask",
 }
-_NORMS = {
-    DecoderBlock: ("input_layernorm", "post_attention_layernorm"),
-    SandwichBlock: ("input_layernorm", "pre_feedforward_layernorm"),
-}
 
 
-def kernels_of(model: "DecoderModel") -> dict[str, str]:
-    """Op -> "implementation (reason)" for the model as it is now."""
-    weight = model.embed_tokens.weight
+def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, str]:
+    """Op -> "implementation (reason)" for the model as it is now.
+
+    Args: weight is a parameter of the device and dtype that the ops will see.
+    """
     name, reason = backend.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
     ops = ["rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"]
     if any(isinstance(m, Attention) and m.fuses_head_norms for m in model.modules()):
         ops.insert(3, "qk_norm_rope")
     report = dict.fromkeys(ops, here)
-    report.update(_attention(model))
+    report.update(_attention(model, weight))
     swapped = list(_swapped_modules(model))
     report["norm + linear, linear + rope, glu + linear"] = (
         "fused"
@@ -45,16 +38,15 @@ def kernels_of(model: "DecoderModel") -> dict[str, str]:
         else f"modules called where swapped: {', '.join(swapped[:10])}"
         + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
     )
-    plain_head = bool(model.head._tied) or is_plain(model.head.proj, nn.Linear)
+    plain_head = bool(head._tied) or is_plain(head.proj, nn.Linear)
     report["linear_cross_entropy"] = report["linear_log_probs"] = (
         f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
     )
     return report
 
 
-def _attention(model: "DecoderModel") -> dict[str, str]:
+def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
     """For each kind of layer, what training on long rows takes, whole or packed."""
-    weight = model.embed_tokens.weight
     device, dtype = weight.device, autocast_dtype(weight) or weight.dtype
     report = {}
     for module in model.modules():
@@ -87,7 +79,7 @@ def _attention(model: "DecoderModel") -> dict[str, str]:
     return report
 
 
-def _swapped_modules(model: "DecoderModel") -> Iterator[str]:
+def _swapped_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         children: dict[str, type[nn.Module]] = {}
         if isinstance(module, Attention):
@@ -97,9 +89,11 @@ def _swapped_modules(model: "DecoderModel") -> Iterator[str]:
                     children[name_of_norm] = RMSNorm
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
-        for kind, norms in _NORMS.items():
-            if isinstance(module, kind):
-                children = dict.fromkeys(norms, RMSNorm)
+        elif hasattr(module, "input_layernorm"):
+            # HF's name of the norm before the MLP, where there is another one behind attention.
+            sandwich = hasattr(module, "pre_feedforward_layernorm")
+            before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+            children = {"input_layernorm": RMSNorm, before_mlp: RMSNorm}
         for child, expected in children.items():
             if not is_plain(getattr(module, child), expected):
                 yield f"{name}.{child}"

@@ -1,21 +1,19 @@
 """Llama 1 to 3.3 and everything with its shape (TinyLlama, CodeLlama, SmolLM2)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
-from ligermodels.models.presets import LLAMA
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -23,13 +21,72 @@ class LlamaConfig(ModelConfig):
     """Fields of a Llama `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "llama"
-    presets: ClassVar[dict[str, dict[str, Any]]] = LLAMA
 
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
+
+
+_LLAMA2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_LLAMA3 = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA31 = _LLAMA3 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+}
+_LLAMA32 = _LLAMA31 | {
+    "rope_scaling": _LLAMA3_ROPE | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+_SMOLLM2 = {
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+LlamaConfig.presets = {
+    "llama-1-7b": sizes(4096, 11008, 32, 32),
+    "llama-2-7b": _LLAMA2 | sizes(4096, 11008, 32, 32),
+    "llama-2-13b": _LLAMA2 | sizes(5120, 13824, 40, 40),
+    "llama-2-70b": _LLAMA2 | sizes(8192, 28672, 80, 64, 8),
+    "codellama-7b": {
+        **sizes(4096, 11008, 32, 32, vocab_size=32016, rope_theta=1e6, rms_norm_eps=1e-5),
+        "max_position_embeddings": 16384,
+    },
+    "llama-3-8b": _LLAMA3 | sizes(4096, 14336, 32, 32, 8),
+    "llama-3-70b": _LLAMA3 | sizes(8192, 28672, 80, 64, 8),
+    "llama-3.1-8b": _LLAMA31 | sizes(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _LLAMA31 | sizes(8192, 28672, 80, 64, 8),
+    "llama-3.1-405b": _LLAMA31 | sizes(16384, 53248, 126, 128, 8),
+    "llama-3.2-1b": _LLAMA32 | sizes(2048, 8192, 16, 32, 8, head_dim=64),
+    "llama-3.2-3b": _LLAMA32 | sizes(3072, 8192, 28, 24, 8, head_dim=128),
+    "llama-3.3-70b": _LLAMA31 | sizes(8192, 28672, 80, 64, 8),
+    "tinyllama-1.1b": sizes(2048, 5632, 22, 32, 4, rms_norm_eps=1e-5),
+    "smollm2-135m": _SMOLLM2 | sizes(576, 1536, 30, 9, 3, rope_theta=100000.0),
+    "smollm2-360m": _SMOLLM2 | sizes(960, 2560, 32, 15, 5, rope_theta=100000.0),
+    "smollm2-1.7b": _SMOLLM2 | sizes(2048, 8192, 24, 32, rope_theta=130000.0),
+}
+
+
+def weight_map(config: LlamaConfig) -> WeightMap:
+    """Where each parameter stands in a Llama checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
 
 
 class LlamaBlock(DecoderBlock):
@@ -57,6 +114,7 @@ class LlamaBlock(DecoderBlock):
         )
 
 
+@register
 class LigerLlama(DecoderModel):
     """Llama on fused layers.
 
@@ -65,19 +123,8 @@ class LigerLlama(DecoderModel):
 
     config_class = LlamaConfig
     config: LlamaConfig
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            LlamaBlock(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()
+        self.build(block=LlamaBlock, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))

@@ -12,17 +12,10 @@ from tqdm import tqdm
 
 from ligermodels.converters import hub
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.weight_map import Entry, table_for
+from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
-from ligermodels.layers import Attention, DecoderBlock, SandwichBlock
+from ligermodels.layers import Attention
 from ligermodels.models.auto import family_of
-
-# One name, two places in a block.
-_PLACES = {
-    (DecoderBlock, "post_attention_layernorm"): "before the MLP",
-    (SandwichBlock, "post_attention_layernorm"): "behind attention",
-    (SandwichBlock, "pre_feedforward_layernorm"): "before the MLP",
-}
 
 
 @dataclass(frozen=True)
@@ -115,13 +108,13 @@ def load_pretrained(
     folder = hub.resolve(path, revision=revision)
     family = family_of(folder)
     config = family.config_class.from_hf(folder)
-    table = table_for(config)
+    weight_map = family.weight_map(config)
     checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-    checkpoint.plan(table)
-    checkpoint.check_aliases(table)
+    checkpoint.plan(weight_map)
+    checkpoint.check_aliases(weight_map)
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    entries, unused = _match(parameters, table.entries, rename, folder)
+    entries, unused = _match(parameters, weight_map.entries, rename, folder)
     with torch.device("meta"):
         model = family(config)
     mismatched = {}
@@ -146,7 +139,7 @@ def load_pretrained(
     source_of = {id(parameters[name]): entry.name for name, entry in entries.items()}
     loaded = {n: source_of[id(p)] for n, p in parameters.items() if id(p) in source_of}
     new = [name for name in parameters if name not in loaded and name not in mismatched]
-    order = {entry.name: index for index, entry in enumerate(table)}
+    order = {entry.name: index for index, entry in enumerate(weight_map)}
     unused.sort(key=order.__getitem__)
     return LoadReport(folder, loaded, new, mismatched, unused, checkpoint.left_out)
 
@@ -211,9 +204,11 @@ def _meaning(module: nn.Module, name: str) -> dict[str, str]:
     if isinstance(parent, Attention) and child in ("qkv_proj", "o_proj"):
         heads = f"{parent.num_heads} and {parent.num_kv_heads} of size {parent.head_dim}"
         meaning["heads (of queries, of keys)"] = heads
-    for (kind, norm), place in _PLACES.items():
-        if isinstance(parent, kind) and child == norm:
-            meaning["its place"] = place
+    if child in ("post_attention_layernorm", "pre_feedforward_layernorm"):
+        # HF gives the norm before the MLP the first name, unless one stands behind attention.
+        sandwich = hasattr(parent, "pre_feedforward_layernorm")
+        behind_attention = sandwich and child == "post_attention_layernorm"
+        meaning["its place"] = "behind attention" if behind_attention else "before the MLP"
     return meaning
 
 

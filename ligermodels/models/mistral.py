@@ -1,21 +1,19 @@
 """Mistral: Llama with grouped heads and, in its first version, a sliding window."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
-from ligermodels.models.presets import MISTRAL
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -23,7 +21,6 @@ class MistralConfig(ModelConfig):
     """Fields of a Mistral `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "mistral"
-    presets: ClassVar[dict[str, dict[str, Any]]] = MISTRAL
     # Readers that find no window assume one, or none, each as they like.
     written: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
@@ -39,6 +36,29 @@ class MistralConfig(ModelConfig):
     def sliding_windows(self) -> list[int | None]:
         """The one window, in every layer."""
         return [self.sliding_window] * self.num_hidden_layers
+
+
+_MISTRAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+_MISTRAL_FULL = _MISTRAL | {"sliding_window": None, "rope_theta": 1e6}
+
+MistralConfig.presets = {
+    "mistral-7b-v0.1": _MISTRAL,
+    "mistral-7b-v0.2": _MISTRAL_FULL,
+    "mistral-7b-v0.3": _MISTRAL_FULL | {"vocab_size": 32768},
+    "mistral-nemo-12b": _MISTRAL_FULL
+    | sizes(5120, 14336, 40, 32, 8, head_dim=128, vocab_size=131072)
+    | {"max_position_embeddings": 131072},
+    "mistral-small-22b": _MISTRAL_FULL
+    | sizes(6144, 16384, 56, 48, 8, head_dim=128, vocab_size=32768),
+    "mistral-small-24b": _MISTRAL_FULL
+    | sizes(5120, 32768, 40, 32, 8, head_dim=128, vocab_size=131072)
+    | {"rope_theta": 1e8},
+}
+
+
+def weight_map(config: MistralConfig) -> WeightMap:
+    """Where each parameter stands in a Mistral checkpoint."""
+    return decoder_weight_map(config)
 
 
 class MistralBlock(DecoderBlock):
@@ -61,6 +81,7 @@ class MistralBlock(DecoderBlock):
         )
 
 
+@register
 class LigerMistral(DecoderModel):
     """Mistral on fused layers.
 
@@ -69,19 +90,8 @@ class LigerMistral(DecoderModel):
 
     config_class = MistralConfig
     config: MistralConfig
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: MistralConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            MistralBlock(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()
+        self.build(block=MistralBlock, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))

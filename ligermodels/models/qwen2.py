@@ -1,21 +1,19 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and windows in the later layers if asked."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig, windows_from_types
-from ligermodels.models.presets import QWEN2
+from ligermodels.models.config import ModelConfig, sizes, windows_from_types
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 
 
 @dataclass(kw_only=True)
@@ -23,7 +21,6 @@ class Qwen2Config(ModelConfig):
     """Fields of a Qwen2 `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "qwen2"
-    presets: ClassVar[dict[str, dict[str, Any]]] = QWEN2
     null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     vocab_size: int = 151936
@@ -49,6 +46,41 @@ class Qwen2Config(ModelConfig):
         return windows_from_types(types, window)
 
 
+_QWEN2 = {
+    "rope_theta": 1e6,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+}
+_QWEN2_LARGE = _QWEN2 | {"vocab_size": 152064}
+_QWEN2_WIDE = _QWEN2_LARGE | {"rms_norm_eps": 1e-5}
+_TIED = {"tie_word_embeddings": True}
+_SHORT = {"max_position_embeddings": 32768}
+_QWEN_05B = sizes(896, 4864, 24, 14, 2)
+_QWEN_15B = sizes(1536, 8960, 28, 12, 2)
+_QWEN_7B = sizes(3584, 18944, 28, 28, 4)
+_QWEN_72B = sizes(8192, 29568, 80, 64, 8)
+
+Qwen2Config.presets = {
+    "qwen2-0.5b": _QWEN2 | _QWEN_05B | _TIED,
+    "qwen2-1.5b": _QWEN2 | _QWEN_15B | _TIED,
+    "qwen2-7b": _QWEN2_LARGE | _QWEN_7B,
+    "qwen2-72b": _QWEN2_WIDE | _QWEN_72B,
+    "qwen2.5-0.5b": _QWEN2 | _QWEN_05B | _TIED | _SHORT,
+    "qwen2.5-1.5b": _QWEN2 | _QWEN_15B | _TIED,
+    "qwen2.5-3b": _QWEN2 | sizes(2048, 11008, 36, 16, 2) | _TIED | _SHORT,
+    "qwen2.5-7b": _QWEN2_LARGE | _QWEN_7B,
+    "qwen2.5-14b": _QWEN2_WIDE | sizes(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _QWEN2_WIDE | sizes(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _QWEN2_WIDE | _QWEN_72B,
+}
+
+
+def weight_map(config: Qwen2Config) -> WeightMap:
+    """Where each parameter stands in a Qwen2 checkpoint."""
+    return decoder_weight_map(config, qkv_bias=True)
+
+
 class Qwen2Block(DecoderBlock):
     """A decoder block with Qwen2's parts."""
 
@@ -71,6 +103,7 @@ class Qwen2Block(DecoderBlock):
         )
 
 
+@register
 class LigerQwen2(DecoderModel):
     """Qwen2 and Qwen2.5 on fused layers.
 
@@ -79,19 +112,8 @@ class LigerQwen2(DecoderModel):
 
     config_class = Qwen2Config
     config: Qwen2Config
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            Qwen2Block(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()
+        self.build(block=Qwen2Block, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))

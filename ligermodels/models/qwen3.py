@@ -1,20 +1,19 @@
 """Qwen3, the dense models: norms on q and k of each head, and no biases unless asked."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
     GatedMLP,
-    LossHead,
     RMSNorm,
-    RotaryEmbedding,
 )
+from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.presets import QWEN3
+from ligermodels.models.config import sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
 from ligermodels.models.qwen2 import Qwen2Config
 
 
@@ -23,10 +22,32 @@ class Qwen3Config(Qwen2Config):
     """Qwen2's fields, with a head_dim of its own and biases if asked."""
 
     model_type: ClassVar[str] = "qwen3"
-    presets: ClassVar[dict[str, dict[str, Any]]] = QWEN3
 
     head_dim: int = 128
     attention_bias: bool = False
+
+
+_QWEN3 = {
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+Qwen3Config.presets = {
+    "qwen3-0.6b": _QWEN3 | sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-1.7b": _QWEN3 | sizes(2048, 6144, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-4b": _QWEN3 | sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+    "qwen3-8b": _QWEN3 | sizes(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _QWEN3 | sizes(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _QWEN3 | sizes(5120, 25600, 64, 64, 8),
+}
+
+
+def weight_map(config: Qwen3Config) -> WeightMap:
+    """Where each parameter stands in a Qwen3 checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, head_norms=True)
 
 
 class Qwen3Block(DecoderBlock):
@@ -52,6 +73,7 @@ class Qwen3Block(DecoderBlock):
         )
 
 
+@register
 class LigerQwen3(DecoderModel):
     """Qwen3 on fused layers.
 
@@ -60,19 +82,8 @@ class LigerQwen3(DecoderModel):
 
     config_class = Qwen3Config
     config: Qwen3Config
+    weight_map = staticmethod(weight_map)
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
-        )
-        self.layers = nn.ModuleList(
-            Qwen3Block(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(config.hidden_size, config.vocab_size, tied_to=tied_to)
-        self.initialize_weights()
+        self.build(block=Qwen3Block, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))

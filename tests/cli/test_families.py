@@ -6,7 +6,7 @@ import pytest
 
 from ligermodels import cli
 from ligermodels.layers.rotary import ROPE_TYPES
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 
 
 def call(capfd, *arguments):
@@ -20,13 +20,13 @@ def test_every_family_and_preset_is_listed(capfd):
     found = json.loads(call(capfd, "--json"))
     assert found["rope types"] == list(ROPE_TYPES)
     listed = {name for each in found["families"].values() for name in each["model_type"]}
-    assert listed == set(FAMILIES)
-    for name, cls in FAMILIES.items():
+    assert listed == set(families())
+    for name, cls in families().items():
         entry = next(e for e in found["families"].values() if name in e["model_type"])
         assert entry["presets"] == list(cls.config_class.presets)
         assert entry["classes"] == [cls.__name__, cls.config_class.__name__]
     text = call(capfd)
-    for cls in FAMILIES.values():
+    for cls in families().values():
         assert cls.__name__ in text
         for preset in cls.config_class.presets:
             assert preset in text

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ligermodels.converters.hf_config import fields_from_hf
-from ligermodels.converters.weight_map import llama_table
-from ligermodels.models.llama import LlamaConfig
+from ligermodels.models.llama import LigerLlama, LlamaConfig
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +50,7 @@ def llama_config(**changes) -> LlamaConfig:
 
 def random_tensors(config, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = llama_table(config).source_shapes()
+    shapes = LigerLlama.weight_map(config).source_shapes()
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
 
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
-from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import CheckpointError
+from ligermodels.models.llama import LigerLlama
 
 from .conftest import random_tensors
 
@@ -32,7 +32,7 @@ def native(checkpoint, table, dtype):
 def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
     folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
     stored = random_tensors(config)
-    weights = native(Checkpoint(folder), llama_table(config), dtype)
+    weights = native(Checkpoint(folder), LigerLlama.weight_map(config), dtype)
     for i in range(2):
         for kind in ("weight", "bias"):
             stacked = [stored[f"model.layers.{i}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
@@ -49,7 +49,7 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
     norm = torch.ones(16, dtype=torch.float32)
     wide_q = torch.ones(16, 16, dtype=torch.float16)
     folder, config = make(add={"model.norm.weight": norm, Q: wide_q})
-    dtypes = Checkpoint(folder).plan(llama_table(config))
+    dtypes = Checkpoint(folder).plan(LigerLlama.weight_map(config))
     assert dtypes["embed_tokens.weight"] == torch.bfloat16
     assert dtypes["norm.weight"] == torch.float32
     assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # holds both
@@ -60,7 +60,7 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
 )
 def test_any_row_slice_is_the_slice_of_the_whole(make, start, end):
     folder, config = make()
-    checkpoint, table = Checkpoint(folder), llama_table(config)
+    checkpoint, table = Checkpoint(folder), LigerLlama.weight_map(config)
     whole = native(checkpoint, table, torch.float32)
     entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
     out = torch.full((end - start, 16), -7.0)
@@ -70,7 +70,7 @@ def test_any_row_slice_is_the_slice_of_the_whole(make, start, end):
 
 def test_a_slice_touches_only_its_rows(make, monkeypatch):
     folder, config = make()
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
     read = []
     original = Checkpoint._rows
@@ -88,7 +88,7 @@ def test_one_error_lists_everything_wrong(make):
         add={Q: torch.zeros(3, 16), "extra.weight": torch.zeros(1)},
     )
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         f"{folder}/model.safetensors: {Q!r} has shape [3, 16], expected [16, 16] "
@@ -105,7 +105,7 @@ def test_one_error_lists_everything_wrong(make):
 def test_a_long_list_stops_at_ten_with_a_count(make):
     folder, config = make(add={f"e{i}": torch.zeros(1) for i in range(25)})
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
     lines = str(caught.value).splitlines()
     assert len(lines) == 12 and lines[-1] == "  ... and 15 more"
 
@@ -113,7 +113,7 @@ def test_a_long_list_stops_at_ten_with_a_count(make):
 def test_a_missing_tensor_names_the_index_of_shards(make):
     folder, config = make(shards=2, drop=[HEAD])
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
     expected = f"{folder}/model.safetensors.index.json: 'lm_head.weight' is missing"
     assert str(caught.value) == expected
 
@@ -122,7 +122,7 @@ def test_a_missing_tensor_names_the_index_of_shards(make):
 def test_quantised_weights_are_refused_by_name(make, dtype):
     folder, config = make(add={Q: torch.zeros(16, 16).to(dtype), f"{Q}_scale": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=f"{Q}' is stored as .*: quantised"):
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_quantised_parts_lead_the_message(make, parts):
     add = {f"{place}{part}": torch.ones(2, 2).to(dtype) for part, dtype in parts.items()}
     folder, config = make(drop=[Q], add=add)
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
     first, *rest = str(caught.value).splitlines()
     assert first.startswith(f"{folder}/model.safetensors: '{place}")
     assert "is part of a quantised weight" in first and f"  {Q} is missing" in rest
@@ -147,7 +147,7 @@ def test_bitsandbytes_is_told_by_its_bytes(make):
     add = {Q: torch.zeros(128, 1, dtype=torch.uint8), f"{Q}.absmax": torch.ones(4)}
     folder, config = make(add={**add, f"{Q}.quant_map": torch.ones(16)})
     with pytest.raises(CheckpointError, match=f"'{Q}' is stored as U8: quantised"):
-        Checkpoint(folder).plan(llama_table(config))
+        Checkpoint(folder).plan(LigerLlama.weight_map(config))
 
 
 def test_inverse_frequencies_and_other_formats_are_ignored(make):
@@ -155,19 +155,19 @@ def test_inverse_frequencies_and_other_formats_are_ignored(make):
     folder, config = make(add=add)
     (folder / "consolidated.safetensors").write_bytes(b"not even a header")
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+    native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
 
 
 def test_a_stored_tied_head_is_fine_when_equal_and_refused_when_not(make):
     folder, config = make(tie_word_embeddings=True)
     embed = load_file(folder / "model.safetensors")[EMBED]
     folder, config = make("equal", tie_word_embeddings=True, add={HEAD: embed.clone()})
-    native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+    native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
 
     embed[3, 3] += 1
     folder, config = make("differs", tie_word_embeddings=True, add={HEAD: embed})
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'model.embed_tok"):
-        native(Checkpoint(folder), llama_table(config), torch.bfloat16)
+        native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -175,7 +175,7 @@ def test_nonfinite_weights_are_refused_unless_allowed(make, value):
     bad = torch.zeros(16, 16)
     bad[7, 7] = value
     folder, config = make(add={Q: bad})
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     with pytest.raises(CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"):
         native(Checkpoint(folder), table, torch.bfloat16)
     weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
@@ -186,7 +186,7 @@ def test_nonfinite_weights_are_refused_unless_allowed(make, value):
 def test_a_cast_that_overflows_is_refused(make):
     folder, config = make(dtype=torch.float32, add={Q: torch.full((16, 16), 7e4)})
     with pytest.raises(CheckpointError, match=f"'{Q}' holds values too large for torch.float16"):
-        native(Checkpoint(folder), llama_table(config), torch.float16)
+        native(Checkpoint(folder), LigerLlama.weight_map(config), torch.float16)
 
 
 def test_truncated_and_absent_shards(make):
@@ -224,7 +224,7 @@ def test_symlinks_are_followed(make, tmp_path):
     links.mkdir()
     for path in folder.iterdir():
         (links / path.name).symlink_to(path)
-    native(Checkpoint(links), llama_table(config), torch.bfloat16)
+    native(Checkpoint(links), LigerLlama.weight_map(config), torch.bfloat16)
 
 
 def test_bitwise_equal_tells_what_equality_does_not():
@@ -243,14 +243,14 @@ def test_reading_takes_memory_for_one_tensor(tmp_path):
     program = f"""
 import torch
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.weight_map import Table, packed
+from ligermodels.converters.weight_map import WeightMap, packed
 
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) << 10
 
-table = Table(tuple(packed(f"t{{i}}", (), (f"t{{i}}", {size})) for i in range(12)))
+table = WeightMap(tuple(packed(f"t{{i}}", (), (f"t{{i}}", {size})) for i in range(12)))
 checkpoint = Checkpoint({str(tmp_path)!r})
 checkpoint.plan(table)
 out = torch.zeros({size}, dtype=torch.float32)

@@ -13,9 +13,8 @@ from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
-from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import SaveError
-from ligermodels.models.llama import LlamaConfig
+from ligermodels.models.llama import LigerLlama
 
 from .conftest import TOKENIZER, random_tensors
 
@@ -30,7 +29,7 @@ def load(folder, table):
 
 
 def resave(folder, config, target, **options):
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     weights = load(folder, table)
     options.setdefault("source_folder", folder)
     save(target, to_hf(config), table, weights.__getitem__, **options)
@@ -90,7 +89,7 @@ def test_transformers_opens_the_export(make, tmp_path):
 
 def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     folder, config = make()
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     weights = load(folder, table)
     weights["norm.weight"] = torch.arange(16, dtype=torch.float64)
     weights["embed_tokens.weight"] = torch.randn(16, 24).half().t()
@@ -102,7 +101,7 @@ def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
 
 def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
     folder, config = make()
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     weights = load(folder, table)
     got = []
     save(
@@ -173,9 +172,9 @@ def test_shards_of_other_names_that_the_old_index_lists_are_stale_too(make):
 def test_a_damaged_index_is_replaced_and_names_none_of_the_users_files(make, index):
     folder, config = make()
     (folder / "notes.txt").write_text("mine")
-    weights = load(folder, llama_table(config))
+    weights = load(folder, LigerLlama.weight_map(config))
     (folder / "model.safetensors.index.json").write_text(index)
-    save(folder, to_hf(config), llama_table(config), weights.__getitem__)
+    save(folder, to_hf(config), LigerLlama.weight_map(config), weights.__getitem__)
     assert (folder / "notes.txt").read_text() == "mine"
     assert not (folder / "model.safetensors.index.json").exists()
 
@@ -213,13 +212,13 @@ def test_additional_chat_templates_come_along_and_onto_themselves(make, tmp_path
         resave(folder, config, target)
         copies = {p.name: p.read_bytes() for p in (target / templates.name).iterdir()}
         assert copies == {"tool_use.jinja": b"{{ tools }}\r\n", "notes.txt": b"the user's"}
-    report = verify(folder, LlamaConfig)
+    report = verify(folder, LigerLlama)
     assert report.ok and "additional_chat_templates/tool_use.jinja" in report.files
 
 
 def test_saving_onto_the_folder_the_weights_are_read_from(make):
     folder, config = make(shards=2)
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     checkpoint = Checkpoint(folder)
     dtypes = checkpoint.plan(table)
 
@@ -258,11 +257,11 @@ def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
     elif fault == "size":
         options, message = {"max_shard_size": 0}, "max_shard_size is 0"
     elif fault == "dtype":
-        dtypes = {entry.name: torch.int8 for entry in llama_table(config)}
+        dtypes = {entry.name: torch.int8 for entry in LigerLlama.weight_map(config)}
         options, message = {"dtypes": dtypes}, "is torch.int8"
     elif fault == "shape":
         message = "shape"
-        table = llama_table(config)
+        table = LigerLlama.weight_map(config)
         weights = load(folder, table)
         weights["norm.weight"] = weights["norm.weight"][:-1]
         with pytest.raises(SaveError, match=message):
@@ -281,7 +280,7 @@ def test_an_error_of_the_callers_leaves_the_old_folder(make, tmp_path):
     def get_tensor(name):
         raise KeyboardInterrupt
 
-    table = llama_table(config)
+    table = LigerLlama.weight_map(config)
     dtypes = {entry.name: torch.float32 for entry in table}
     with pytest.raises(KeyboardInterrupt):
         save(folder, {}, table, get_tensor, dtypes=dtypes)

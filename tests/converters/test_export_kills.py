@@ -11,8 +11,8 @@ from ligermodels.converters.atomic_dir import recover_dir
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
-from ligermodels.converters.weight_map import llama_table
 from ligermodels.errors import SaveError
+from ligermodels.models.llama import LigerLlama
 from tests import system_calls
 
 from .conftest import write_checkpoint
@@ -43,7 +43,7 @@ class Place:
 
     def __init__(self, make, parent, existing=True):
         self.source, self.config = make("source", shards=1)
-        self.table = llama_table(self.config)
+        self.table = LigerLlama.weight_map(self.config)
         self.checkpoint = Checkpoint(self.source)
         self.parent = parent
         self.target = parent / "out"

@@ -14,7 +14,7 @@ import transformers
 
 from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.errors import ConfigError
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.config import ModelConfig
 
 from . import hf_reading
@@ -118,7 +118,7 @@ def raw_of(family: str, name: str) -> dict[str, Any]:
 
 
 def parse(raw: dict[str, Any]) -> ModelConfig:
-    cls = FAMILIES[raw["model_type"]].config_class
+    cls = families()[raw["model_type"]].config_class
     return cls(**fields_from_hf(raw, cls, "dir/config.json"))
 
 
@@ -170,7 +170,7 @@ def test_exports_mean_the_same_to_transformers_4() -> None:
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_config_made_in_python_is_read_by_transformers(family: str) -> None:
-    config = FAMILIES[family].config_class(num_hidden_layers=3, rope_theta=7e5, dtype="bfloat16")
+    config = families()[family].config_class(num_hidden_layers=3, rope_theta=7e5, dtype="bfloat16")
     exported = json.loads(json.dumps(to_hf(config)))
     assert reading(exported) == ours(config)
     (architecture,) = exported["architectures"]
@@ -182,7 +182,7 @@ def test_a_config_made_in_python_is_read_by_transformers(family: str) -> None:
 
 
 def test_integers_are_exported_as_the_floats_that_transformers_insists_on() -> None:
-    cls = FAMILIES["gemma3_text"].config_class
+    cls = families()["gemma3_text"].config_class
     config = cls(final_logit_softcapping=30, initializer_range=1, rope_theta=10000)
     exported = to_hf(config)
     assert repr(exported["final_logit_softcapping"]) == "30.0"
@@ -343,6 +343,6 @@ def test_auto_map_is_kept_and_never_followed(tmp_path: Path) -> None:
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     raw = {"model_type": "qwen2", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.M"}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = FAMILIES["qwen2"].config_class.from_hf(tmp_path)
+    config = families()["qwen2"].config_class.from_hf(tmp_path)
     assert to_hf(config)["auto_map"] == raw["auto_map"]
     assert not (tmp_path / "sprung").exists()

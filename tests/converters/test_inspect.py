@@ -5,7 +5,7 @@ import torch
 
 from ligermodels.converters.inspect import describe
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.models.llama import LlamaConfig
+from ligermodels.models.llama import LigerLlama
 from tests.tiny_models import random_model
 
 from .conftest import random_tensors
@@ -14,7 +14,7 @@ from .conftest import random_tensors
 def test_describe(make):
     norm = torch.ones(16, dtype=torch.float32)
     folder, config = make(shards=2, tie_word_embeddings=True, add={"model.norm.weight": norm})
-    described = describe(folder, LlamaConfig)
+    described = describe(folder, LigerLlama)
     stored = random_tensors(config)
     count = sum(tensor.numel() for tensor in stored.values())
     assert described.family == "llama" and described.folder == folder
@@ -36,23 +36,23 @@ def test_describe(make):
 def test_a_window_bounds_the_cache(tmp_path):
     model = random_model("gemma2", sliding_window=5, max_position_embeddings=50)
     model.save_hf(tmp_path)
-    memory = describe(tmp_path, type(model.config)).memory
+    memory = describe(tmp_path, type(model)).memory
     # 2 (k and v) * 2 heads * 8 * 2 bytes, for layers of 5, 50 and 5 tokens
     assert memory["key/value cache of all 50 positions in bfloat16"] == 64 * (5 + 50 + 5)
 
 
 def test_a_stored_tied_head_is_counted_once(make):
     folder, config = make(tie_word_embeddings=True)
-    parameters = describe(folder, LlamaConfig).parameters
+    parameters = describe(folder, LigerLlama).parameters
     head = random_tensors(config)["model.embed_tokens.weight"]
     folder, _ = make("with_head", tie_word_embeddings=True, add={"lm_head.weight": head})
-    assert describe(folder, LlamaConfig).parameters == parameters
+    assert describe(folder, LigerLlama).parameters == parameters
 
 
 def test_describe_checks_what_a_load_checks(make):
     folder, _ = make(drop=["lm_head.weight"])
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing"):
-        describe(folder, LlamaConfig)
+        describe(folder, LigerLlama)
 
 
 def test_a_config_that_no_model_can_have_is_named_with_its_file(make):
@@ -60,4 +60,4 @@ def test_a_config_that_no_model_can_have_is_named_with_its_file(make):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 2**62}))
     with pytest.raises(ConfigError, match=r"config\.json: .*hidden_size is 4611686018427387904"):
-        describe(folder, LlamaConfig)
+        describe(folder, LigerLlama)

@@ -75,7 +75,7 @@ def test_the_text_model_is_loaded_and_the_rest_is_counted(checkpoint) -> None:
     assert str(folder) in message
     assert all(f"{count} of {tower}*" in message for tower, count in towers.items())
     assert type(model) is LigerGemma3 and model.config.eos_token_id == [1, 106]
-    found = describe(folder, Gemma3Config)
+    found = describe(folder, LigerGemma3)
     assert found.family == "gemma3_text" and found.left_out == towers
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert "vision_config" not in found.unknown_keys
@@ -112,7 +112,7 @@ def test_transformers_reads_the_export_as_the_text_model(checkpoint, tmp_path: P
 
 def test_the_round_trip_of_the_text_model_is_bitwise(checkpoint) -> None:
     folder, _ = checkpoint
-    report = verify(folder, Gemma3Config)
+    report = verify(folder, LigerGemma3)
     assert report.ok, str(report)
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_said_of_a_text_model_alone(saved: Path, tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoLiger.from_hf(tmp_path / "export")
-    assert describe(tmp_path / "export", Gemma3Config).left_out == {}
+    assert describe(tmp_path / "export", LigerGemma3).left_out == {}
 
 
 def damaged(saved: Path, folder: Path, change) -> Path:

@@ -6,7 +6,7 @@ import torch
 from ligermodels.converters import verify as module
 from ligermodels.converters.verify import compare, verify
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.models.llama import LigerLlama, LlamaConfig
+from ligermodels.models.llama import LigerLlama
 
 from .conftest import TOKENIZER, random_tensors
 
@@ -18,7 +18,7 @@ def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    report = verify(folder, LlamaConfig, scratch=scratch, max_shard_size=900)
+    report = verify(folder, LigerLlama, scratch=scratch, max_shard_size=900)
     assert report.ok, str(report)
     stored = random_tensors(config)
     assert report.tensors == len(stored)
@@ -33,7 +33,7 @@ def test_a_stored_tied_head_counts_as_its_original(make):
     folder, config = make(tie_word_embeddings=True)
     head = random_tensors(config)["model.embed_tokens.weight"]
     folder, _ = make("with_head", tie_word_embeddings=True, add={"lm_head.weight": head})
-    assert verify(folder, LlamaConfig).ok
+    assert verify(folder, LigerLlama).ok
 
 
 def test_what_differs_is_reported(make, monkeypatch):
@@ -51,7 +51,7 @@ def test_what_differs_is_reported(make, monkeypatch):
 
     monkeypatch.setattr(module, "to_hf", forgetful)
     monkeypatch.setattr(module.Checkpoint, "read", wrong)
-    report = verify(folder, LlamaConfig)
+    report = verify(folder, LigerLlama)
     assert not report.ok
     assert "config.json: 'is_llama_config' was True, is None" in report.differences
     assert "config.json: 'rope_theta' was 500000.0, is 500000" in report.differences
@@ -63,7 +63,7 @@ def test_what_differs_is_reported(make, monkeypatch):
 def test_tensors_packed_together_that_differ_in_dtype_are_reported(make):
     name = "model.layers.0.self_attn.q_proj.weight"
     folder, _ = make(add={name: torch.zeros(16, 16)})
-    report = verify(folder, LlamaConfig)
+    report = verify(folder, LigerLlama)
     assert report.differences == (
         "model.layers.0.self_attn.k_proj.weight: differs",
         "model.layers.0.self_attn.v_proj.weight: differs",
@@ -73,16 +73,16 @@ def test_tensors_packed_together_that_differ_in_dtype_are_reported(make):
 def test_a_null_rope_parameters_is_not_a_difference(make):
     folder, _ = make(rope_parameters=None)
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] is None
-    assert verify(folder, LlamaConfig).ok
+    assert verify(folder, LigerLlama).ok
 
 
 def test_what_cannot_be_loaded_is_an_error(make):
     folder, _ = make(drop=["model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
-        verify(folder, LlamaConfig)
+        verify(folder, LigerLlama)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="'model_type' is None"):
-        verify(folder, LlamaConfig)
+        verify(folder, LigerLlama)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
@@ -91,13 +91,13 @@ def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     copy = tmp_path / "copy"
     model = LigerLlama.from_hf(folder, dtype=dtype)
     model.save_hf(copy, max_shard_size=900)
-    report = compare(folder, copy, LlamaConfig, dtype=dtype)
+    report = compare(folder, copy, LigerLlama, dtype=dtype)
     assert report.ok, str(report)
     with torch.no_grad():
         model.norm.weight[0] += 1
     model.save_hf(copy)
     (copy / "tokenizer.json").write_text("{}")
-    report = compare(folder, copy, LlamaConfig, dtype=dtype)
+    report = compare(folder, copy, LigerLlama, dtype=dtype)
     assert report.differences == ("model.norm.weight: differs", "tokenizer.json: differs")
 
 
@@ -105,7 +105,7 @@ def test_a_copy_in_another_dtype_than_said_differs(make, tmp_path):
     folder, _ = make()
     LigerLlama.from_hf(folder, dtype=torch.float32).save_hf(tmp_path / "copy")
     for dtype in (None, torch.float16):
-        report = compare(folder, tmp_path / "copy", LlamaConfig, dtype=dtype)
+        report = compare(folder, tmp_path / "copy", LigerLlama, dtype=dtype)
         assert len([line for line in report.differences if "weight" in line]) == report.tensors
 
 
@@ -113,5 +113,5 @@ def test_nonfinite_weights_pass_where_they_are_allowed(make):
     name = "model.norm.weight"
     folder, _ = make(add={name: torch.full((16,), float("nan"), dtype=torch.bfloat16)})
     with pytest.raises(CheckpointError, match=r"norm.*NaN"):
-        verify(folder, LlamaConfig)
-    assert verify(folder, LlamaConfig, allow_nonfinite=True).ok
+        verify(folder, LigerLlama)
+    assert verify(folder, LigerLlama, allow_nonfinite=True).ok

@@ -158,7 +158,7 @@ def test_the_report_on_kernels_knows_both_kinds_of_attention(model):
 
 
 def test_it_does_not_pass_for_a_llama(model, tmp_path):
-    with pytest.raises(ConfigError, match="'mixed' has no conversion table"):
+    with pytest.raises(ConfigError, match="'mixed' has no weight map"):
         model.save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig as HFConfig
 from ligermodels.errors import CheckpointError
 from ligermodels.generation import generate, stream, stream_text
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.auto import FAMILIES, AutoLiger
+from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.llama import LigerLlama
 from ligermodels.text.tokenizer import Tokenizer
 from tests.models import hf_models, zoo
@@ -187,7 +187,7 @@ class Everything:
         self.length += tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
     model, length = random_model(family), 16
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
@@ -220,7 +220,7 @@ def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
                 cache.reset()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_row_does_not_depend_on_its_company_or_the_kind_of_cache(family):
     model = random_model(family)
     options = {"max_new_tokens": 12, "eos_token_id": []}

@@ -3,7 +3,7 @@ import torch
 
 from ligermodels.generation import generate
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 from tests.tiny_models import random_model
 
@@ -41,7 +41,7 @@ def test_unequal_prompts_agree_with_each_alone(dtype):
     assert hidden.isfinite().all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_greedy_on_the_gpu_is_the_cpus(family):
     """Prompts shorter and longer than the window, in a batch and alone."""
     model = random_model(family, hidden_size=64, head_dim=16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
 pytestmark = pytest.mark.gpu
@@ -31,12 +31,12 @@ FAMILY_CONFIGS: dict[str, dict] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3": {"head_dim": 128},
 }
-families = pytest.mark.parametrize("family", FAMILY_CONFIGS)
+each_family = pytest.mark.parametrize("family", FAMILY_CONFIGS)
 
 
 def make(dtype: torch.dtype = torch.float32, family: str = "llama", **changes) -> DecoderModel:
     torch.manual_seed(0)
-    cls = FAMILIES[family]
+    cls = families()[family]
     config = cls.config_class(**{**CONFIG, **FAMILY_CONFIGS[family], **changes})
     model = cls(config).to("cuda", dtype)
     for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def exact_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@families
+@each_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_triton_equals_plain_pytorch(family, tied, monkeypatch):
     model = make(family=family, tie_word_embeddings=tied)
@@ -88,7 +88,7 @@ def test_triton_equals_plain_pytorch(family, tied, monkeypatch):
         assert relative(grads[name], grad) < 1e-4, name
 
 
-@families
+@each_family
 def test_packed_documents_equal_separate_ones(family):
     lengths = [70, 1, 129]
     ids, labels = batch(1)
@@ -112,7 +112,7 @@ def test_packed_documents_equal_separate_ones(family):
                 assert relative(grads[name], parameter.grad) < bound, (dtype, name)
 
 
-@families
+@each_family
 def test_no_dense_mask_at_length(family):
     """A row of 65536 tokens, padded or packed, never holds a mask of pairs."""
     model = make(torch.bfloat16, family, vocab_size=64, pad_token_id=None)

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ligermodels import AutoLiger
-from ligermodels.converters.weight_map import table_for
 from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 
@@ -115,7 +114,7 @@ def case(family: str, name: str, scale: zoo.Scale = zoo.TINY, device: str = "cpu
 
 
 def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
-    """transformers' gradients under our names, put together as the converters' table says."""
+    """transformers' gradients under our names, put together as the weight map says."""
     gradients = {
         name.replace("model.language_model.", "model."): weight.grad
         for name, weight in theirs.named_parameters()
@@ -124,7 +123,9 @@ def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
     def rows(span: Any) -> Tensor:
         return gradients[span.source][span.source_row : span.source_row + span.rows]
 
-    return {e.name: torch.cat([rows(span) for span in e.spans]) for e in table_for(ours.config)}
+    return {
+        e.name: torch.cat([rows(span) for span in e.spans]) for e in ours.weight_map(ours.config)
+    }
 
 
 def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, **kwargs: Any):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN, WINDOW
 from tests.models.pairs import gradients, randomize, relative, tokens
@@ -26,11 +26,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 2,
 }
-families = pytest.mark.parametrize("family", OWN)
+each_family = pytest.mark.parametrize("family", OWN)
 
 
 def make(family: str, **changes: Any) -> DecoderModel:
-    cls = FAMILIES[family]
+    cls = families()[family]
     model = cls(cls.config_class(**{**SIZES, **OWN[family], **changes}))
     randomize(model)
     with torch.no_grad():
@@ -45,13 +45,13 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def test_every_family_is_here() -> None:
-    assert OWN.keys() == {cls.config_class.model_type for cls in FAMILIES.values()}
+    assert OWN.keys() == {cls.config_class.model_type for cls in families().values()}
 
 
-@families
+@each_family
 @pytest.mark.parametrize("tied", [False, True])
 def test_meta_device_allocates_nothing(family: str, tied: bool) -> None:
-    cls = FAMILIES[family]
+    cls = families()[family]
     with torch.device("meta"):
         model = cls(cls.config_class(**SIZES, **OWN[family], tie_word_embeddings=tied))
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -60,7 +60,7 @@ def test_meta_device_allocates_nothing(family: str, tied: bool) -> None:
     assert {name.split(".")[0] for name in model.state_dict()} <= native
 
 
-@families
+@each_family
 def test_later_windows_forget(family: str) -> None:
     """A token changes what follows it, and in a layer with a window only the window's length."""
     model = make(family, num_hidden_layers=1, **_all_sliding(family))
@@ -80,7 +80,7 @@ def _all_sliding(family: str) -> dict[str, Any]:
     return types if family.startswith(("gemma2", "gemma3", "qwen")) else {}
 
 
-@families
+@each_family
 @pytest.mark.parametrize("given", ["position_ids", "cu_seqlens"])
 def test_packed_documents_equal_separate_runs(family: str, given: str) -> None:
     model = make(family)
@@ -101,7 +101,7 @@ def test_packed_documents_equal_separate_runs(family: str, given: str) -> None:
         assert relative(packed[name], grad) <= 1e-5, name
 
 
-@families
+@each_family
 def test_packed_and_padded(family: str) -> None:
     """Documents and padding at once: each document gives what it gives alone."""
     model = make(family)
@@ -113,7 +113,7 @@ def test_packed_and_padded(family: str) -> None:
         assert relative(together[:, start:end], model(ids[:, start:end])) <= 1e-6
 
 
-@families
+@each_family
 def test_activation_checkpointing(family: str) -> None:
     model = make(family)
     ids, labels = batch()
@@ -129,7 +129,7 @@ def test_activation_checkpointing(family: str) -> None:
         torch.testing.assert_close(grad, expected[name])
 
 
-@families
+@each_family
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_equals_eager(family: str, checkpointing: bool) -> None:
     torch._dynamo.reset()
@@ -149,7 +149,7 @@ def test_compiled_equals_eager(family: str, checkpointing: bool) -> None:
         assert relative(grad, expected[name]) <= 1e-6, name
 
 
-@families
+@each_family
 def test_compiled_at_lengths_that_change(family: str) -> None:
     """One model, three lengths: dynamic shapes from the second on, the same losses."""
     torch._dynamo.reset()
@@ -162,7 +162,7 @@ def test_compiled_at_lengths_that_change(family: str) -> None:
         torch.testing.assert_close(compiled(part[0], labels=part[1]).loss, expected)
 
 
-@families
+@each_family
 def test_autocast_stays_near_float32(family: str) -> None:
     model = make(family)
     ids, labels = batch()
@@ -175,7 +175,7 @@ def test_autocast_stays_near_float32(family: str) -> None:
     assert relative(hidden.float(), exact) < 0.05
 
 
-@families
+@each_family
 def test_copies_are_independent(family: str) -> None:
     model = make(family)
     ids, _ = batch()
@@ -188,7 +188,7 @@ def test_copies_are_independent(family: str) -> None:
         assert not torch.equal(copied(ids), model(ids))
 
 
-@families
+@each_family
 def test_generation_continues_as_one_pass_would(family: str) -> None:
     """Token by token through the cache, past the window, equals the argmax of whole passes."""
     model = make(family)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
 SIZES = {
@@ -18,7 +18,7 @@ SIZES = {
 
 
 def make(family: str, **changes: object) -> DecoderModel:
-    cls = FAMILIES[family]
+    cls = families()[family]
     return cls(cls.config_class(**{**SIZES, **changes}))
 
 

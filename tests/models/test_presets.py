@@ -9,8 +9,7 @@ import math
 
 import pytest
 
-from ligermodels.converters.weight_map import table_for
-from ligermodels.models.auto import FAMILIES
+from ligermodels.models.auto import families
 
 PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,
@@ -49,18 +48,19 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
 }
 VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
-CONFIGS = {
-    name: cls.config_class.preset(name)
-    for family, cls in FAMILIES.items()
+MODELS = {
+    name: cls
+    for family, cls in families().items()
     if family != "llama"
     for name in cls.config_class.presets
 }
+CONFIGS = {name: cls.config_class.preset(name) for name, cls in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_presets_have_the_published_parameter_counts(name: str) -> None:
     config = CONFIGS[name]
-    count = sum(math.prod(entry.shape) for entry in table_for(config))
+    count = sum(math.prod(entry.shape) for entry in MODELS[name].weight_map(config))
     if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
         count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
     assert count == PUBLISHED[name]

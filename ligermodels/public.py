@@ -1,0 +1,29 @@
+"""The public names: this list is the only one, and `import ligermodels` makes them its own.
+
+A name is imported as itself, which tells type checkers that it is meant to be imported from here.
+"""
+
+from ligermodels.errors import CheckpointError as CheckpointError
+from ligermodels.errors import ConfigError as ConfigError
+from ligermodels.errors import LigerError as LigerError
+from ligermodels.errors import SaveError as SaveError
+from ligermodels.layers.kv_cache import KVCache as KVCache
+from ligermodels.models.auto import AutoLiger as AutoLiger
+from ligermodels.models.auto import register as register
+from ligermodels.models.gemma import GemmaConfig as GemmaConfig
+from ligermodels.models.gemma import LigerGemma as LigerGemma
+from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config
+from ligermodels.models.gemma2 import LigerGemma2 as LigerGemma2
+from ligermodels.models.gemma3 import Gemma3Config as Gemma3Config
+from ligermodels.models.gemma3 import LigerGemma3 as LigerGemma3
+from ligermodels.models.llama import LigerLlama as LigerLlama
+from ligermodels.models.llama import LlamaConfig as LlamaConfig
+from ligermodels.models.load_pretrained import LoadReport as LoadReport
+from ligermodels.models.load_pretrained import load_pretrained as load_pretrained
+from ligermodels.models.mistral import LigerMistral as LigerMistral
+from ligermodels.models.mistral import MistralConfig as MistralConfig
+from ligermodels.models.qwen2 import LigerQwen2 as LigerQwen2
+from ligermodels.models.qwen2 import Qwen2Config as Qwen2Config
+from ligermodels.models.qwen3 import LigerQwen3 as LigerQwen3
+from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
+from ligermodels.text.tokenizer import Tokenizer as Tokenizer
