@@ -238,26 +238,35 @@ def _refuse(raw: dict[str, Any], config_class: type[HFConfig], source: str) -> N
             )
 
 
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_item, value))
+
+
+# What a field's annotation is called in messages, and whether a value fits it.
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer", is_int),
     float: ("a finite number", is_number),
-    str: ("a string", lambda value: isinstance(value, str)),
-    list[int]: (
-        "a list of them",
-        lambda value: isinstance(value, list) and all(map(is_int, value)),
-    ),
-    list[str]: (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    ),
+    str: ("a string", _is_str),
+    list[int]: ("a list of them", lambda value: _is_list(value, is_int)),
+    list[str]: ("a list of strings", lambda value: _is_list(value, _is_str)),
+    dict[str, Any]: ("a dict", lambda value: isinstance(value, dict)),
     NoneType: ("null", lambda value: value is None),
 }
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return (hint,) if hint in _TYPES else get_args(hint) or (hint,)
+
+
 def _check_type(name: str, value: Any, hint: Any, source: str) -> None:
     """Refuse a value that a field with the annotation `hint` cannot hold."""
-    kinds = get_args(hint) if hint not in _TYPES else (hint,)
+    kinds = _kinds(hint)
     good = any(_TYPES[kind][1](value) for kind in kinds)
     if good and name.endswith("_token_id"):
         tokens = value if isinstance(value, list) else [value]
@@ -274,13 +283,9 @@ def check_types(config: HFConfig) -> None:
         ConfigError: the message names the field, its value and what is expected.
     """
     hints = get_type_hints(type(config))
-    for item in dataclasses.fields(config):
-        if item.name in ("extra", "rope_scaling"):
-            value, expected = getattr(config, item.name), "a dict"
-            if not isinstance(value, dict) and (item.name == "extra" or value is not None):
-                raise ConfigError(f"config: {item.name!r} is {shown(value)}, expected {expected}")
-        elif set(get_args(hints[item.name]) or (hints[item.name],)) <= _TYPES.keys():
-            _check_type(item.name, getattr(config, item.name), hints[item.name], "config")
+    for name in (item.name for item in dataclasses.fields(config)):
+        if set(_kinds(hints[name])) <= _TYPES.keys():
+            _check_type(name, getattr(config, name), hints[name], "config")
 
 
 def _dtype(raw: dict[str, Any], source: str) -> str | None:

@@ -6,7 +6,7 @@ Shape legend: B batch, S prompt length, V vocabulary.
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +51,7 @@ class CausalLM(Protocol):
     @property
     def source_folder(self) -> Path | None: ...
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        *,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        cache: Cache,
-    ) -> Tensor: ...
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor: ...
 
 
 class GenerateOptions(TypedDict, total=False):
