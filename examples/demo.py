@@ -19,7 +19,8 @@ from smollm2 import obtain
 
 from ligermodels import AutoLiger, Tokenizer
 from ligermodels.errors import LigerError
-from ligermodels.training.finetune import FinetuneConfig, FinetuneResult, finetune
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import FinetuneResult, finetune
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
@@ -32,31 +33,31 @@ EPOCH = 90  # steps of BATCH_SIZE rows in the training text, for SmolLM2's token
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M from PyPI)")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "build" / "demo")
     parser.add_argument("--seconds", type=float, default=240, help="for the fine-tune on a CPU")
-    parser.add_argument("--steps", type=int, help="instead of what --seconds allows")
+    parser.add_argument("--max-steps", type=int, help="instead of what --seconds allows")
     args = parser.parse_args()
 
     headline("The checkpoint")
     source = args.model or obtain(ROOT / "build" / "smollm2")
-    steps = look_at(source, args.steps, args.seconds)
+    steps = look_at(source, args.max_steps, args.seconds)
 
     headline(f"Fine-tuning on Persuasion: {steps} steps of {BATCH_SIZE} x {SEQ_LEN} tokens")
     started = time.perf_counter()
     result = finetune(
         FinetuneConfig(
             model=str(source),
-            train=[str(DATA / "persuasion-train.txt")],
-            eval=[str(DATA / "persuasion-heldout.txt")],
+            train_files=[str(DATA / "persuasion-train.txt")],
+            eval_files=[str(DATA / "persuasion-heldout.txt")],
             max_eval_rows=EVAL_ROWS,
-            eval_every=max(1, -(-steps // 3)),
-            output=str(args.output),
-            overwrite=args.output.exists(),
+            eval_steps=max(1, -(-steps // 3)),
+            output_dir=str(args.output_dir),
+            overwrite_output_dir=args.output_dir.exists(),
             seq_len=SEQ_LEN,
             batch_size=BATCH_SIZE,
-            steps=steps,
+            max_steps=steps,
             learning_rate=1e-4,
-            save_every=0,
+            save_steps=0,
         )
     )
     print(f"took {time.perf_counter() - started:.0f} s")
@@ -66,11 +67,11 @@ def main() -> None:
     if not result.eval_loss_after < result.eval_loss_before:
         raise SystemExit("the held-out perplexity did not fall")
 
-    headline(f"The export, {result.model_folder}, opened in transformers")
+    headline(f"The export, {result.model_dir}, opened in transformers")
     compare(result)
 
     headline("A sample after the fine-tune")
-    print(sample(result.model, Tokenizer.from_hf(result.model_folder)))
+    print(sample(result.model, Tokenizer.from_hf(result.model_dir)))
 
 
 def headline(text: str) -> None:
@@ -106,10 +107,10 @@ def compare(result: FinetuneResult) -> None:
 
     ours = result.model.eval()
     device = next(ours.parameters()).device
-    theirs = AutoModelForCausalLM.from_pretrained(result.model_folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(result.model_dir, dtype=torch.float32)
     theirs.to(device).eval()
     text = (DATA / "persuasion-heldout.txt").read_text(encoding="utf-8")
-    ids = Tokenizer.from_hf(result.model_folder).encode(text[:4000])[:SEQ_LEN]
+    ids = Tokenizer.from_hf(result.model_dir).encode(text[:4000])[:SEQ_LEN]
     ids = torch.tensor([ids], device=device)
     with torch.no_grad():
         expected = theirs(ids).logits

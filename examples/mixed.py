@@ -61,7 +61,7 @@ def mixed_block(config: MixedConfig, index: int) -> nn.Module:
         config.num_key_value_heads,
         config.head_dim,
         bias=config.attention_bias,
-        window=window,
+        sliding_window=window,
         softcap=None if window is None else config.attn_logit_softcapping,
         q_norm=norm(config.head_dim) if head_norms else None,
         k_norm=norm(config.head_dim) if head_norms else None,

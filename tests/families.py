@@ -1,21 +1,138 @@
-"""What each family has beside Llama, at sizes at which it bites in a few tokens."""
+"""The families, as every test that goes through them sees them: a new one is one entry here."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW = 5
-OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": WINDOW},
-    "gemma": {},
-    "gemma2": {
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 20,
-    },
-    "gemma3_text": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
-    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+Json = dict[str, Any]
+WINDOW = 5  # in tests of a few tokens
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tests ask of a family; `Json` stands for fields of its config.
+
+    Attributes:
+        hf: the names of transformers' config and model class.
+        vocabulary: that of published checkpoints.
+        sliding: what makes some layers slide, beside sliding_window; None where none can.
+        own: what else it has beside Llama, at sizes at which it bites in a few tokens.
+        biases: what gives every projection that may have a bias one.
+        training: what else differs when it is trained beside transformers.
+        gpu: what else differs on a GPU, where windows are of 64 tokens.
+        defaults: what is so where a config.json says nothing, as far as a tiny model allows it.
+        takes_head_dim: whether transformers' config has head_dim.
+        norm_weight: a norm's weight that leaves its input as it is.
+        text_model: of a wrapper with other towers, the family of its text model.
+    """
+
+    hf: tuple[str, str]
+    vocabulary: int
+    sliding: Json | None = None
+    own: Json = field(default_factory=dict)
+    biases: Json = field(default_factory=dict)
+    training: Json = field(default_factory=dict)
+    gpu: Json = field(default_factory=dict)
+    defaults: Json = field(default_factory=dict)
+    takes_head_dim: bool = True
+    norm_weight: float = 1.0
+    text_model: str | None = None
+
+
+FAMILIES = {
+    "llama": Family(
+        hf=("LlamaConfig", "LlamaForCausalLM"),
+        vocabulary=128256,
+        biases={"attention_bias": True, "mlp_bias": True},
+        defaults={"num_key_value_heads": None},
+    ),
+    "mistral": Family(
+        hf=("MistralConfig", "MistralForCausalLM"),
+        vocabulary=32768,
+        sliding={},
+        gpu={"sliding_window": 64},
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 8},
+    ),
+    "gemma": Family(
+        hf=("GemmaConfig", "GemmaForCausalLM"),
+        vocabulary=256000,
+        biases={"attention_bias": True},
+        gpu={"head_dim": 256},
+        defaults={"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256},
+        norm_weight=0.0,
+    ),
+    "gemma2": Family(
+        hf=("Gemma2Config", "Gemma2ForCausalLM"),
+        vocabulary=256000,
+        sliding={},
+        own={
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 20,
+        },
+        biases={"attention_bias": True},
+        training={"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.25},
+        gpu={"head_dim": 64, "sliding_window": 64, "query_pre_attn_scalar": 100},
+        defaults={
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norm_weight=0.0,
+    ),
+    "gemma3_text": Family(
+        hf=("Gemma3TextConfig", "Gemma3ForCausalLM"),
+        vocabulary=262144,
+        sliding={"sliding_window_pattern": 2},
+        biases={"attention_bias": True},
+        gpu={"head_dim": 64, "sliding_window": 64, "sliding_window_pattern": 3},
+        defaults={
+            "num_hidden_layers": 7,
+            "sliding_window_pattern": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        },
+        norm_weight=0.0,
+    ),
+    "gemma3": Family(
+        hf=("Gemma3Config", "Gemma3ForConditionalGeneration"),
+        vocabulary=262208,
+        norm_weight=0.0,
+        text_model="gemma3_text",
+    ),
+    "qwen2": Family(
+        hf=("Qwen2Config", "Qwen2ForCausalLM"),
+        vocabulary=151936,
+        sliding={"use_sliding_window": True, "max_window_layers": 1},
+        training={"tie_word_embeddings": True},
+        gpu={"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        defaults={"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32},
+        takes_head_dim=False,
+    ),
+    "qwen3": Family(
+        hf=("Qwen3Config", "Qwen3ForCausalLM"),
+        vocabulary=151936,
+        sliding={"use_sliding_window": True, "max_window_layers": 1},
+        biases={"attention_bias": True},
+        gpu={"head_dim": 128},
+        defaults={"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
+    ),
 }
+# Those that are not wrappers around another one.
+DECODERS = {name: family for name, family in FAMILIES.items() if family.text_model is None}
+
+
+def windows(family: str, width: int) -> Json:
+    """Fields with which some layers see `width` tokens, in a family that has such layers."""
+    sliding = FAMILIES[family].sliding
+    return {} if sliding is None else {**sliding, "sliding_window": width}
+
+
+# Everything that a family has beside Llama, with windows of WINDOW tokens.
+OWN = {name: windows(name, WINDOW) | family.own for name, family in DECODERS.items()}

@@ -21,7 +21,8 @@ import torch._dynamo  # optimizers import it on first use; a fork starts with it
 
 from ligermodels.training import run_dir as runs
 from ligermodels.training import trainer as training
-from ligermodels.training.finetune import FinetuneConfig, finetune
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune
 
 
 class Countdown:
@@ -58,7 +59,7 @@ class Countdown:
             (training.Trainer, "evaluate"),
         ):
             self.around(holder, name)
-        save_file, log = runs.save_file, runs.RunFolder.log
+        save_file, log = runs.save_file, runs.RunDir.log
 
         def half_a_file(tensors, path, metadata):
             save_file(tensors, path, metadata)
@@ -68,14 +69,14 @@ class Countdown:
             save_file(tensors, path, metadata)
 
         def half_a_line(folder, entry):
-            size = folder.metrics.stat().st_size
+            size = folder.metrics_file.stat().st_size
             log(folder, entry)
-            whole = folder.metrics.read_bytes()
-            folder.metrics.write_bytes(whole[: (size + len(whole)) // 2])
+            whole = folder.metrics_file.read_bytes()
+            folder.metrics_file.write_bytes(whole[: (size + len(whole)) // 2])
             self.tick("half a line")
-            folder.metrics.write_bytes(whole)
+            folder.metrics_file.write_bytes(whole)
 
-        runs.save_file, runs.RunFolder.log = half_a_file, half_a_line
+        runs.save_file, runs.RunDir.log = half_a_file, half_a_line
 
 
 def live(
@@ -124,25 +125,25 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = {
         "model": model,
-        "train": [text],
+        "train_files": [text],
         "separator": "",
         "seq_len": 64,
         "batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "steps": 12,
-        "save_every": 3,
-        "eval_every": 5,
+        "max_steps": 12,
+        "save_steps": 3,
+        "eval_steps": 5,
         "learning_rate": 1e-3,
         "device": "cpu",
     }
-    straight = {**settings, "output": f"{folder}/straight"}
+    straight = {**settings, "output_dir": f"{folder}/straight"}
     started = time.perf_counter()
     if live(straight) != "finished":
         sys.exit("the run that nobody kills does not finish")
     whole = time.perf_counter() - started
     for chain in range(5):
         draw = random.Random(chain)
-        again = {**settings, "output": f"{folder}/killed-{chain}", "resume": True}
+        again = {**settings, "output_dir": f"{folder}/killed-{chain}", "resume": True}
         lives = kills = 0
         fate = ""
         while fate != "finished":

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from ligermodels import AutoLiger, LigerLlama
+from tests.families import DECODERS, windows
 from tests.models import hf_models, zoo
 
 TEXT = Path(__file__).parent.parent / "examples" / "data"
@@ -34,16 +35,7 @@ WAY_BOUND, ONE_WAY_BOUND = 3e-5, 5e-4  # distance over the way gone: all paramet
 
 # Bytes are tokens. Windows are a quarter of the row, and caps low enough to bend what they cap.
 SCALE = zoo.Scale("text", 256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
-SLIDING = {"use_sliding_window": True, "sliding_window": SCALE.window, "max_window_layers": 1}
-OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": SCALE.window},
-    "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.25},
-    "gemma3_text": {},
-    "qwen2": {**SLIDING, "tie_word_embeddings": True},
-    "qwen3": SLIDING,
-}
+OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
 # Changes of config.json so small that only a comparison as close as this one shows them.
 SLIPS: list[tuple[str, dict[str, Any]]] = [
     *((f, {"sliding_window": SCALE.window + 1}) for f in ("mistral", "gemma3_text", "qwen3")),

@@ -6,15 +6,9 @@ import torch
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from tests.families import WINDOW, windows
 
 VOCAB = 97
-WINDOWS = {
-    "mistral": {"sliding_window": 5},
-    "gemma2": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-}
 
 
 def random_model(family: str, **changes) -> DecoderModel:
@@ -32,4 +26,4 @@ def random_model(family: str, **changes) -> DecoderModel:
         "initializer_range": 0.3,
     }
     cls = families()[family]
-    return cls(cls.config_class(**(settings | WINDOWS.get(family, {}) | changes))).eval()
+    return cls(cls.config_class(**(settings | windows(family, WINDOW) | changes))).eval()

@@ -1,22 +1,23 @@
 """The command line: `ligermodels finetune | generate | inspect | convert | families`.
 
-A thin layer: one module a command turns arguments into calls; this one turns errors and warnings
-into one line each on stderr. Exit codes are 0, 2 for what a user did (and argparse's own
-complaints), 1 for what the machine did, 130 for Ctrl-C.
+Each command is a module that turns arguments into calls. It has HELP (its line in `ligermodels
+--help`), `add_arguments` and `run`, and may have OUT_OF_MEMORY, advice on that error. This
+module turns errors and warnings into one line each on stderr. The exit code is 0, or 2 for what a
+user did (argparse's own complaints included), 1 for what the machine did, and 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ligermodels import __version__
 from ligermodels.cli import convert, families, finetune, generate, inspect
-from ligermodels.cli.options import Formatter, Parser, Version
+from ligermodels.cli.options import Formatter, Parser
 from ligermodels.errors import LigerError
 
 COMMANDS = (finetune, generate, inspect, convert, families)
@@ -30,73 +31,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(output, "reconfigure"):
             # A terminal that cannot show a letter shows a question mark, not a traceback.
             output.reconfigure(errors="replace")
-    arguments = argparse.Namespace()
+    given = argparse.Namespace(module=None)
     try:
-        arguments = _parser().parse_args(argv)
+        given = _parser().parse_args(argv)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
-            arguments.module.run(arguments)
+            given.module.run(given)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse: --help, or a complaint that it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
-        print("ligermodels: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`); the interpreter's last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except LigerError as error:
-        print(f"ligermodels: {in_flags(_first_line(error), arguments)}", file=sys.stderr)
+        _say(_first_line(error))
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"ligermodels: {where}{error.strerror or _first_line(error)}", file=sys.stderr)
+        _say(f"{where}{error.strerror or _first_line(error)}")
         return 2
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        hint = getattr(arguments.module, "OUT_OF_MEMORY", "")
-        print(f"ligermodels: out of memory: {_first_line(error)}{hint}", file=sys.stderr)
+        _say(f"out of memory: {_first_line(error)}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
         return 1
     return 0
-
-
-def in_flags(message: str, arguments: argparse.Namespace) -> str:
-    """The library's message with the command's options as they are typed.
-
-    `allow_nonfinite=True lets them in` becomes `--allow-nonfinite lets them in`, and `seq_len: must
-    be` becomes `--seq-len: must be`. Advice that this command has no option for is left out.
-    """
-    options = vars(arguments).keys() - {"module", *POSITIONAL}
-    message = re.sub(
-        r"; (\w+)=True [^;]*", lambda found: found[0] if found[1] in options else "", message
-    )
-    for name in options:
-        flag = "--" + name.replace("_", "-")
-        message = message.replace(f"{name}=True", flag)
-        if message.startswith(f"{name}: "):
-            message = flag + message.removeprefix(name)
-    return message
-
-
-POSITIONAL = ("model", "prompt", "source", "target", "family")
-
-
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    """What is said, and not where in the code."""
-    print(f"ligermodels: {message}", file=sys.stderr)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    signs = ("out of memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(sign in text for sign in signs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,9 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--version",
-        action=Version,
-        nargs=0,
-        default=argparse.SUPPRESS,
+        action="version",
+        version=f"ligermodels {__version__}",
         help="show the version and exit",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -118,5 +80,25 @@ def _parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, formatter_class=Formatter)
         command.set_defaults(module=module)
-        module.arguments(command)
+        module.add_arguments(command)
     return parser
+
+
+def _say(text: str) -> None:
+    print(f"ligermodels: {text}", file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    """Show what a warning says, and not where in the code."""
+    _say(str(message))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    signs = ("out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(sign in text for sign in signs)

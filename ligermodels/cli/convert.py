@@ -10,7 +10,7 @@ from ligermodels.errors import LigerError
 HELP = "write a checkpoint anew, or verify its round trip"
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """From where to where, and what to change or compare."""
     command.description = (
         "Load the checkpoint SOURCE and write it to the folder TARGET, in another dtype or other "

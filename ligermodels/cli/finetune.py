@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from ligermodels.cli.options import byte_size
+from ligermodels.cli.options import byte_size, number
 from ligermodels.errors import LigerError
+from ligermodels.training.config import FinetuneConfig, option_types
 
 HELP = "fine-tune a checkpoint on text or JSONL files"
 OUT_OF_MEMORY = (
     " (try a smaller --batch-size with more --gradient-accumulation-steps, "
-    "--activation-checkpointing, or a "
-    "shorter --seq-len)"
+    "--activation-checkpointing, or a shorter --seq-len)"
 )
 
+# How --help arranges the options of FinetuneConfig.
 GROUPS = {
-    "data": "train eval eval_fraction max_eval_rows separator seq_len",
-    "schedule": "epochs steps batch_size gradient_accumulation_steps eval_every",
-    "optimizer": "learning_rate min_lr_ratio warmup_steps weight_decay beta1 beta2 adam_eps "
-    "max_grad_norm seed",
+    "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
+    "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
+    "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
+    "adam_epsilon max_grad_norm seed",
     "machine": "device precision activation_checkpointing compile",
-    "run": "output resume overwrite save_every save_total_limit log_every export_dtype "
-    "max_shard_size",
+    "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
+    "export_dtype max_shard_size",
     "hub": "revision",
 }
-
-METAVARS = {
-    "output": "OUTPUT",
-    "separator": "LINE",
-    "device": "DEVICE",
-    "revision": "REVISION",
-    "max_shard_size": "SIZE",
-}
+METAVARS = {"output_dir": "DIR", "separator": "LINE"}
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """Every option of FinetuneConfig, with its help and default."""
-    from dataclasses import MISSING, fields
-
-    from ligermodels.training.finetune import FinetuneConfig
-
     command.description = (
         "Fine-tune MODEL on text and export it. Files are plain text, or .jsonl with an object per "
         'line: {"text"}, {"prompt", "completion"} (only the completion is learnt) or {"messages"} '
@@ -50,80 +41,80 @@ def arguments(command: argparse.ArgumentParser) -> None:
         "and after."
     )
     command.epilog = (
-        "OUTPUT holds model/ (the export), metrics.jsonl, loss.png and checkpoints/. After an "
-        "interruption, 'ligermodels finetune --resume --output OUTPUT' goes on where it stopped, "
+        "DIR holds model/ (the export), metrics.jsonl, loss.png and checkpoints/. After an "
+        "interruption, 'ligermodels finetune --resume --output-dir DIR' goes on where it stopped, "
         "with the options of the run."
     )
     command.usage = (
-        "%(prog)s MODEL --train FILE... --output OUTPUT [OPTION...]\n"
-        "       %(prog)s --resume --output OUTPUT"
+        "%(prog)s MODEL --train-files FILE... --output-dir DIR [...]\n"
+        "       %(prog)s --resume --output-dir DIR"
     )
-    known = {each.name: each for each in fields(FinetuneConfig)}
-    command.add_argument("model", nargs="?", metavar="MODEL", help=known["model"].metadata["help"])
-    groups = {title: command.add_argument_group(title) for title in GROUPS}
+    options = {option.name: option for option in fields(FinetuneConfig)}
+    types = option_types()
+    command.add_argument(
+        "model", nargs="?", metavar="MODEL", help=options["model"].metadata["help"]
+    )
     for title, names in GROUPS.items():
+        group = command.add_argument_group(title)
         for name in names.split():
-            each = known[name]
-            help = each.metadata["help"]
-            kind = str(each.type)
-            options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-            default = None if each.default is MISSING else each.default
-            # Each option is left out of the result unless given: what a resumed run was started
-            # with, and else the config's own default, fills the gaps.
-            if kind == "bool":
-                options["action"] = "store_true"
-            else:
-                if default is not None:
-                    shown = "5GB" if name == "max_shard_size" else default
-                    help = f"{help} (default: {shown})"
-                if "choices" in each.metadata:
-                    options["choices"] = each.metadata["choices"]
-                elif name == "max_shard_size":
-                    options["type"] = byte_size
-                elif "int" in kind or "float" in kind:
-                    options["type"] = float if "float" in kind else int
-                if "list" in kind:
-                    options["nargs"] = "+"
-                    options["metavar"] = "FILE"
-                elif "choices" not in options:
-                    options["metavar"] = METAVARS.get(name, "X" if "float" in kind else "N")
-            options["help"] = help
-            groups[title].add_argument("--" + name.replace("_", "-"), **options)
+            # An option that is not given is left out of the result: the options of the run that
+            # is resumed, and else the defaults of FinetuneConfig, fill the gaps.
+            group.add_argument(
+                "--" + name.replace("_", "-"),
+                default=argparse.SUPPRESS,
+                **_argument(options[name], types[name]),
+            )
     command.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
+
+
+def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
+    """What argparse is told of an option."""
+    help = option.metadata["help"].replace("%", "%%")
+    if option.name == "max_shard_size":
+        return {"help": f"{help} (default: 5GB)", "type": byte_size, "metavar": "SIZE"}
+    if kind is bool:
+        return {"help": help, "action": "store_true"}
+    if kind == list[str]:
+        return {"help": help, "nargs": "+", "metavar": "FILE"}
+    if option.default not in (None, MISSING):
+        help = f"{help} (default: {option.default})"
+    if kind is str:
+        metavar = METAVARS.get(option.name)
+        return {"help": help, "choices": option.metadata["choices"], "metavar": metavar}
+    letter = "N" if kind is int else "X"
+    return {"help": help, "type": number(kind, **option.metadata["limits"]), "metavar": letter}
 
 
 def run(given: argparse.Namespace) -> None:
     """Fine-tune, and say what came of it."""
-    from ligermodels.training.finetune import FinetuneConfig, finetune, resumed_settings
+    from ligermodels.training.finetune import finetune, resumed_settings
 
     options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
     if options["model"] is None:
         del options["model"]
-    if "output" not in options:
-        raise LigerError("finetune: --output is missing")
+    if "output_dir" not in options:
+        raise LigerError("finetune: --output-dir is missing")
+    output_dir = options["output_dir"]
     if options.get("resume"):
-        settings = resumed_settings(options["output"])
+        settings = resumed_settings(output_dir)
         if not settings and "model" not in options:
-            raise LigerError(f"{options['output']}: holds no run to resume")
+            raise LigerError(f"{output_dir}: holds no run to resume")
         options = {**settings, **options}
-    for name, shown in (("model", "MODEL"), ("train", "--train")):
+    for name, shown in (("model", "MODEL"), ("train_files", "--train-files")):
         if name not in options:
             raise LigerError(f"finetune: {shown} is missing")
-    config = FinetuneConfig(**options)
     try:
-        result = finetune(config, progress=not given.quiet)
+        result = finetune(FinetuneConfig(**options), progress=not given.quiet)
     except KeyboardInterrupt:
         print(
-            "ligermodels: interrupted; 'ligermodels finetune --resume --output "
-            f"{options['output']}' goes on from the last checkpoint",
+            "ligermodels: interrupted; 'ligermodels finetune --resume --output-dir "
+            f"{output_dir}' goes on from the last checkpoint",
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-    if result.perplexity_before is not None and result.perplexity_after is not None:
-        print(
-            f"held-out perplexity {result.perplexity_before:.3f} -> {result.perplexity_after:.3f} "
-            f"in {result.steps} steps"
-        )
+    before, after = result.perplexity_before, result.perplexity_after
+    if before is not None and after is not None:
+        print(f"held-out perplexity {before:.3f} -> {after:.3f} in {result.steps} steps")
     else:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
-    print(f"exported to {result.model_folder}")
+    print(f"exported to {result.model_dir}")

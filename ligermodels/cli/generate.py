@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ligermodels.cli.options import loading_arguments, loading_options, real_number, whole_number
+from ligermodels.cli.options import loading_arguments, loading_options, number
 from ligermodels.errors import LigerError
+
+if TYPE_CHECKING:
+    from ligermodels.models.base import DecoderModel
+    from ligermodels.text.tokenizer import Tokenizer
 
 HELP = "continue a prompt, or chat"
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """The model, the prompt, how to choose tokens, and how to load."""
     command.description = (
         "Continue PROMPT, greedily unless a sampling option is given. Without PROMPT it is read "
@@ -25,26 +29,32 @@ def arguments(command: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="a system message, with --chat")
     add(
         "--max-new-tokens",
-        type=whole_number(1),
+        type=number(int, at_least=1),
         default=256,
         metavar="N",
         help="stop after so many",
     )
-    add("--temperature", type=real_number(0), metavar="T", help="sample at this temperature (1)")
-    add("--top-k", type=whole_number(1), metavar="K", help="sample among the K likeliest tokens")
+    positive = number(float, more_than=0)
+    add("--temperature", type=positive, metavar="T", help="sample at this temperature (1)")
+    add(
+        "--top-k",
+        type=number(int, at_least=1),
+        metavar="K",
+        help="sample among the K likeliest tokens",
+    )
     add(
         "--top-p",
-        type=real_number(0, 1),
+        type=number(float, more_than=0, at_most=1),
         metavar="P",
         help="sample among the likeliest that sum to P",
     )
     add(
         "--repetition-penalty",
-        type=real_number(0),
+        type=positive,
         metavar="P",
         help="above 1: make what is there already less likely (generation_config.json's, or 1)",
     )
-    add("--seed", type=whole_number(0), metavar="N", help="makes sampling repeatable")
+    add("--seed", type=number(int, at_least=0), metavar="N", help="makes sampling repeatable")
     add("--no-stream", action="store_true", help="print the text when it is finished")
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     loading_arguments(command)
@@ -89,7 +99,9 @@ def run(given: argparse.Namespace) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _continue(given: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int]) -> str:
+def _continue(
+    given: argparse.Namespace, model: DecoderModel, tokenizer: Tokenizer, ids: list[int]
+) -> str:
     """Print what follows `ids`, as it comes or at once; returns it."""
     import torch
 

@@ -10,7 +10,7 @@ from ligermodels.errors import printable
 HELP = "show what a checkpoint is, without loading it"
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """The checkpoint, and the form of the answer."""
     command.description = (
         "Show a checkpoint's family, config, parameters and memory after the checks of a load: "

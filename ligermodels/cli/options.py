@@ -1,20 +1,20 @@
-"""The command line's way with arguments: help, complaints, kinds of values."""
+"""What the commands share: the look of help and complaints, types of arguments, loading options."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-DTYPES = ("float32", "bfloat16", "float16")
+from ligermodels.training.config import DTYPES, limit_complaint
+
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Formatter(argparse.HelpFormatter):
-    """Options on one line, defaults shown where there is one."""
+    """Options on one line, with the default where there is one."""
 
-    def __init__(self, prog: str):
+    def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -26,26 +26,12 @@ class Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose complaint is one line."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-class Version(argparse.Action):
-    """`--version`, looked up only when asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("ligermodels")
-        except PackageNotFoundError:
-            found = "(not installed)"
-        print(f"ligermodels {found}")
-        parser.exit()
-
-
 def loading_arguments(command: argparse.ArgumentParser) -> None:
-    """The options with which any command loads a checkpoint."""
+    """Add the options with which any command loads a checkpoint."""
     add = command.add_argument
     add("--revision", help="branch, tag or commit of a hub checkpoint")
     add("--dtype", choices=DTYPES, help="(default: the checkpoint's)")
@@ -53,7 +39,7 @@ def loading_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def loading_options(given: argparse.Namespace) -> dict[str, Any]:
-    """What `from_hf` is told by them, the revision aside."""
+    """The arguments of `from_hf` that these options stand for, without the revision."""
     import torch
 
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
@@ -76,28 +62,18 @@ def byte_size(text: str) -> int:
     return found
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """A kind of argument: an integer from `least` on."""
+def number(kind: type, **limits: float) -> Callable[[str], float]:
+    """A type of argument: a number of `kind`, int or float, within `limits`.
 
-    def convert(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
-        return value
-
-    convert.__name__ = "int"  # argparse says "invalid int value" with it
-    return convert
-
-
-def real_number(above: float, most: float = math.inf) -> Callable[[str], float]:
-    """A kind of argument: a finite number more than `above` and at most `most`."""
+    The limits are those of `training.config.limit_complaint`.
+    """
 
     def convert(text: str) -> float:
-        value = float(text)
-        if not above < value <= most or math.isinf(value):
-            limit = "" if math.isinf(most) else f" and at most {most:g}"
-            raise argparse.ArgumentTypeError(f"must be more than {above:g}{limit}, not {text}")
+        value: float = kind(text)
+        complaint = limit_complaint(value, **limits)
+        if complaint is not None:
+            raise argparse.ArgumentTypeError(complaint)
         return value
 
-    convert.__name__ = "float"
+    convert.__name__ = kind.__name__  # argparse says "invalid int value" with it
     return convert

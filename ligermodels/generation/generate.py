@@ -21,7 +21,7 @@ from ligermodels.generation.generation_config import (
 )
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import RepetitionPenalty, Sampling
-from ligermodels.layers.attention import Cache
+from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.text.streaming import Decoder, TextStream
@@ -67,7 +67,7 @@ class GenerateOptions(TypedDict, total=False):
     attention_mask: Tensor | None
     repetition_penalty: float | None
     generator: torch.Generator | None
-    cache: Cache | None
+    cache: KVCache | None
 
 
 def generate(
@@ -84,7 +84,7 @@ def generate(
     attention_mask: Tensor | None = None,
     repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
     callback: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Continue prompts, greedily unless `do_sample`.
@@ -188,7 +188,7 @@ def _start(
     attention_mask: Tensor | None = None,
     repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
     """Check everything; return the padded prompts (B, S) and each step's tokens (B,)."""
     config = model.config
@@ -214,7 +214,9 @@ def _start(
     if cache is None:
         # The layers are asked, and not the config, for somebody may have changed a layer's window.
         attentions = [getattr(layer, "self_attn", None) for layer in model.layers]
-        windows = [getattr(attention, "window", None) for attention in attentions]
+        windows = [
+            each.sliding_window if isinstance(each, Attention) else None for each in attentions
+        ]
         # The last token is never fed back, so its keys need no room.
         cache = KVCache(config, batch, prompt + max_new_tokens - 1, windows=windows)
     elif cache.length >= prompt:
@@ -240,7 +242,7 @@ def _steps(
     stops: list[int],
     pad: int,
     generator: torch.Generator | None,
-    cache: Cache,
+    cache: KVCache,
 ) -> Iterator[Tensor]:
     batch, prompt = ids_BS.shape
     repetition = None

@@ -4,6 +4,8 @@ from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
 from ligermodels.layers.embedding import ScaledEmbedding
+from ligermodels.layers.fusion import pre_norm
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import LayerNorm, RMSNorm
@@ -16,10 +18,12 @@ __all__ = [
     "DecoderBlock",
     "GatedMLP",
     "HeadOutput",
+    "KVCache",
     "LayerNorm",
     "LossHead",
     "RMSNorm",
     "RotaryEmbedding",
     "SandwichBlock",
     "ScaledEmbedding",
+    "pre_norm",
 ]

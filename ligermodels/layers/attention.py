@@ -1,6 +1,6 @@
 """Self-attention on packed projections with grouped heads."""
 
-from typing import Protocol
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -8,41 +8,23 @@ from torch import Tensor, nn
 from ligermodels import kernels
 from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.fusion import is_plain, norm_then_linear, normalized
+from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.norm import RMSNorm
-
-
-class Cache(Protocol):
-    """What attention asks of a KV cache; `ligermodels.KVCache` is one."""
-
-    length: int
-
-    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (batch, kv heads, new, head_dim); return what is held, in the same layout.
-
-        That is everything so far, or in a layer with a window at least what the new see of it.
-        """
-        ...
-
-    def columns(self, layer_index: int, new: int) -> Tensor | None:
-        """Which tokens (held,) int64, counted from the row's first, `update` has just returned
-        for `new` ones, in any order; None for all in order. Layers of one window hold the same."""
-        ...
-
-    def advance(self, tokens: int) -> None:
-        """Count the tokens that every layer has appended in this forward."""
-        ...
 
 
 class AttentionContext:
     """What all layers of one forward pass share.
 
-    Args: cos, sin (batch or 1, seq, head_dim / 2), float32; mask, an `AttentionMask`, or a bool
-        tensor (batch, 1, queries, keys) that is True where a query sees a key, or None for plain
-        causality; cache, for inference.
+    Args:
+        cos, sin: (batch or 1, seq, head_dim / 2), float32.
+        mask: an `AttentionMask`, or a bool tensor (batch, 1, queries, keys) that is True where a
+            query sees a key, or None for plain causality.
+        cache: for inference, what the layers append their keys and values to.
 
-    One object, not loose tensors, and no dataclass: FSDP2's mixed precision casts the floating
-    point tensors that it finds in a module's arguments, and would round the angles.
+    It is one object of its own class, neither loose tensors nor a dataclass: FSDP2's mixed
+    precision casts every floating point tensor that it finds in a module's arguments, and would
+    round the angles.
     """
 
     def __init__(
@@ -50,16 +32,34 @@ class AttentionContext:
         cos: Tensor,
         sin: Tensor,
         mask: AttentionMask | Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
         if not isinstance(mask, AttentionMask):
             seq = cos.shape[1]
             keys = seq if cache is None else cache.length + seq
-            mask = AttentionMask(seq, keys, visible=mask)
+            mask = AttentionMask(seq, keys, mask=mask)
         self.mask = mask
         self.cache = cache
+        self._on_device: dict[torch.device, AttentionContext] = {}
+
+    def to(
+        self, device: torch.device | str | int, non_blocking: bool = False
+    ) -> "AttentionContext":
+        """This context on another device; the cache stays, since each layer has its own buffers.
+
+        Tools that spread a model's layers over devices (accelerate's device_map) call it before
+        each layer, so that every device's copy is made once and kept.
+        """
+        device = torch.device(device)
+        if device == self.cos.device:
+            return self
+        if device not in self._on_device:
+            cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
+            mask = self.mask.to(device, non_blocking)
+            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache)
+        return self._on_device[device]
 
 
 class Attention(nn.Module):
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         bias: whether the projections of queries, keys and values have one.
         out_bias: whether the output's has; default as the others.
         scale: factor on the scores; default head_dim^-1/2.
-        window: how many keys a query sees, its own included; default all.
+        sliding_window: how many keys a query sees, its own included; default all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms of each query and key head, over head_dim, before the rotation.
         layer_index: which slot of a KV cache is this layer's.
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         scale: float | None = None,
-        window: int | None = None,
+        sliding_window: int | None = None,
         softcap: float | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
@@ -104,10 +104,10 @@ class Attention(nn.Module):
             )
         self.head_dim = head_dim or hidden_size // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
-        for name, value in (("window", window), ("softcap", softcap)):
+        for name, value in (("sliding_window", sliding_window), ("softcap", softcap)):
             if value is not None and value <= 0:
                 raise ValueError(f"Attention: {name}={value}; expected a positive number or None")
-        self.window = window
+        self.sliding_window = sliding_window
         self.softcap = softcap
         self.layer_index = layer_index
         if num_heads % self.num_kv_heads:
@@ -119,72 +119,64 @@ class Attention(nn.Module):
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        context: AttentionContext,
-        *,
-        norm: RMSNorm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from x, or from norm(x + residual) with the add and norm fused in.
+    @overload
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor: ...
 
-        Args: x, residual (batch, seq, hidden).
-        Returns: (batch, seq, hidden); with a norm the pair (that, x + residual).
+    @overload
+    def forward(self, x: PreNormed, context: AttentionContext) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, x: Tensor | PreNormed, context: AttentionContext
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Attend from x, or from a norm of x + residual (see `pre_norm`), which is fused in.
+
+        Args: x (batch, seq, hidden), or what `pre_norm` returns.
+        Returns: (batch, seq, hidden); for a norm the pair (that, x + residual).
         """
-        q, k, v, total = self._project(x, residual, norm, context)
+        q, k, v, total = self._project(x, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        columns = None
+        key_positions = None
         if context.cache is not None:
             new = k.shape[2]
             k, v = context.cache.update(self.layer_index, k, v)
-            columns = context.cache.columns(self.layer_index, new)
+            key_positions = context.cache.key_positions(self.layer_index, new)
         out = attend(
             q,
             k,
             v,
             context.mask,
             scale=self.scale,
-            window=self.window,
+            window=self.sliding_window,
             softcap=self.softcap,
-            columns=columns,
+            key_positions=key_positions,
         )
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
-        return out if norm is None else (out, total)
+        return out if isinstance(x, Tensor) else (out, total)
 
     def _project(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, context: AttentionContext
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum."""
-        heads = (self.num_heads, self.num_kv_heads)
-        angles = (context.cos, context.sin)
+        self, x: Tensor | PreNormed, context: AttentionContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return rotated q (batch, seq, heads, head_dim) and k, v (batch, seq, kv heads, head_dim),
+        and of a norm the sum x + residual."""
+        heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
         if self.q_norm is not None or self.k_norm is not None:
-            if norm is None:
-                total = x if residual is None else x + residual
-                qkv = self.qkv_proj(total)
-            else:
-                qkv, total = norm_then_linear(x, residual, norm, self.qkv_proj)
+            qkv, total = norm_then_linear(x, self.qkv_proj)
             return *self._normed_heads(qkv, context), total
-        if (
-            norm is not None
-            and is_plain(norm, RMSNorm)
-            and is_plain(self.qkv_proj, nn.Linear)
-            and x.numel()
-        ):
+        if isinstance(x, PendingNorm) and is_plain(self.qkv_proj, nn.Linear) and x.x.numel():
             return kernels.norm_qkv_rope(
-                x,
-                residual,
-                norm.weight,
+                x.x,
+                x.residual,
+                x.weight,
                 self.qkv_proj.weight,
                 self.qkv_proj.bias,
                 *angles,
                 *heads,
-                eps=norm.eps,
-                offset=norm.offset,
-                casting_mode=norm.casting_mode,
+                eps=x.eps,
+                offset=x.offset,
+                casting_mode=x.casting_mode,
             )
-        y, total = normalized(x, residual, norm)
-        return *kernels.rope(self.qkv_proj(y), *angles, *heads), total
+        qkv, total = norm_then_linear(x, self.qkv_proj)
+        return *kernels.rope(qkv, *angles, *heads), total
 
     def _normed_heads(
         self, qkv: Tensor, context: AttentionContext

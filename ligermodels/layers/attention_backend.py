@@ -1,33 +1,37 @@
-"""Attention itself: which implementation takes which mask, and the call.
+"""Attention itself: which backend takes which mask, and the call.
 
 | on a GPU | |
 | --- | --- |
-| causal, no cap | scaled_dot_product_attention |
-| window or cu_seqlens with max_seqlen, no cap, 16 bit | varlen_attn |
-| anything else | flex_attention; a single query, and short passes without gradient: dense |
+| causal, no cap | `sdpa` |
+| window or cu_seqlens with max_seqlen, no cap, 16 bit | `varlen` |
+| anything else | `flex`; `dense` for a single query and for short passes without gradient |
 
-Elsewhere: scaled_dot_product_attention, with a dense mask where there is one; scores that are
-capped are computed as written.
+Elsewhere it is `sdpa`, or `dense` where there is a mask or a cap. `sdpa` is
+scaled_dot_product_attention with is_causal, `dense` the same with a mask of every pair (the plain
+formula where scores are capped), `varlen` is varlen_attn and `flex` is FlexAttention.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.layers import flex
-from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.attention_mask import AttentionMask, compiled
+
+Backend = Literal["sdpa", "varlen", "flex", "dense"]
 
 # Scores up to which a pass without gradient takes a dense mask rather than wait for FlexAttention
 # to compile; they are 64 MiB in float32.
 _DENSE_SCORES = 2**24
 
 
-def implementation(
+def choose_backend(
     mask: AttentionMask,
     window: int | None,
     softcap: float | None,
@@ -35,14 +39,14 @@ def implementation(
     dtype: torch.dtype,
     head_dim: int,
     rows: int,
-) -> str:
-    """Which of "causal", "varlen", "blocks" and "dense" attention takes.
+) -> Backend:
+    """Which backend attention takes.
 
     Args: rows, batch times query heads: how many matrices of queries by keys there are.
     """
     if softcap is None and mask.is_causal(window):
-        return "causal"
-    if device.type != "cuda" or mask.visible is not None or dtype == torch.float64:
+        return "sdpa"
+    if device.type != "cuda" or mask.mask is not None or dtype == torch.float64:
         return "dense"
     if mask.queries == 1:
         return "dense"
@@ -52,14 +56,14 @@ def implementation(
         and head_dim % 8 == 0
         and head_dim <= 256
         and torch.version.hip is None
-        and mask.tokens is None
+        and mask.padding_mask is None
         and mask.past == 0
-        and (mask.documents is None or mask.max_seqlen is not None)
+        and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
         return "varlen"
     if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
-    return "blocks"
+    return "flex"
 
 
 def attend(
@@ -71,31 +75,37 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    columns: Tensor | None = None,
+    key_positions: Tensor | None = None,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale * q k^T / softcap), where the mask lets it) v.
+    """softmax(softcap * tanh(scale * q k^T / softcap), over the keys that the mask shows) v.
 
     Args:
-        q (batch, heads, queries, head_dim); k, v (batch, kv heads, keys, head_dim).
-        columns: (keys,), which of the mask's keys k and v hold; default all, in order.
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, kv heads, keys, head_dim).
+        mask: which query sees which key.
+        scale: factor on the scores.
+        window: how many keys a query sees, its own included; default all.
+        softcap: bound of the scores; default none.
+        key_positions: (keys,) int64, which of the mask's keys k and v hold; default all, in order.
     Returns: (batch, heads, queries, head_dim); zeros for a query that sees nothing.
     """
     rows = q.shape[0] * q.shape[1]
-    how = implementation(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
-    if columns is not None and how in ("causal", "varlen"):
-        how = "dense"  # these two want the keys in order, and a cache may have one of its own
-    if how == "causal":
+    backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
+    if key_positions is not None and backend in ("sdpa", "varlen"):
+        backend = "dense"  # these two want the keys in order, and a cache may have its own order
+    if backend == "sdpa":
         # A bool, and not the symbolic one of a compiled model with lengths that change.
         causal = True if q.shape[2] > 1 else False
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=True
         )
-    if how == "varlen":
+    if backend == "varlen":
         return _varlen(q, k, v, mask, scale, window)
-    if how == "blocks":
-        blocks = mask.blocks(window, q.shape[0], q.device, columns)
-        return flex.attend(q, k, v, blocks, scale, softcap)
-    visible = None if mask.is_open(window, columns) else mask.dense(window, q.device, columns)
+    if backend == "flex":
+        return _flex(q, k, v, mask, scale, window, softcap, key_positions)
+    visible = None
+    if not mask.hides_nothing(window, key_positions):
+        visible = mask.dense(window, q.device, key_positions)
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
     with without_autocast(q):
@@ -114,16 +124,16 @@ def prepare(
 ) -> None:
     """Make the form of the mask that `attend` will ask for.
 
-    Ahead of the layers, because a layer under activation checkpointing may not, when compiled,
-    leave anything behind but its output.
+    This happens ahead of the layers, because a compiled layer under activation checkpointing may
+    leave nothing behind but its output.
     """
-    how = implementation(mask, window, softcap, device, dtype, head_dim, batch * heads)
-    if how == "blocks":
-        mask.blocks(window, batch, device)
-    elif how == "dense" and not mask.is_open(window):
+    backend = choose_backend(mask, window, softcap, device, dtype, head_dim, batch * heads)
+    if backend == "flex":
+        mask.block_mask(window, batch, device)
+    elif backend == "dense" and not mask.hides_nothing(window):
         mask.dense(window, device)
-    elif how == "varlen":
-        mask.ends(batch, device)
+    elif backend == "varlen":
+        mask.varlen_seqlens(batch, device)
 
 
 def _capped(
@@ -145,6 +155,37 @@ def _capped(
     return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
+def _flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    key_positions: Tensor | None,
+) -> Tensor:
+    return compiled(flex_attention)(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else _softcap_mod(softcap),
+        block_mask=mask.block_mask(window, q.shape[0], q.device, key_positions),
+        scale=scale,
+        enable_gqa=True,
+    )
+
+
+@cache
+def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
+    """softcap * tanh(score / softcap); one object per cap, since each new one is compiled."""
+
+    def capped(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
 @cache
 def _varlen_options() -> dict[str, Any]:
     """Grouped heads have to be asked for in newer torch and are understood in older."""
@@ -159,14 +200,14 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     batch = q.shape[0]
-    ends, longest = mask.ends(batch, q.device)
+    cu_seqlens, longest = mask.varlen_seqlens(batch, q.device)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = varlen_attn(
         q,
         k,
         v,
-        ends,
-        ends,
+        cu_seqlens,
+        cu_seqlens,
         longest,
         longest,
         scale=scale,

@@ -1,27 +1,35 @@
-"""Who attends to whom: causal always, inside documents, past padding, and within a window."""
+"""Which query sees which key: causality, documents, padding and windows."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ligermodels.layers.flex import compiled
+# Every head_dim, dtype and soft cap in the process counts as one; torch.compile's own limit is 8.
+_RECOMPILE_LIMIT = 256
 
 
 class AttentionMask:
-    """What one forward pass says of who sees whom, for all layers whatever their window.
+    """What one forward pass says of which query sees which key, for layers of any window.
 
-    Every query sees the keys up to itself; of those
+    Without arguments a query sees every key up to its own position. Each argument hides more.
 
     Args:
-        queries, keys: how many; the queries are the last of the keys (a cache holds the others).
-        documents: (batch or 1, keys) each token's document: only keys of the query's own.
-        tokens: (batch, keys) bool: only keys where it is True; the others are padding.
-        cu_seqlens, max_seqlen: (documents + 1,) and their longest, for a single row of documents;
-            what the varlen kernel takes in place of `documents`.
-        visible: (batch, 1, queries, keys) bool: instead of causality and all of the above.
+        queries, keys: how many there are; the queries are the last of the keys (a cache holds the
+            others). By default there are as many keys as queries.
+        document_ids: (batch or 1, keys) int64; a query sees only keys of its own document.
+        padding_mask: (batch, keys), 0 or False for padding, which nobody sees.
+        cu_seqlens, max_seqlen: (documents + 1,) int, where the documents of a single row start,
+            and the longest of them: what the varlen kernel takes in place of document_ids.
+        mask: (batch, 1, queries, keys) bool, True where a query sees a key. It replaces causality
+            and everything above.
 
-    A window W leaves a query the last W keys, its own included. Each form is made once per window
-    and kept: `dense` for scaled_dot_product_attention, `blocks` for FlexAttention.
+    A window W leaves each query the last W keys, its own included. `dense` gives the mask to
+    scaled_dot_product_attention, `block_mask` to FlexAttention and `varlen_seqlens` to the varlen
+    kernel. Each is made once per window and kept.
     """
 
     def __init__(
@@ -29,23 +37,23 @@ class AttentionMask:
         queries: int,
         keys: int | None = None,
         *,
-        documents: Tensor | None = None,
-        tokens: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        visible: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys
-        self.documents = documents
-        self.tokens = None if tokens is None else tokens.bool()
+        self.document_ids = document_ids
+        self.padding_mask = None if padding_mask is None else padding_mask.bool()
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
-        self.visible = visible
-        # By window, each with the columns that it was made for.
+        self.mask = mask
+        # By window, each with the key positions that it was made for.
         self._dense: dict[int | None, tuple[Tensor | None, Tensor]] = {}
-        self._blocks: dict[int | None, tuple[Tensor | None, BlockMask]] = {}
-        self._ends: tuple[Tensor, int] | None = None
+        self._block_masks: dict[int | None, tuple[Tensor | None, BlockMask]] = {}
+        self._varlen_seqlens: tuple[Tensor, int] | None = None
 
     @property
     def past(self) -> int:
@@ -53,100 +61,124 @@ class AttentionMask:
         return self.keys - self.queries
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether causality alone says it all within this window."""
+        """Whether every query sees exactly the keys up to its own within this window."""
         return (
-            self.documents is None
-            and self.tokens is None
-            and self.visible is None
+            self.document_ids is None
+            and self.padding_mask is None
+            and self.mask is None
             and self.past == 0
             and (window is None or window >= self.keys)
         )
 
-    def is_open(self, window: int | None, columns: Tensor | None = None) -> bool:
+    def hides_nothing(self, window: int | None, key_positions: Tensor | None = None) -> bool:
         """Whether there is one query, and it sees every key that is held."""
-        held = self.keys if columns is None else len(columns)
+        held = self.keys if key_positions is None else len(key_positions)
         return (
             self.queries == 1
-            and self.documents is None
-            and self.tokens is None
-            and self.visible is None
+            and self.document_ids is None
+            and self.padding_mask is None
+            and self.mask is None
             and (window is None or held <= window)
         )
 
     def dense(
-        self, window: int | None, device: torch.device, columns: Tensor | None = None
+        self, window: int | None, device: torch.device, key_positions: Tensor | None = None
     ) -> Tensor:
         """Bool (batch or 1, 1, queries, keys), True where a query sees a key.
 
-        Args: columns (held,) int64: which of the keys there are, in this order; default all.
+        Args: key_positions (held,) int64, which of the keys there are, in this order; by default
+            all of them.
         """
         made = self._dense.get(window)
-        if made is None or made[0] is not columns:
+        if made is None or made[0] is not key_positions:
             query = torch.arange(self.past, self.keys, device=device)[:, None]
-            key = torch.arange(self.keys, device=device) if columns is None else columns
-            if self.visible is None:
+            key = torch.arange(self.keys, device=device) if key_positions is None else key_positions
+            if self.mask is None:
                 sees = (key <= query)[None]
-                if self.documents is not None:
-                    documents = self.documents
-                    sees = sees & (documents[:, self.past :, None] == documents[:, None, key])
-                if self.tokens is not None:
-                    sees = sees & self.tokens[:, None, key]
+                if self.document_ids is not None:
+                    ids = self.document_ids
+                    sees = sees & (ids[:, self.past :, None] == ids[:, None, key])
+                if self.padding_mask is not None:
+                    sees = sees & self.padding_mask[:, None, key]
                 sees = sees.unsqueeze(1)
             else:
-                sees = self.visible
+                sees = self.mask
             if window is not None:
                 sees = sees & (key > query - window)
-            made = self._dense[window] = (columns, sees)
+            made = self._dense[window] = (key_positions, sees)
         return made[1]
 
-    def blocks(
-        self, window: int | None, batch: int, device: torch.device, columns: Tensor | None = None
+    def block_mask(
+        self,
+        window: int | None,
+        batch: int,
+        device: torch.device,
+        key_positions: Tensor | None = None,
     ) -> BlockMask:
-        """FlexAttention's block mask: memory for the blocks of a dense one, not for its pairs.
+        """FlexAttention's block mask, which takes memory for blocks and not for pairs.
 
-        Args: batch, of the queries; columns as in `dense`.
+        Args: batch, of the queries; key_positions as in `dense`.
         """
-        made = self._blocks.get(window)
-        if made is None or made[0] is not columns:
+        made = self._block_masks.get(window)
+        if made is None or made[0] is not key_positions:
             # One function of tensors serves every case, so that it is compiled once.
             reach = torch.full((), window or self.keys + 1, device=device)
             first = torch.full((), self.past, device=device)
-            column = torch.arange(self.keys, device=device) if columns is None else columns
-            documents, tokens = self.documents, self.tokens
-            if documents is None:
-                documents = torch.zeros(1, self.keys, dtype=torch.int64, device=device)
-            if tokens is None:
-                tokens = torch.ones(1, self.keys, dtype=torch.bool, device=device)
-            documents, tokens = documents.expand(batch, -1), tokens.expand(batch, -1)
+            position = torch.arange(self.keys, device=device)
+            position = position if key_positions is None else key_positions
+            ids, padding = self.document_ids, self.padding_mask
+            if ids is None:
+                ids = torch.zeros(1, self.keys, dtype=torch.int64, device=device)
+            if padding is None:
+                padding = torch.ones(1, self.keys, dtype=torch.bool, device=device)
+            ids, padding = ids.expand(batch, -1), padding.expand(batch, -1)
 
             def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                at, other = first + query, column[key]
+                at, other = first + query, position[key]
                 near = (other <= at) & (other > at - reach)
-                return near & (documents[b, at] == documents[b, other]) & tokens[b, other]
+                return near & (ids[b, at] == ids[b, other]) & padding[b, other]
 
-            rows = batch if self.documents is not None or self.tokens is not None else 1
+            rows = batch if self.document_ids is not None or self.padding_mask is not None else 1
             blocks = compiled(create_block_mask)(
-                sees, rows, None, self.queries, len(column), device=device
+                sees, rows, None, self.queries, len(position), device=device
             )
-            made = self._blocks[window] = (columns, blocks)
+            made = self._block_masks[window] = (key_positions, blocks)
         return made[1]
 
-    def ends(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
-        """Starts of the documents of all rows laid end to end, (documents + 1,) int32, and their
-        longest, for the varlen kernel; without cu_seqlens every row is a document."""
-        if self._ends is None:
+    def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
+        """cu_seqlens (documents + 1,) int32 of all rows laid end to end, and the longest document.
+
+        Without cu_seqlens of its own, every row is a document.
+        """
+        if self._varlen_seqlens is None:
             if self.cu_seqlens is None:
                 total = batch * self.queries
                 rows = torch.arange(0, total + 1, self.queries, dtype=torch.int32, device=device)
-                self._ends = rows, self.queries
+                self._varlen_seqlens = rows, self.queries
             else:
                 assert self.max_seqlen is not None
-                self._ends = self.cu_seqlens.to(torch.int32), self.max_seqlen
-        return self._ends
+                self._varlen_seqlens = self.cu_seqlens.to(torch.int32), self.max_seqlen
+        return self._varlen_seqlens
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
+        """The same mask for tensors on another device, with nothing made yet."""
+
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, non_blocking=non_blocking)
+
+        return AttentionMask(
+            self.queries,
+            self.keys,
+            document_ids=moved(self.document_ids),
+            padding_mask=moved(self.padding_mask),
+            cu_seqlens=moved(self.cu_seqlens),
+            max_seqlen=self.max_seqlen,
+            mask=moved(self.mask),
+        )
 
 
-def document_ids(position_ids: Tensor) -> Tensor:
-    """Number of each token's document (batch, seq); one ends where positions do not rise by 1."""
+def document_ids_from_positions(position_ids: Tensor) -> Tensor:
+    """Number each token's document (batch, seq); one ends where positions do not rise by 1."""
     starts = torch.zeros_like(position_ids, dtype=torch.int64)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return starts.cumsum(-1)
@@ -162,7 +194,7 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int) -> Tenso
 def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> None:
     """Raise ValueError unless cu_seqlens rises from 0 to seq by at most max_seqlen.
 
-    Values are looked at on a CPU in eager mode only; on a GPU that would wait for the device.
+    Values are read on a CPU in eager mode only; on a GPU that would wait for the device.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -178,3 +210,24 @@ def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> No
         raise ValueError(
             f"max_seqlen {max_seqlen}: a document of cu_seqlens has {int(lengths.max())} tokens"
         )
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile(function), or the function itself where an outer torch.compile takes it in.
+
+    FlexAttention and its masks have to be compiled: uncompiled they make every score.
+    """
+    return function if torch.compiler.is_compiling() else _compiled(function)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # With fullgraph: past its limit torch.compile would otherwise run the function uncompiled.
+    made = torch.compile(function, fullgraph=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # A second scale or cap in a process would become a symbol, which the op does not take.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, specialize_float=True):
+            return made(*args, **kwargs)
+
+    return call

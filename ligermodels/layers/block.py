@@ -1,17 +1,18 @@
-"""The pre-norm decoder block, carrying the residual through add + norm."""
+"""Ready-made decoder blocks: each add is left to the norm that follows it."""
 
 from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionContext
+from ligermodels.layers.fusion import pre_norm
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(.)), with each add left to the norm that follows.
+    """h = x + attention(norm(x)); the output is h + mlp(norm(h)).
 
-    Per token it keeps for backward: both residual sums, q, k, v after rope, attention's output
-    and gate_up; norm outputs and the activation product are computed again.
+    For backward it keeps, per token: both sums, q, k and v after rope, attention's output and
+    gate_up. Norm outputs and the activation product are computed again.
     """
 
     def __init__(
@@ -32,17 +33,17 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual), whose sum is the block's output.
 
-        Args: x, residual (batch, seq, hidden); their sum is the block's input, and a residual of
-            None stands for zero.
+        Args: x, residual (batch, seq, hidden). Their sum is the block's input; a residual of None
+            stands for zero.
         """
-        x, residual = self.self_attn(x, context, norm=self.input_layernorm, residual=residual)
-        return self.mlp(x, norm=self.post_attention_layernorm, residual=residual)
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
 
 
 class SandwichBlock(nn.Module):
-    """x + norm(attention(norm(x))), then + norm(mlp(norm(.))): a norm before and after each.
+    """h = x + norm(attention(norm(x))); the output is h + norm(mlp(norm(h))).
 
-    Source: Gemma 2, arXiv:2408.00118. The adds are left to the norms that follow them.
+    Source: Gemma 2, arXiv:2408.00118.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SandwichBlock(nn.Module):
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual), whose sum is the block's output; arguments as `DecoderBlock`'s."""
-        x, residual = self.self_attn(x, context, norm=self.input_layernorm, residual=residual)
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         x = self.post_attention_layernorm(x)
-        x, residual = self.mlp(x, norm=self.pre_feedforward_layernorm, residual=residual)
+        x, residual = self.mlp(pre_norm(self.pre_feedforward_layernorm, x, residual))
         return self.post_feedforward_layernorm(x), residual

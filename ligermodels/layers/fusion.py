@@ -1,4 +1,6 @@
-"""When a layer may fuse across a module, and the fused calls themselves."""
+"""When a layer may fuse across modules, and how a norm reaches the projection that follows it."""
+
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -7,11 +9,12 @@ from ligermodels.layers.norm import RMSNorm
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling `module` does just what `kind` does, so that its weight may be used alone.
+    """Whether calling `module` does exactly what `kind` does, so that its weight may be used alone.
 
-    False for a subclass or wrapper (LoRA, float8), a module with hooks or with a `forward` of the
-    instance's own (accelerate), and a weight that is a DTensor or another tensor subclass (tensor
-    parallelism, `fully_shard` on the module itself): then the layer calls the module.
+    It is False for a subclass or wrapper (LoRA, float8), for a module with hooks or with a
+    `forward` of the instance's own (accelerate), and for a weight that is a DTensor or another
+    tensor subclass (tensor parallelism, `fully_shard` on the module itself). The layer then calls
+    the module.
     """
     return (
         type(module) is kind
@@ -24,30 +27,77 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def norm_then_linear(
-    x: Tensor, residual: Tensor | None, norm: RMSNorm, linear: nn.Module
-) -> tuple[Tensor, Tensor]:
-    """Return (linear(norm(x + residual)), x + residual), fused while both modules are plain."""
-    if is_plain(norm, RMSNorm) and is_plain(linear, nn.Linear):
-        return kernels.norm_linear(
-            x,
-            residual,
-            norm.weight,
-            linear.weight,  # type: ignore[arg-type]
-            linear.bias,  # type: ignore[arg-type]
-            eps=norm.eps,
-            offset=norm.offset,
-            casting_mode=norm.casting_mode,
-        )
+class PendingNorm(NamedTuple):
+    """An RMSNorm of x + residual that is still to be computed, so that a projection may fuse it.
+
+    It holds tensors and numbers and no module: tools that move a module's arguments to another
+    device (accelerate) or cast them (FSDP2) then handle it like any other arguments.
+    """
+
+    x: Tensor  # (..., hidden)
+    residual: Tensor | None  # (..., hidden), or None for zero
+    weight: Tensor  # (hidden)
+    eps: float
+    offset: float
+    casting_mode: str
+
+    def apply(self) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual)."""
+        x, residual, weight, eps, offset, mode = self
+        if residual is None:
+            return kernels.rms_norm(x, weight, eps, offset=offset, casting_mode=mode), x
+        return kernels.add_rms_norm(x, residual, weight, eps, offset=offset, casting_mode=mode)
+
+
+class AppliedNorm(NamedTuple):
+    """A norm's output and the sum that it normalised, where the norm had to be called."""
+
+    output: Tensor  # (..., hidden)
+    total: Tensor  # (..., hidden)
+
+    def apply(self) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual)."""
+        return self.output, self.total
+
+
+PreNormed = PendingNorm | AppliedNorm
+"""What `pre_norm` returns and `Attention` and `GatedMLP` take in place of a tensor."""
+
+
+def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreNormed:
+    """norm(x + residual) on its way into a sub-layer, which then also returns the sum.
+
+    A plain `RMSNorm` is left to the sub-layer, whose first projection fuses it. Any other norm is
+    called here, with one argument where the residual is None and with two otherwise.
+
+    Args: norm, a module called as `RMSNorm.forward`; x, residual (..., hidden).
+    """
+    if is_plain(norm, RMSNorm):
+        assert isinstance(norm, RMSNorm)
+        return PendingNorm(x, residual, norm.weight, norm.eps, norm.offset, norm.casting_mode)
     if residual is None:
-        return linear(norm(x)), x
-    y, residual = norm(x, residual)
-    return linear(y), residual
+        return AppliedNorm(norm(x), x)
+    return AppliedNorm(*norm(x, residual))
 
 
-def normalized(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + residual), x + residual); without a norm, the sum twice."""
-    if norm is None:
-        total = x if residual is None else x + residual
-        return total, total
-    return (norm(x), x) if residual is None else norm(x, residual)
+def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return (linear(x), None), or for a norm (linear(norm(x + residual)), x + residual).
+
+    A pending norm and a plain `nn.Linear` are one fused op, which does not keep the norm's output.
+    """
+    if isinstance(x, Tensor):
+        return linear(x), None
+    if isinstance(x, PendingNorm) and is_plain(linear, nn.Linear):
+        assert isinstance(linear, nn.Linear)
+        return kernels.norm_linear(
+            x.x,
+            x.residual,
+            x.weight,
+            linear.weight,
+            linear.bias,
+            eps=x.eps,
+            offset=x.offset,
+            casting_mode=x.casting_mode,
+        )
+    y, total = x.apply()
+    return linear(y), total

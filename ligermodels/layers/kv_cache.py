@@ -11,7 +11,7 @@ class KVCache:
     """Keys and values of the tokens so far, one pair of buffers per layer.
 
     A layer with a window W keeps the last W tokens: its buffers are min(W, max_length) long, and
-    the token in column c of the row lies in slot c % W. Other layers' are max_length long.
+    the token at position p of the row lies in slot p % W. Other layers' are max_length long.
 
     Args:
         config: gives sliding_windows.
@@ -47,14 +47,14 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * len(self.sizes)
         self.values: list[Tensor | None] = [None] * len(self.sizes)
         self._written = [0] * len(self.sizes)
-        # Layers of one window hold the same columns.
-        self._columns: dict[tuple[int, int], Tensor] = {}
+        # Layers of one window hold keys of the same positions.
+        self._key_positions: dict[tuple[int, int], Tensor] = {}
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, kv heads, new, head_dim); return what the new tokens may attend to.
 
         Of the tokens before them that is all, or for a layer with a window what it still has of
-        them, at least the last W - 1. Same layout; `columns` says which tokens they are.
+        them, at least the last W - 1. Same layout; `key_positions` says which tokens they are.
 
         Raises:
             ValueError: the new tokens do not fit, their batch is not the cache's, or a layer
@@ -74,37 +74,39 @@ class KVCache:
         self._written[layer_index] = end
         return self._append(self.keys, layer_index, k), self._append(self.values, layer_index, v)
 
-    def columns(self, layer_index: int, new: int) -> Tensor | None:
-        """Which columns of the rows the keys from `update` are, (keys,) int64 in their order.
+    def key_positions(self, layer_index: int, new: int) -> Tensor | None:
+        """Positions in the row of the keys that `update` has just returned.
 
-        Args: new, how many of them were appended; called between `update` and `advance`.
-        Returns: None for all so far, in order.
+        Call it between `update` and `advance`.
+
+        Args: new, how many tokens were appended.
+        Returns: (keys,) int64 in the keys' order, or None where they are all so far, in order.
         """
         size, end = self.sizes[layer_index], self.length + new
         first = self.length - min(self.length, size - 1)
         if end <= size or (new > 1 and first == 0):
             return None
-        if (size, new) not in self._columns:
+        if (size, new) not in self._key_positions:
             keys = self.keys[layer_index]
-            assert keys is not None, "columns follow update"
+            assert keys is not None, "key_positions follow update"
             if new > 1:
                 found = torch.arange(first, end, device=keys.device)
             else:
                 slots = torch.arange(size, device=keys.device)
                 found = end - 1 - (end - 1 - slots) % size
-            self._columns[size, new] = found
-        return self._columns[size, new]
+            self._key_positions[size, new] = found
+        return self._key_positions[size, new]
 
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has written; once per forward."""
         self.length += tokens
-        self._columns.clear()
+        self._key_positions.clear()
 
     def reset(self) -> None:
         """Forget the tokens, keep the buffers."""
         self.length = 0
         self._written = [0] * len(self.sizes)
-        self._columns.clear()
+        self._key_positions.clear()
 
     def _append(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
         """Write x behind the tokens there; return the past that x may see, and x."""

@@ -1,10 +1,11 @@
 """The gated MLP on a packed gate and up projection."""
 
+from typing import overload
+
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.fusion import is_plain, norm_then_linear
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.fusion import PreNormed, is_plain, norm_then_linear
 
 
 class GatedMLP(nn.Module):
@@ -30,20 +31,23 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(
-        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply to x, or to norm(x + residual) with the add and norm fused in.
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
 
-        Args: x, residual (..., hidden).
-        Returns: (..., hidden); with a norm the pair (that, x + residual).
+    @overload
+    def forward(self, x: PreNormed) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor | PreNormed) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the MLP to x, or to a norm of x + residual (see `pre_norm`), which is fused in.
+
+        Args: x (..., hidden), or what `pre_norm` returns.
+        Returns: (..., hidden); for a norm the pair (that, x + residual).
         """
-        if norm is None:
-            return self._down(self.gate_up_proj(x if residual is None else x + residual))
-        gate_up, total = norm_then_linear(x, residual, norm, self.gate_up_proj)
-        return self._down(gate_up), total
+        gate_up, total = norm_then_linear(x, self.gate_up_proj)
+        out = self._activate_and_project(gate_up)
+        return out if isinstance(x, Tensor) else (out, total)
 
-    def _down(self, gate_up: Tensor) -> Tensor:
+    def _activate_and_project(self, gate_up: Tensor) -> Tensor:
         down, activation = self.down_proj, self.activation
         if is_plain(down, nn.Linear):
             return kernels.glu_linear(gate_up, down.weight, down.bias, activation)

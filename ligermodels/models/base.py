@@ -18,14 +18,15 @@ from ligermodels.layers import (
     RotaryEmbedding,
     ScaledEmbedding,
 )
-from ligermodels.layers.attention import Attention, Cache
+from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
-    document_ids,
+    document_ids_from_positions,
     positions_from_cu_seqlens,
 )
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
@@ -92,7 +93,7 @@ class DecoderModel(HFModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         **loss_options: Any,
     ) -> Tensor | HeadOutput:
         """Hidden states after the final norm, or with labels the head's output. Never logits.
@@ -101,8 +102,8 @@ class DecoderModel(HFModel):
             input_ids: (batch, seq) int64.
             labels: (batch, seq) int64, same positions as input_ids: the shift by one happens
                 here. -100 is ignored, and so is what lies across a document's boundary.
-            position_ids: (batch or 1, seq). Several documents in a row are told by positions
-                that restart; attention stays inside each. Default 0, 1, 2, ...
+            position_ids: (batch or 1, seq). Positions that restart divide a row into documents;
+                attention stays inside each. Default 0, 1, 2, ...
             cu_seqlens: (documents + 1) int, starts of the documents in a single row and its
                 length; instead of position_ids.
             max_seqlen: longest document of cu_seqlens; lets a GPU use the varlen kernel.
@@ -118,7 +119,7 @@ class DecoderModel(HFModel):
         batch, seq = _check_ids(input_ids)
         if labels is None and loss_options:
             raise ValueError(f"{', '.join(loss_options)}: loss options need labels")
-        contexts, documents = self._contexts(
+        contexts, document_ids = self._contexts(
             input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
         )
         hidden = self._hidden(input_ids, contexts)
@@ -133,7 +134,7 @@ class DecoderModel(HFModel):
         ignore_index = loss_options.get(
             "ignore_index", self.head.loss_options.get("ignore_index", -100)
         )
-        targets = next_token_targets(labels, documents, ignore_index)
+        targets = next_token_targets(labels, document_ids, ignore_index)
         return self.head(hidden, targets, **loss_options)
 
     def loss(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -165,7 +166,7 @@ class DecoderModel(HFModel):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         attention_mask: Tensor | None,
-        cache: Cache | None,
+        cache: KVCache | None,
     ) -> tuple[dict[str, AttentionContext], Tensor | None]:
         """Angles of this pass for each rope, one mask for all, and each token's document where
         rows are packed."""
@@ -196,14 +197,14 @@ class DecoderModel(HFModel):
                 f"{(batch, seq)} or {(1, seq)} integers"
             )
 
-        documents = None
+        document_ids = None
         if position_ids is not None and cache is None:
-            documents = document_ids(position_ids)
+            document_ids = document_ids_from_positions(position_ids)
         mask = AttentionMask(
             seq,
             past + seq,
-            documents=documents,
-            tokens=attention_mask,
+            document_ids=document_ids,
+            padding_mask=attention_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )
@@ -218,7 +219,7 @@ class DecoderModel(HFModel):
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
             contexts[name] = AttentionContext(cos, sin, mask, cache)
-        return contexts, documents
+        return contexts, document_ids
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         weight = self.embed_tokens.weight
@@ -227,7 +228,7 @@ class DecoderModel(HFModel):
             if isinstance(module, Attention):
                 prepare(
                     mask,
-                    module.window,
+                    module.sliding_window,
                     module.softcap,
                     batch,
                     module.num_heads,
@@ -330,17 +331,17 @@ class DecoderModel(HFModel):
 
 
 def next_token_targets(
-    labels: Tensor, documents: Tensor | None = None, ignore_index: int = -100
+    labels: Tensor, document_ids: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
     """Targets aligned with hidden states: each position's next label, none across a boundary.
 
-    Args: labels (batch, seq); documents (batch or 1, seq), each token's document number.
+    Args: labels (batch, seq); document_ids (batch or 1, seq), as in `AttentionMask`.
     Returns: (batch, seq), the last of each row and of each document ignore_index.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    if documents is None:
+    if document_ids is None:
         return targets
-    ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+    ends = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
     return targets.masked_fill(ends, ignore_index)
 
 

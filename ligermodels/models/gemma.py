@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor, nn
+
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, shown
-from ligermodels.layers import (
-    Attention,
-    DecoderBlock,
-    GatedMLP,
-    RMSNorm,
-)
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes
@@ -72,24 +69,33 @@ def _norm(config: GemmaConfig, size: int) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
 
-class GemmaBlock(DecoderBlock):
-    """A decoder block with Gemma's parts."""
+class GemmaBlock(nn.Module):
+    """h = x + attention(norm(x)); the output is h + mlp(norm(h))."""
 
     def __init__(self, config: GemmaConfig, layer_index: int) -> None:
+        super().__init__()
         hidden = config.hidden_size
-        super().__init__(
-            self_attn=Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                bias=config.attention_bias,
-                layer_index=layer_index,
-            ),
-            mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=_norm(config, hidden),
-            post_attention_layernorm=_norm(config, hidden),
+        self.input_layernorm = _norm(config, hidden)
+        self.self_attn = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            layer_index=layer_index,
         )
+        self.post_attention_layernorm = _norm(config, hidden)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+
+        The adds are left to the norms that follow them; a residual of None stands for zero.
+        """
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
 
 
 @register

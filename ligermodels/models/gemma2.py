@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor, nn
+
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import (
-    Attention,
-    GatedMLP,
-    RMSNorm,
-    SandwichBlock,
-)
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
@@ -77,29 +74,40 @@ def _norm(config: Gemma2Config, size: int) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
 
-class Gemma2Block(SandwichBlock):
-    """A decoder block with Gemma 2's parts."""
+class Gemma2Block(nn.Module):
+    """h = x + norm(attention(norm(x))); the output is h + norm(mlp(norm(h)))."""
 
     def __init__(self, config: Gemma2Config, layer_index: int) -> None:
+        super().__init__()
         hidden = config.hidden_size
-        super().__init__(
-            self_attn=Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                bias=config.attention_bias,
-                scale=config.query_pre_attn_scalar**-0.5,
-                window=config.sliding_windows[layer_index],
-                softcap=config.attn_logit_softcapping,
-                layer_index=layer_index,
-            ),
-            mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=_norm(config, hidden),
-            post_attention_layernorm=_norm(config, hidden),
-            pre_feedforward_layernorm=_norm(config, hidden),
-            post_feedforward_layernorm=_norm(config, hidden),
+        self.input_layernorm = _norm(config, hidden)
+        self.self_attn = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            scale=config.query_pre_attn_scalar**-0.5,
+            sliding_window=config.sliding_windows[layer_index],
+            softcap=config.attn_logit_softcapping,
+            layer_index=layer_index,
         )
+        self.post_attention_layernorm = _norm(config, hidden)
+        self.pre_feedforward_layernorm = _norm(config, hidden)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
+        self.post_feedforward_layernorm = _norm(config, hidden)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+
+        The adds are left to the norms that follow them; a residual of None stands for zero.
+        """
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp(pre_norm(self.pre_feedforward_layernorm, x, residual))
+        return self.post_feedforward_layernorm(x), residual
 
 
 @register

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from ligermodels.kernels import dispatch as backend
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import Attention, AttentionMask, GatedMLP, LossHead, RMSNorm
-from ligermodels.layers.attention_backend import implementation
+from ligermodels.layers.attention_backend import choose_backend
 from ligermodels.layers.fusion import is_plain
 
 _ATTENTION = {
-    "causal": "scaled_dot_product_attention",
+    "sdpa": "scaled_dot_product_attention",
     "varlen": "varlen_attn",
-    "blocks": "flex_attention",
+    "flex": "flex_attention",
     "dense": "scaled_dot_product_attention with a dense mask",
 }
 
@@ -52,23 +52,23 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
     for module in model.modules():
         if not isinstance(module, Attention):
             continue
-        length = 1024 + 2 * (module.window or 0)
+        length = 1024 + 2 * (module.sliding_window or 0)
         documents = torch.zeros(1, length, dtype=torch.int64, device="meta")
         masks = {
             "": AttentionMask(length),
-            "documents by position_ids: ": AttentionMask(length, documents=documents),
+            "documents by position_ids: ": AttentionMask(length, document_ids=documents),
             "by cu_seqlens and max_seqlen: ": AttentionMask(
-                length, documents=documents, max_seqlen=length
+                length, document_ids=documents, max_seqlen=length
             ),
-            "padding: ": AttentionMask(length, tokens=documents),
+            "padding: ": AttentionMask(length, padding_mask=documents),
         }
         key = "attention"
-        key += "" if module.window is None else f", window {module.window}"
+        key += "" if module.sliding_window is None else f", window {module.sliding_window}"
         key += "" if module.softcap is None else f", soft cap {module.softcap:g}"
         with torch.enable_grad():
             taken = {
-                how: implementation(
-                    mask, module.window, module.softcap, device, dtype, module.head_dim, 1
+                how: choose_backend(
+                    mask, module.sliding_window, module.softcap, device, dtype, module.head_dim, 1
                 )
                 for how, mask in masks.items()
             }

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor, nn
+
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import (
-    Attention,
-    DecoderBlock,
-    GatedMLP,
-    RMSNorm,
-)
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes
@@ -61,24 +58,33 @@ def weight_map(config: MistralConfig) -> WeightMap:
     return decoder_weight_map(config)
 
 
-class MistralBlock(DecoderBlock):
-    """A decoder block with Mistral's parts."""
+class MistralBlock(nn.Module):
+    """h = x + attention(norm(x)); the output is h + mlp(norm(h))."""
 
     def __init__(self, config: MistralConfig, layer_index: int) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(
-            self_attn=Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                window=config.sliding_windows[layer_index],
-                layer_index=layer_index,
-            ),
-            mlp=GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            input_layernorm=RMSNorm(hidden, eps),
-            post_attention_layernorm=RMSNorm(hidden, eps),
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.self_attn = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            sliding_window=config.sliding_windows[layer_index],
+            layer_index=layer_index,
         )
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+
+        The adds are left to the norms that follow them; a residual of None stands for zero.
+        """
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
 
 
 @register

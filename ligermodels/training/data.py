@@ -1,4 +1,4 @@
-"""Training data: text and JSONL files become documents of tokens, each told which are targets.
+"""Training data: text and JSONL files become documents of tokens with a mask for the loss.
 
 `packing` makes the rows of a batch from them. Everything in both is a function of the files, the
 tokenizer and a seed, so that a run that was killed finds the same rows in the same order.
@@ -39,14 +39,14 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class Document:
-    """One document: `ids` (n,) int32, and which of them the loss asks for, `targets` (n,) bool.
+    """One document: `ids` (n,) int32, and `loss_mask` (n,) bool, True where an id is a target.
 
-    A plain text may be cut anywhere; an example with a prompt may not (`divisible` False), for
-    what is cut off would be an answer without its question.
+    A plain text may be cut anywhere. An example with a prompt may not (`divisible` is False),
+    because what is cut off would be an answer without its question.
     """
 
     ids: np.ndarray
-    targets: np.ndarray
+    loss_mask: np.ndarray
     divisible: bool = True
 
     def __len__(self) -> int:
@@ -54,7 +54,8 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        return int(self.targets.sum())
+        """How many ids are targets of the loss."""
+        return int(self.loss_mask.sum())
 
 
 def file_hashes(paths: Sequence[str | Path]) -> dict[str, str]:
@@ -225,7 +226,7 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 class _Encoder:
     """Texts, completions and chats to documents, with the tokenizer's own special tokens."""
 
-    def __init__(self, tokenizer: TokenizerLike):
+    def __init__(self, tokenizer: TokenizerLike) -> None:
         self.tokenizer = tokenizer
         bare = tokenizer.encode("a", add_special_tokens=False)
         full = tokenizer.encode("a", add_special_tokens=True)
@@ -240,10 +241,10 @@ class _Encoder:
         return _document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:
-        ids, targets = self._segments([(prompt, False), (completion, True)])
+        ids, loss_mask = self._segments([(prompt, False), (completion, True)])
         ids = self.prefix + ids + self.end
-        targets = [False] * len(self.prefix) + targets + [True] * len(self.end)
-        return _document(ids, targets, divisible=False)
+        loss_mask = [False] * len(self.prefix) + loss_mask + [True] * len(self.end)
+        return _document(ids, loss_mask, divisible=False)
 
     def chat(self, messages: list[dict[str, Any]], where: str) -> Document:
         """A conversation through the chat template; targets are what the assistant would write.
@@ -271,8 +272,8 @@ class _Encoder:
             ]
             done = len(through)
         segments.append((whole[done:], False))
-        ids, targets = self._segments([segment for segment in segments if segment[0]])
-        return _document(ids, targets, divisible=False)
+        ids, loss_mask = self._segments([segment for segment in segments if segment[0]])
+        return _document(ids, loss_mask, divisible=False)
 
     def _render(self, messages: list[dict[str, Any]], generation: bool, where: str) -> str:
         try:
@@ -306,16 +307,16 @@ class _Encoder:
                 ends = list(np.cumsum([len(piece) for piece in pieces]))[:-1]
                 break
             ends.append(len(head))
-        targets: list[bool] = []
+        loss_mask: list[bool] = []
         for (_, trained), end in zip(segments, [*ends, len(ids)]):
-            targets += [trained] * (int(end) - len(targets))
-        return ids, targets
+            loss_mask += [trained] * (int(end) - len(loss_mask))
+        return ids, loss_mask
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _document(ids: list[int], targets: list[bool], divisible: bool) -> Document:
-    trained = np.array(targets, dtype=np.bool_)
-    trained[:1] = False
-    return Document(np.array(ids, dtype=np.int32), trained, divisible)
+def _document(ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
+    mask = np.array(loss_mask, dtype=np.bool_)
+    mask[:1] = False  # nothing comes before the first token that could predict it
+    return Document(np.array(ids, dtype=np.int32), mask, divisible)

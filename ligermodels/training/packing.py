@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -35,12 +35,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
-        return Batch(
-            self.input_ids.to(device),
-            self.labels.to(device),
-            self.position_ids.to(device),
-            self.num_tokens,
-            self.num_targets,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            labels=self.labels.to(device),
+            position_ids=self.position_ids.to(device),
         )
 
 
@@ -57,15 +56,15 @@ def hold_out(
     if len(documents) * fraction < 1 and all(document.divisible for document in documents):
         train, held = [], []
         for document in documents:
-            cut = len(document) - max(2, round(len(document) * fraction))
-            if cut < 2:
+            end = len(document) - max(2, round(len(document) * fraction))
+            if end < 2:
                 train.append(document)
                 continue
-            train.append(Document(document.ids[:cut], document.targets[:cut]))
+            train.append(Document(document.ids[:end], document.loss_mask[:end]))
             # The two parts share one token, so that each token is still predicted once.
-            tail = document.targets[cut - 1 :].copy()
+            tail = document.loss_mask[end - 1 :].copy()
             tail[0] = False
-            held.append(Document(document.ids[cut - 1 :], tail))
+            held.append(Document(document.ids[end - 1 :], tail))
     else:
         count = max(1, round(len(documents) * fraction))
         chosen = set(_generator(seed, 1).permutation(len(documents))[:count].tolist())
@@ -94,9 +93,9 @@ def cut(document: Document, seq_len: int) -> list[Document]:
     stop = len(document) - 1 if document.divisible else 1
     pieces = []
     for start in range(0, stop, seq_len - 1):
-        targets = document.targets[start : start + seq_len].copy()
-        targets[0] = False
-        piece = Document(document.ids[start : start + seq_len], targets, document.divisible)
+        loss_mask = document.loss_mask[start : start + seq_len].copy()
+        loss_mask[0] = False
+        piece = Document(document.ids[start : start + seq_len], loss_mask, document.divisible)
         if piece.num_targets:
             pieces.append(piece)
     return pieces
@@ -139,7 +138,7 @@ class PackedRows:
     end, `num_dropped` those that lost every target with it.
     """
 
-    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0):
+    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0) -> None:
         self.pad_id = pad_id
         self.pieces: list[Document] = []
         self.num_truncated = self.num_dropped = 0
@@ -172,7 +171,7 @@ class PackedRows:
             for i in row:
                 digest.update(f"doc {len(self.pieces[i])}".encode())
                 digest.update(np.ascontiguousarray(self.pieces[i].ids).tobytes())
-                digest.update(np.ascontiguousarray(self.pieces[i].targets).tobytes())
+                digest.update(np.ascontiguousarray(self.pieces[i].loss_mask).tobytes())
         return digest.hexdigest()
 
     def batch(self, indices: Iterable[int]) -> Batch:
@@ -190,7 +189,7 @@ class PackedRows:
                 piece = self.pieces[i]
                 start, end = end, end + len(piece)
                 input_ids[at, start:end] = piece.ids
-                labels[at, start:end] = np.where(piece.targets, piece.ids, IGNORE_INDEX)
+                labels[at, start:end] = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
                 position_ids[at, start:end] = np.arange(end - start)
                 num_targets += piece.num_targets
             position_ids[at, end:] = np.arange(self.width - end)

@@ -25,63 +25,54 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ligermodels.converters.files import read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, listing
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
-CURVE_FILE = "loss.png"
+LOSS_PLOT = "loss.png"
 LOCK_FILE = ".lock"
-OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, CURVE_FILE)
+OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, LOSS_PLOT)
+
+# One line of metrics.jsonl: "step", and what was measured there under names such as "loss".
+Metrics = dict[str, float]
 
 
-def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a file beside `path`, then put it in `path`'s place in one step.
 
-    Raises SaveError, with `path` as it was, when the disk refuses.
+    Raises:
+        SaveError: the disk refuses; `path` is as it was.
     """
     aside = path.with_name(path.name + ".part")
     try:
         write(aside)
-        # safetensors creates its files readable by their owner alone, whatever the umask says
-        os.chmod(aside, 0o666 & ~_umask())
-        _sync(aside)
+        # safetensors creates its files readable by their owner alone, whatever the umask says.
+        umask = os.umask(0o077)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        sync_file(aside)
         os.replace(aside, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or error
         raise SaveError(f"{path}: cannot be written: {reason}") from error
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and a file not for reading only
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class RunFolder:
+class RunDir:
     """The folder `path` of one run."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics = self.path / METRICS_FILE
-        self.model = self.path / MODEL
-        self.curve = self.path / CURVE_FILE
-        self.checkpoints = self.path / CHECKPOINTS
+        self.metrics_file = self.path / METRICS_FILE
+        self.model_dir = self.path / MODEL
+        self.loss_plot = self.path / LOSS_PLOT
+        self.checkpoint_dir = self.path / CHECKPOINTS
 
-    def found(self) -> list[str]:
+    def existing(self) -> list[str]:
         """Names of a run's files that exist already."""
         return [name for name in OWNED if os.path.lexists(self.path / name)]
 
@@ -93,7 +84,7 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise LigerError(f"{self.path}: is a file, the output must be a folder")
-        found = self.found()
+        found = self.existing()
         if found and not resume and not overwrite:
             raise LigerError(
                 f"{self.path}: holds another run ({', '.join(found)}); resume it, overwrite it, or "
@@ -118,7 +109,7 @@ class RunFolder:
                     )
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Make the folder and keep other processes from writing to it meanwhile."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -139,25 +130,24 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run wrote and nothing else; the settings go last, to mark it as a run."""
-        for name in reversed(self.found()):
+        for name in reversed(self.existing()):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
 
-    # Settings ------------------------------------------------------------------------------------
-
     def read_settings(self) -> dict[str, Any] | None:
-        """What run.json holds, None when there is none."""
+        """What run.json holds; None when there is no such file.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is not that of a run.
+        """
         file = self.path / RUN_FILE
         if not file.is_file():
             return None
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from None
-        if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+        found = read_json(file, CheckpointError)
+        if not isinstance(found.get("settings"), dict):
             raise CheckpointError(f"{file}: settings: missing, this is not a run of ligermodels")
         return found
 
@@ -166,22 +156,20 @@ class RunFolder:
         text = json.dumps(settings, indent=2) + "\n"
         atomic_write(self.path / RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
-    # Metrics -------------------------------------------------------------------------------------
-
-    def log(self, entry: Mapping[str, Any]) -> None:
+    def log(self, entry: Metrics) -> None:
         """Add a line to metrics.jsonl."""
         try:
-            with open(self.metrics, "a", encoding="utf-8") as file:
+            with open(self.metrics_file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
-            raise SaveError(f"{self.metrics}: cannot be written: {error.strerror}") from None
+            raise SaveError(f"{self.metrics_file}: cannot be written: {error.strerror}") from None
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[Metrics]:
         """The whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
-        if not self.metrics.is_file():
+        if not self.metrics_file.is_file():
             return []
         entries = []
-        for line in self.metrics.read_bytes().splitlines(keepends=True):
+        for line in self.metrics_file.read_bytes().splitlines(keepends=True):
             try:
                 entry = json.loads(line)
             except ValueError:
@@ -193,16 +181,16 @@ class RunFolder:
     def cut_metrics(self, step: int) -> None:
         """Forget every metric after `step`; a negative step forgets all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
-        atomic_write(self.metrics, lambda file: file.write_text("".join(lines), encoding="utf-8"))
-
-    # Checkpoints ---------------------------------------------------------------------------------
+        atomic_write(
+            self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
+        )
 
     def latest_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step."""
+        """The checkpoint of the highest step, if there is one."""
         return max(self._all_checkpoints(), default=None)
 
     def _all_checkpoints(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*.safetensors"))
+        return sorted(self.checkpoint_dir.glob("step-*.safetensors"))
 
     def save_checkpoint(
         self,
@@ -213,12 +201,12 @@ class RunFolder:
     ) -> Path:
         """Write the state after `step` steps, then remove all but the newest `keep` checkpoints."""
         tensors = dict(named_state(model, optimizer))
-        file = self.checkpoints / f"step-{step:08d}.safetensors"
+        file = self.checkpoint_dir / f"step-{step:08d}.safetensors"
         try:
-            self.checkpoints.mkdir(exist_ok=True)
-            if self.metrics.is_file():
+            self.checkpoint_dir.mkdir(exist_ok=True)
+            if self.metrics_file.is_file():
                 # a checkpoint that survives a power cut must find its metrics there as well
-                _sync(self.metrics)
+                sync_file(self.metrics_file)
         except OSError as error:
             raise SaveError(f"{file}: cannot be written: {error.strerror}") from None
         atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
@@ -227,7 +215,7 @@ class RunFolder:
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` checkpoints, and what a kill left half written."""
-        for old in [*self._all_checkpoints()[:-keep], *self.checkpoints.glob("*.part")]:
+        for old in [*self._all_checkpoints()[:-keep], *self.checkpoint_dir.glob("*.part")]:
             old.unlink()
 
 
@@ -242,10 +230,10 @@ def named_state(
 
 
 def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Copy a checkpoint into the model and a fresh AdamW; returns the step it was written after.
+    """Copy a checkpoint into the model and a fresh, fused AdamW; returns the checkpoint's step.
 
-    Raises CheckpointError, before anything is changed, when the file is damaged or belongs to
-    another model.
+    Raises:
+        CheckpointError: the file is damaged or belongs to another model; nothing was changed.
     """
     try:
         with safe_open(file, framework="pt") as checkpoint:
@@ -277,19 +265,19 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
                         # other last bits on memory that is aligned differently
                         state[key] = torch.empty_like(parameter)
                         state[key].copy_(checkpoint.get_tensor(f"optimizer.{key}.{name}"))
+                    # a fused optimizer counts its steps on the parameter's device
                     count = checkpoint.get_tensor(f"optimizer.step.{name}")
-                    fused = any(group.get("fused") for group in optimizer.param_groups)
-                    state["step"] = count.to(parameter.device) if fused else count.clone()
+                    state["step"] = count.to(parameter.device)
+    except CheckpointError:
+        raise
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             f"{file}: cannot be read: {error}; remove it to resume from the checkpoint before it"
         ) from None
     return step
 
 
-def plot_losses(metrics: list[dict[str, Any]], file: Path) -> bool:
+def plot_losses(metrics: list[Metrics], file: Path) -> bool:
     """Draw the loss of every step and evaluation; False, and nothing, without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,27 +12,28 @@ import math
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from ligermodels.errors import LigerError
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.packing import Batch, PackedRows, row_order
-from ligermodels.training.run_dir import RunFolder, load_checkpoint
-
-if TYPE_CHECKING:
-    from ligermodels.training.finetune import FinetuneConfig
+from ligermodels.training.run_dir import Metrics, RunDir, load_checkpoint
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: int, last_ratio: float) -> float:
-    """The rate of the step with this number, from 0: linear warm-up, then half a cosine.
+def learning_rate(step: int, total: int, peak: float, warmup: int, min_lr_rate: float) -> float:
+    """The learning rate of a step, counted from 0: linear warm-up, then half a cosine.
 
-    It is `peak` at the end of the warm-up and `last_ratio * peak` in the last step.
+    The rate is `peak` at the end of the warm-up and `min_lr_rate * peak` in the last step, as in
+    transformers' schedule `cosine_with_min_lr`.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup + 1) / max(1, total - warmup)
-    return peak * (last_ratio + (1 - last_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return peak * (min_lr_rate + (1 - min_lr_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -46,14 +47,15 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
     """How many optimizer steps the config asks for with so many rows."""
-    if config.steps is not None:
-        return config.steps
-    return max(
-        1,
-        math.ceil(
-            num_rows * config.epochs / (config.batch_size * config.gradient_accumulation_steps)
-        ),
-    )
+    if config.max_steps is not None:
+        return config.max_steps
+    rows_per_step = config.batch_size * config.gradient_accumulation_steps
+    return max(1, math.ceil(num_rows * config.num_train_epochs / rows_per_step))
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats, short of an overflow."""
+    return math.exp(min(loss, 700.0))
 
 
 class Trainer:
@@ -70,7 +72,7 @@ class Trainer:
         eval_rows: PackedRows | None,
         device: torch.device,
         precision: str,
-    ):
+    ) -> None:
         self.model = model
         self.config = config
         self.rows = rows
@@ -81,26 +83,26 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, config.weight_decay),
             lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
             fused=True,
         )
         self.total_steps = number_of_steps(config, len(rows))
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
-        self.eval_every = config.eval_every or max(1, math.ceil(self.total_steps / 5))
+        self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self._row = row_order(len(rows), config.seed)
 
-    def autocast(self) -> AbstractContextManager:
-        """What a forward pass runs under."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
         if self.precision != "bf16-mixed":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def head_options(self, batch: Batch) -> dict[str, Any]:
-        """Options with which the head spares the rows of prompts and padding, where that pays."""
+        """Options that make the head skip the rows of prompts and padding, where that pays."""
         few = batch.num_targets < 0.9 * batch.labels.numel()
-        # Compiled, the model would be traced anew for every other number of targets.
+        # A compiled model would be traced anew for every other number of targets.
         if few and not self.config.compile:
             return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
@@ -112,33 +114,25 @@ class Trainer:
         indices = [self._row(i) for i in range(first, first + size * count)]
         return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
 
-    def step(self, step: int, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, float]:
         """One optimizer step on `batches`: (loss, gradient norm), on the device, and the rate."""
         config = self.config
-        # Dropout's numbers follow from the step, so there is no generator state to carry over.
+        # Dropout's numbers follow from the step, so a checkpoint holds no generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        # A tensor, because torch.compile would compile anew for every other number.
+        # This is a tensor because torch.compile would compile anew for every other number.
         targets = sum(batch.num_targets for batch in batches)
         normalizer = torch.tensor(float(targets), device=self.device)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            batch = batch.to(self.device)
-            with self.autocast():
-                part = self.forward(
-                    batch.input_ids,
-                    labels=batch.labels,
-                    position_ids=batch.position_ids,
-                    normalizer=normalizer,
-                    **self.head_options(batch),
-                ).loss
+            part = self._loss(batch, normalizer=normalizer)
             part.backward()
             loss += part.detach()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         rate = learning_rate(
-            step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_ratio
+            step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -146,8 +140,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, rate
 
+    def _loss(self, batch: Batch, **options: Any) -> Tensor:
+        """The loss of a batch; `options` are those of the loss head."""
+        batch = batch.to(self.device)
+        with self.autocast():
+            return self.forward(
+                batch.input_ids,
+                labels=batch.labels,
+                position_ids=batch.position_ids,
+                **options,
+                **self.head_options(batch),
+            ).loss
+
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Metrics:
         """Loss per target and perplexity over the held-out rows, summed in float64."""
         assert self.eval_rows is not None
         self.model.eval()
@@ -156,42 +162,30 @@ class Trainer:
         targets = 0
         for start in range(0, number, self.config.batch_size):
             stop = min(number, start + self.config.batch_size)
-            batch = self.eval_rows.batch(range(start, stop)).to(self.device)
-            with self.autocast():
-                part = self.forward(
-                    batch.input_ids,
-                    labels=batch.labels,
-                    position_ids=batch.position_ids,
-                    reduction="sum",
-                    **self.head_options(batch),
-                ).loss
-            total += part.double()
+            batch = self.eval_rows.batch(range(start, stop))
+            total += self._loss(batch, reduction="sum").double()
             targets += batch.num_targets
         loss = float(total) / targets
-        return {
-            "eval_loss": loss,
-            "eval_perplexity": math.exp(min(loss, 700.0)),
-            "targets": targets,
-        }
+        return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
 
-    def train(self, folder: RunFolder, *, progress: bool = True) -> None:
-        """Take every step that is left, logging, evaluating and checkpointing on the way."""
+    def train(self, run_dir: RunDir, *, progress: bool = True) -> None:
+        """Take every step that is left, and log, evaluate and write checkpoints on the way."""
         config = self.config
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = run_dir.latest_checkpoint()
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
-        folder.prune(config.save_total_limit)
-        folder.cut_metrics(done if checkpoint else -1)
+        run_dir.prune(config.save_total_limit)
+        run_dir.cut_metrics(done if checkpoint else -1)
         with _Bar(self.total_steps, done, progress) as bar:
             if checkpoint is None:
-                self._evaluate(folder, 0, bar)
-            waiting: list[dict[str, Any]] = []
+                self._evaluate(run_dir, 0, bar)
+            waiting: list[dict[str, float | Tensor]] = []
             for step in range(done, self.total_steps):
                 started = time.perf_counter()
                 batches = self.micro_batches(step)
                 loss, norm, rate = self.step(step, batches)
                 last = step + 1 == self.total_steps
-                evaluates = last or (step + 1) % self.eval_every == 0
-                saves = config.save_every and (last or (step + 1) % config.save_every == 0)
+                evaluates = last or (step + 1) % self.eval_steps == 0
+                saves = config.save_steps and (last or (step + 1) % config.save_steps == 0)
                 waiting.append(
                     {
                         "step": step + 1,
@@ -203,48 +197,53 @@ class Trainer:
                         "seconds": time.perf_counter() - started,
                     }
                 )
-                if evaluates or saves or (step + 1) % config.log_every == 0:
-                    _log(folder, waiting, started, bar)
+                if evaluates or saves or (step + 1) % config.logging_steps == 0:
+                    _log(run_dir, waiting, started, bar)
+                    waiting.clear()
                 if evaluates:
-                    self._evaluate(folder, step + 1, bar)
+                    self._evaluate(run_dir, step + 1, bar)
                 if saves:
-                    folder.save_checkpoint(
+                    run_dir.save_checkpoint(
                         step + 1, self.model, self.optimizer, config.save_total_limit
                     )
 
-    def _evaluate(self, folder: RunFolder, step: int, bar: _Bar) -> None:
+    def _evaluate(self, run_dir: RunDir, step: int, bar: _Bar) -> None:
         if self.eval_rows is None:
             return
         found = self.evaluate()
-        folder.log({"step": step, **found})
+        run_dir.log({"step": step, **found})
         bar.write(
             f"step {step}: held-out loss {found['eval_loss']:.4f}, "
             f"perplexity {found['eval_perplexity']:.3f}"
         )
 
 
-def _log(folder: RunFolder, waiting: list[dict[str, Any]], started: float, bar: _Bar) -> None:
-    """Write the steps that wait for their numbers: reading a loss waits for the device."""
-    for entry in waiting:
-        entry["loss"], entry["grad_norm"] = float(entry["loss"]), float(entry["grad_norm"])
-    waiting[-1]["seconds"] = time.perf_counter() - started
-    for entry in waiting:
+def _log(
+    run_dir: RunDir, waiting: list[dict[str, float | Tensor]], started: float, bar: _Bar
+) -> None:
+    """Write the steps whose losses are still on the device: reading a loss waits for the device.
+
+    The last step began at `started`, and its time includes that wait.
+    """
+    entries: list[Metrics] = [
+        {key: v.item() if isinstance(v, Tensor) else v for key, v in step.items()}
+        for step in waiting
+    ]
+    entries[-1]["seconds"] = time.perf_counter() - started
+    for entry in entries:
         if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
             raise LigerError(
                 f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm "
                 f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
             )
-        folder.log(entry)
-    bar.update(waiting)
-    waiting.clear()
+        run_dir.log(entry)
+    bar.update(entries)
 
 
 class _Bar:
     """The progress bar on stderr: steps, loss, tokens per second. Silent when not shown."""
 
-    def __init__(self, total: int, done: int, shown: bool):
-        from tqdm import tqdm
-
+    def __init__(self, total: int, done: int, shown: bool) -> None:
         # A log file gets a line now and then instead of a bar that redraws itself.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         self._bar = tqdm(
@@ -267,7 +266,7 @@ class _Bar:
         if not self._bar.disable:
             self._bar.write(text, file=sys.stderr)
 
-    def update(self, entries: list[dict[str, Any]]) -> None:
+    def update(self, entries: list[Metrics]) -> None:
         seconds = sum(entry["seconds"] for entry in entries)
         speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
         loss = f"{entries[-1]['loss']:.4f}"

@@ -1,4 +1,4 @@
-"""`ligermodels families` says what the classes say."""
+"""`ligermodels families` says what the configs say."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 from ligermodels import cli
 from ligermodels.layers.rotary import ROPE_TYPES
 from ligermodels.models.auto import families
+from tests.cli.helpers import assert_one_line
 
 
 def call(capfd, *arguments):
@@ -38,24 +39,25 @@ def test_every_family_and_preset_is_listed(capfd):
         ("llama", "window", "none"),
         ("mistral", "window", "4096 in 32 of 32 layers"),
         ("gemma2", "window", "4096 in 13 of 26 layers"),
-        ("gemma2", "soft caps", ["scores 50", "logits 30"]),
-        ("gemma3_text", "ropes", 2),
+        ("gemma3", "model_type", ["gemma3_text", "gemma3"]),
         ("gemma", "activation", "gelu_tanh"),
         ("gemma", "head", "tied"),
-        ("qwen2", "biases", ["self_attn.qkv_proj"]),
-        (
-            "qwen3",
-            "norms",
-            [
-                *("input_layernorm", "post_attention_layernorm"),
-                *("q_norm of every head", "k_norm of every head"),
-            ],
-        ),
-        ("llama", "own fields", ["hidden_act", "attention_bias", "mlp_bias"]),
+        ("llama", "own fields", ["hidden_act='silu'", "attention_bias=False", "mlp_bias=False"]),
     ],
 )
-def test_facts_are_those_of_a_default_model(capfd, family, key, value):
-    assert json.loads(call(capfd, family, "--json"))["families"][family][key] == value
+def test_facts_are_those_of_a_default_config(capfd, family, key, value):
+    (found,) = json.loads(call(capfd, family, "--json"))["families"].values()
+    assert found[key] == value
+
+
+def test_soft_caps_are_shown_with_the_fields_that_set_them(capfd):
+    text = " ".join(call(capfd, "gemma2").split())
+    assert "attn_logit_softcapping=50.0, final_logit_softcapping=30.0" in text
+
+
+def test_an_unknown_family_is_one_line(capfd):
+    code = cli.main(["families", "bert"])
+    assert_one_line((code, *capfd.readouterr()), "'bert'", "llama")
 
 
 def test_a_narrow_terminal_breaks_no_name(capfd, monkeypatch):

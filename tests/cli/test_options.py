@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from ligermodels.cli.options import byte_size, real_number, whole_number
+from ligermodels.cli.options import byte_size, number
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def test_what_is_no_size(text):
 
 
 def test_limits_of_numbers():
-    assert whole_number(1)("1") == 1
-    assert real_number(0, 1)("1") == 1.0
+    assert number(int, at_least=1)("1") == 1
+    assert number(float, more_than=0, at_most=1)("1") == 1.0
     with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
-        whole_number(1)("0")
-    for text in ("0", "1.1", "nan"):
-        with pytest.raises(argparse.ArgumentTypeError, match="at most 1"):
-            real_number(0, 1)(text)
+        number(int, at_least=1)("0")
+    for text, words in (("0", "more than 0"), ("1.1", "at most 1"), ("nan", "more than 0")):
+        with pytest.raises(argparse.ArgumentTypeError, match=words):
+            number(float, more_than=0, at_most=1)(text)
     with pytest.raises(argparse.ArgumentTypeError, match="more than 0"):
-        real_number(0)("inf")
+        number(float, more_than=0)("inf")

@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors.torch import save
 
+from tests.families import OWN
+
 from .second_opinion import CONFIG, INDEX, SINGLE, State
 
 SIZES = {
@@ -34,7 +36,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
-# What the families' good checkpoints say beyond the sizes; several each.
+# What good checkpoints say beyond the sizes: several of a family, where its own fields allow it.
 SEEDS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_scaling": YARN}],
     "mistral": [{"sliding_window": 5, "head_dim": 6}, {"sliding_window": None}],
@@ -58,7 +60,7 @@ class Seed:
 def seeds(family: str) -> list[Seed]:
     """Good checkpoints: each config, tied and not, as one file and as shards."""
     made = []
-    for number, extra in enumerate(SEEDS[family]):
+    for number, extra in enumerate(SEEDS.get(family, [OWN.get(family, {})])):
         for tied in (False, True):
             torch.manual_seed(number)
             text_family = "gemma3_text" if family == "gemma3" else family

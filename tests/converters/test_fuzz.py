@@ -27,7 +27,7 @@ from ligermodels import AutoLiger, CheckpointError, ConfigError
 from ligermodels.models.auto import families
 
 from . import fuzzing, second_opinion
-from .seeds import SEEDS, seeds
+from .seeds import seeds
 
 CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000"))
 REPORT = os.environ.get("LIGERMODELS_FUZZ_REPORT")
@@ -61,10 +61,6 @@ def report():
 
 def hung(*_):
     raise Hung
-
-
-def test_every_family_is_fuzzed():
-    assert families().keys() <= SEEDS.keys()
 
 
 @pytest.mark.filterwarnings("ignore:.*tensors left out")

@@ -16,6 +16,7 @@ from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.errors import ConfigError
 from ligermodels.models.auto import families
 from ligermodels.models.config import ModelConfig
+from tests.families import DECODERS
 
 from . import hf_reading
 from .hf_reading import reading
@@ -106,6 +107,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {**QWEN, "head_dim": {"head_dim": 96}},
     "qwen3": {**QWEN, "head_dim": {"head_dim": 96}, "attention_bias": {"attention_bias": True}},
 }
+OWN = {family: {} for family in DECODERS} | OWN
 CASES = [
     pytest.param(family, name, id=f"{family}-{name.replace(' ', '_')}")
     for family, own in OWN.items()

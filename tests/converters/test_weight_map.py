@@ -15,6 +15,7 @@ from ligermodels.converters.weight_map import (
 )
 from ligermodels.models.auto import families
 from ligermodels.models.llama import LigerLlama
+from tests.families import DECODERS
 
 from .conftest import llama_config
 
@@ -32,23 +33,20 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}}
-BIASES |= {f: {"attention_bias": True} for f in ("gemma", "gemma2", "gemma3_text", "qwen3")}
-MODELS = {family: cls for family, cls in families().items() if family != "gemma3"}  # a wrapper
 variants = pytest.mark.parametrize(
     ("family", "changes"),
     [
         pytest.param(family, {"tie_word_embeddings": tied, **biases}, id=f"{family}-{tied}-{n}")
-        for family in MODELS
+        for family, of in DECODERS.items()
         for tied in (True, False)
-        for n, biases in enumerate([{}, BIASES[family]] if family in BIASES else [{}])
+        for n, biases in enumerate([{}, of.biases] if of.biases else [{}])
     ],
 )
 
 
 @variants
 def test_weight_map_names_exactly_the_models_state_dict(family, changes):
-    cls = MODELS[family]
+    cls = families()[family]
     config = cls.config_class(**SIZES, **changes)
     with torch.device("meta"):
         model = cls(config)
@@ -63,7 +61,7 @@ def test_weight_map_is_made_of_exactly_transformers_state_dict(family, changes, 
     tensors = {name: torch.randn_like(tensor) for name, tensor in hf.state_dict().items()}
     if changes["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    cls = MODELS[family]
+    cls = families()[family]
     weight_map = cls.weight_map(cls.config_class(**SIZES, **changes))
     assert weight_map.source_shapes() == {name: tuple(t.shape) for name, t in tensors.items()}
 
@@ -78,10 +76,10 @@ def test_weight_map_is_made_of_exactly_transformers_state_dict(family, changes, 
         assert bitwise_equal(torch.cat(rows), tensors[source])
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", DECODERS)
 def test_spans_cover_every_native_row_once_and_in_order(family):
-    cls = MODELS[family]
-    for entry in cls.weight_map(cls.config_class(**SIZES, **BIASES.get(family, {}))):
+    cls = families()[family]
+    for entry in cls.weight_map(cls.config_class(**SIZES, **DECODERS[family].biases)):
         row = 0
         for span in entry.spans:
             assert span.row == row
@@ -110,7 +108,8 @@ def test_a_source_that_is_split_among_entries_has_the_size_of_all_its_parts():
 
 
 def test_only_gemma_3_may_hold_other_towers():
-    maps = {f: cls.weight_map(cls.config_class(**SIZES)) for f, cls in MODELS.items()}
+    models = {family: families()[family] for family in DECODERS}
+    maps = {f: cls.weight_map(cls.config_class(**SIZES)) for f, cls in models.items()}
     assert [family for family, weight_map in maps.items() if weight_map.towers] == ["gemma3_text"]
 
 

@@ -35,9 +35,9 @@ def test_the_demo_runs_through(smollm2, tmp_path):
     model.save_hf(tmp_path / "tiny")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2 / name, tmp_path / "tiny" / name)
-    command = [sys.executable, str(DEMO), "--model", str(tmp_path / "tiny"), "--steps", "3"]
+    command = [sys.executable, str(DEMO), "--model", str(tmp_path / "tiny"), "--max-steps", "3"]
     done = subprocess.run(
-        [*command, "--output", str(tmp_path / "run")],
+        [*command, "--output-dir", str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(DEMO.parents[1])},
         capture_output=True,
         text=True,

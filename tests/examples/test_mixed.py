@@ -78,7 +78,7 @@ def test_without_new_parts_it_is_the_checkpoints_own_model(source, data, monkeyp
 
 def test_layers_alternate(model):
     attention = [layer.self_attn for layer in model.layers]
-    assert [a.window for a in attention] == [8, None, 8, None, 8, None]
+    assert [a.sliding_window for a in attention] == [8, None, 8, None, 8, None]
     assert [a.softcap for a in attention] == [50.0, None, 50.0, None, 50.0, None]
     assert [a.q_norm is not None for a in attention] == [i == 3 for i in range(6)]
     assert [isinstance(b, ll.SandwichBlock) for b in model.layers] == [i == 5 for i in range(6)]

@@ -12,8 +12,9 @@ from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.llama import LigerLlama
 from ligermodels.text.tokenizer import Tokenizer
+from tests.families import WINDOW, windows
 from tests.models import hf_models, zoo
-from tests.tiny_models import VOCAB, WINDOWS, random_model
+from tests.tiny_models import VOCAB, random_model
 
 PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
 
@@ -148,7 +149,7 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
     """Unequal prompts, one of them longer than the window, and two stop tokens from the file."""
     folder = tmp_path / family
     # Tied, Gemma's large embeddings would have every token followed by itself.
-    feature = zoo.Feature(config={**WINDOWS.get(family, {}), "tie_word_embeddings": False})
+    feature = zoo.Feature(config={**windows(family, WINDOW), "tie_word_embeddings": False})
     hf_models.save(folder, family, feature)
     prompts = [*PROMPTS, list(range(20, 31))]
     ids, mask = left_padded(prompts, zoo.PAD)
@@ -180,7 +181,7 @@ class Everything:
         self.held[layer_index] = k, v
         return k.flip(2), v.flip(2)
 
-    def columns(self, layer_index, new):
+    def key_positions(self, layer_index, new):
         return torch.arange(self.length + new).flip(0)
 
     def advance(self, tokens):
@@ -247,11 +248,21 @@ def test_a_prompt_may_go_on_behind_what_a_cache_holds():
         generate(model, ids, cache=cache, **options)
 
 
+def test_the_cache_of_a_layer_is_as_long_as_its_window():
+    model, caches = random_model("gemma2"), []
+    model.register_forward_pre_hook(
+        lambda *given: caches.append(given[2]["cache"]), with_kwargs=True
+    )
+    generate(model, PROMPTS[1], max_new_tokens=20, eos_token_id=[])
+    windows = [window or 26 for window in model.config.sliding_windows]
+    assert caches[0].sizes == windows and len(set(windows)) == 2
+
+
 def test_a_layer_changed_by_hand_sees_what_it_asks_for():
     """The cache follows the layers, not the config that they were made from."""
     model = random_model("mistral")
     for layer in model.layers:
-        layer.self_attn.window = None
+        layer.self_attn.sliding_window = None
     found = generate(model, PROMPTS[1], max_new_tokens=10, eos_token_id=[])
     ids = found[:, :-1]
     with torch.no_grad():

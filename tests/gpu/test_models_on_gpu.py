@@ -5,6 +5,7 @@ import torch
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from tests.families import DECODERS
 
 pytestmark = pytest.mark.gpu
 
@@ -20,24 +21,13 @@ CONFIG = {
 }
 
 
-# What each family has beside Llama; windows are shorter than the rows.
-WINDOW = 64
-FAMILY_CONFIGS: dict[str, dict] = {
-    "llama": {},
-    "mistral": {"sliding_window": WINDOW},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 64, "sliding_window": WINDOW, "query_pre_attn_scalar": 100},
-    "gemma3_text": {"head_dim": 64, "sliding_window": WINDOW, "sliding_window_pattern": 3},
-    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "qwen3": {"head_dim": 128},
-}
-each_family = pytest.mark.parametrize("family", FAMILY_CONFIGS)
+each_family = pytest.mark.parametrize("family", DECODERS)
 
 
 def make(dtype: torch.dtype = torch.float32, family: str = "llama", **changes) -> DecoderModel:
     torch.manual_seed(0)
     cls = families()[family]
-    config = cls.config_class(**{**CONFIG, **FAMILY_CONFIGS[family], **changes})
+    config = cls.config_class(**{**CONFIG, **DECODERS[family].gpu, **changes})
     model = cls(config).to("cuda", dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -137,7 +127,7 @@ def test_no_dense_mask_at_length(family):
 
 
 @pytest.mark.parametrize(
-    "family, packed", [*((family, False) for family in FAMILY_CONFIGS), ("llama", True)]
+    "family, packed", [*((family, False) for family in DECODERS), ("llama", True)]
 )
 def test_compiled_equals_eager(family, packed):
     pattern = {"sliding_window_pattern": 2} if family == "gemma3_text" else {}
@@ -153,7 +143,7 @@ def test_compiled_equals_eager(family, packed):
         assert relative(compiled_grads[name], grad) < 1e-4, name
 
 
-INPUTS = [("whole", family) for family in FAMILY_CONFIGS] + [
+INPUTS = [("whole", family) for family in DECODERS] + [
     (given, family)
     for given in ("positions", "lengths", "padding")
     for family in ("llama", "gemma2")

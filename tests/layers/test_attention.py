@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding
+from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding, pre_norm
 from ligermodels.layers.attention_mask import (
     AttentionMask,
-    document_ids,
+    document_ids_from_positions,
     positions_from_cu_seqlens,
 )
 from tests.models.pairs import relative
@@ -94,14 +94,14 @@ def test_causal(groups: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool) -> None:
     torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, window=window, softcap=softcap)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, sliding_window=window, softcap=softcap)
     sees = causal().triu(1 - window).expand(BATCH, -1, -1)
     mask, positions = None, torch.arange(SEQ)[None]
     if packed:
         positions = positions % 6
-        documents = document_ids(positions)
+        documents = document_ids_from_positions(positions)
         sees = sees & (documents[:, :, None] == documents[:, None, :])
-        mask = AttentionMask(SEQ, documents=documents)
+        mask = AttentionMask(SEQ, document_ids=documents)
     compare(attention, context_of(positions, mask), sees)
 
 
@@ -130,7 +130,7 @@ def test_biases_apart() -> None:
     assert attention.o_proj.bias is not None
 
 
-@pytest.mark.parametrize("name", ["window", "softcap"])
+@pytest.mark.parametrize("name", ["sliding_window", "softcap"])
 def test_a_window_or_cap_of_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0; expected a positive number"):
         Attention(HIDDEN, 4, **{name: 0})
@@ -150,7 +150,7 @@ def test_padding(side: str) -> None:
     padding = torch.ones(BATCH, SEQ, dtype=torch.int64)
     padding[0, slice(0, 4) if side == "left" else slice(7, SEQ)] = 0
     sees = causal() & padding.bool()[:, None, :]
-    mask = AttentionMask(SEQ, tokens=padding)
+    mask = AttentionMask(SEQ, padding_mask=padding)
     context = context_of(torch.arange(SEQ)[None], mask)
     compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
 
@@ -160,10 +160,10 @@ def test_packed_documents() -> None:
     positions = torch.tensor(
         [[0, 1, 2, 3, 0, 1, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     )
-    documents = document_ids(positions)
+    documents = document_ids_from_positions(positions)
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [0] * 11]
     sees = causal() & (documents[:, :, None] == documents[:, None, :])
-    mask = AttentionMask(SEQ, documents=documents)
+    mask = AttentionMask(SEQ, document_ids=documents)
     compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context_of(positions, mask), sees)
 
 
@@ -175,7 +175,10 @@ def test_packed_documents_equal_separate_runs() -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]]
     x = torch.randn(1, 11, HIDDEN)
     packed = attention(
-        x, context_of(positions, AttentionMask(11, documents=document_ids(positions)))
+        x,
+        context_of(
+            positions, AttentionMask(11, document_ids=document_ids_from_positions(positions))
+        ),
     )
     for start, end in ((0, 4), (4, 5), (5, 11)):
         alone = attention(x[:, start:end], context_of(torch.arange(end - start)[None]))
@@ -187,10 +190,10 @@ def test_a_fused_norm_equals_the_parts() -> None:
     attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
     x, residual = torch.randn(2, BATCH, SEQ, HIDDEN)
     context = context_of(torch.arange(SEQ)[None])
-    out, total = attention(x, context, norm=norm, residual=residual)
+    out, total = attention(pre_norm(norm, x, residual), context)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(out, attention(norm(x + residual), context))
-    out, total = attention(x, context, norm=norm)
+    out, total = attention(pre_norm(norm, x), context)
     assert total is x
     torch.testing.assert_close(out, attention(norm(x), context))
 
@@ -209,14 +212,16 @@ class GrowingCache:
         ]
         return self.kept[0], self.kept[1]
 
-    def columns(self, layer_index: int, new: int) -> None:
+    def key_positions(self, layer_index: int, new: int) -> None:
         return None
 
     def advance(self, count: int) -> None:
         self.length += count
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 3, "softcap": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"sliding_window": 3, "softcap": 0.5}]
+)
 def test_cache(options: dict[str, Any]) -> None:
     """A prompt, then several tokens, then one, equal one run over all."""
     torch.manual_seed(0)
@@ -244,6 +249,6 @@ def test_bfloat16_error_is_no_worse_than_the_parts() -> None:
         causal().expand(BATCH, -1, -1),
     )
     attention, norm, low = attention.to(torch.bfloat16), norm.to(torch.bfloat16), x.bfloat16()
-    fused, _ = attention(low, context, norm=norm)
+    fused, _ = attention(pre_norm(norm, low), context)
     parts = attention(norm(low), context)
     assert relative(fused, exact) <= 1.1 * relative(parts, exact)

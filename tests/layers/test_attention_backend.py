@@ -1,4 +1,4 @@
-"""Which implementation attention takes, and each of them against the formula in float64."""
+"""Which choose_backend attention takes, and each of them against the formula in float64."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.layers.attention_backend import attend, implementation, prepare
-from ligermodels.layers.attention_mask import AttentionMask, document_ids
+from ligermodels.layers.attention_backend import attend, choose_backend, prepare
+from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
 from tests.models.pairs import relative
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DOCUMENTS = torch.zeros(1, 600, dtype=torch.int64)
 TOKENS = torch.ones(1, 600, dtype=torch.bool)
-ENDS = {"documents": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_seqlen": 600}
+ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_seqlen": 600}
 
 
 @pytest.mark.parametrize(
     "given, window, softcap, dtype, head_dim, expected",
     [
-        ({}, None, None, torch.bfloat16, 64, "causal"),
-        ({}, 600, None, torch.bfloat16, 64, "causal"),  # a window as long as the row
+        ({}, None, None, torch.bfloat16, 64, "sdpa"),
+        ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # a window as long as the row
         ({}, 599, None, torch.bfloat16, 64, "varlen"),
         ({}, 599, None, torch.float16, 256, "varlen"),
-        ({}, 599, None, torch.float32, 64, "blocks"),
-        ({}, 599, None, torch.bfloat16, 20, "blocks"),
-        ({}, 599, None, torch.bfloat16, 512, "blocks"),
+        ({}, 599, None, torch.float32, 64, "flex"),
+        ({}, 599, None, torch.bfloat16, 20, "flex"),
+        ({}, 599, None, torch.bfloat16, 512, "flex"),
         ({}, 599, None, torch.float64, 64, "dense"),
-        ({}, None, 50.0, torch.bfloat16, 64, "blocks"),
-        ({"documents": DOCUMENTS}, None, None, torch.bfloat16, 64, "blocks"),
+        ({}, None, 50.0, torch.bfloat16, 64, "flex"),
+        ({"document_ids": DOCUMENTS}, None, None, torch.bfloat16, 64, "flex"),
         (ENDS, None, None, torch.bfloat16, 64, "varlen"),
         (ENDS, 100, None, torch.bfloat16, 64, "varlen"),
-        (ENDS, 100, 50.0, torch.bfloat16, 64, "blocks"),
-        ({"tokens": TOKENS}, None, None, torch.bfloat16, 64, "blocks"),
-        ({"keys": 900}, None, None, torch.bfloat16, 64, "blocks"),
-        ({"visible": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
+        (ENDS, 100, 50.0, torch.bfloat16, 64, "flex"),
+        ({"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
+        ({"keys": 900}, None, None, torch.bfloat16, 64, "flex"),
+        ({"mask": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
     ],
 )
 def test_choice_on_a_gpu(
@@ -50,22 +50,22 @@ def test_choice_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     mask = AttentionMask(600, **given)
-    assert implementation(mask, window, softcap, GPU, dtype, head_dim, 8) == expected
-    on_cpu = implementation(mask, window, softcap, CPU, dtype, head_dim, 8)
-    assert on_cpu == ("causal" if expected == "causal" else "dense")
+    assert choose_backend(mask, window, softcap, GPU, dtype, head_dim, 8) == expected
+    on_cpu = choose_backend(mask, window, softcap, CPU, dtype, head_dim, 8)
+    assert on_cpu == ("sdpa" if expected == "sdpa" else "dense")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    elsewhere = implementation(mask, window, softcap, GPU, dtype, head_dim, 8)
-    assert elsewhere == ("blocks" if expected == "varlen" else expected)
+    elsewhere = choose_backend(mask, window, softcap, GPU, dtype, head_dim, 8)
+    assert elsewhere == ("flex" if expected == "varlen" else expected)
 
 
 def test_small_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
-    for seq, rows, expected in ((512, 64, "dense"), (512, 65, "blocks"), (2048, 8, "blocks")):
+    for seq, rows, expected in ((512, 64, "dense"), (512, 65, "flex"), (2048, 8, "flex")):
         taken = (AttentionMask(seq), None, 50.0, GPU, torch.bfloat16, 64, rows)
         with torch.no_grad():
-            assert implementation(*taken) == expected
-        assert implementation(*taken) == "blocks"
+            assert choose_backend(*taken) == expected
+        assert choose_backend(*taken) == "flex"
     single = AttentionMask(1, 10**6)
-    assert implementation(single, 4096, 50.0, GPU, torch.bfloat16, 64, 10**4) == "dense"
+    assert choose_backend(single, 4096, 50.0, GPU, torch.bfloat16, 64, 10**4) == "dense"
 
 
 def formula(
@@ -81,7 +81,7 @@ def formula(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "causal": {},
+    "sdpa": {},
     "window": {"window": 37},
     "window of one": {"window": 1},
     "cap": {"softcap": 2.0},
@@ -113,7 +113,7 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
     queries = keys - options.pop("past", 0)
     documents = tokens = None
     if packed:
-        documents = document_ids((torch.arange(keys, device=device) % 41)[None])
+        documents = document_ids_from_positions((torch.arange(keys, device=device) % 41)[None])
     if padded:
         tokens = torch.ones(batch, keys, dtype=torch.bool, device=device)
         tokens[0, :20] = False
@@ -125,7 +125,7 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
         return made.to(device, dtype).transpose(1, 2).requires_grad_()
 
     q, k, v = random(heads, queries), random(groups, keys), random(groups, keys)
-    mask = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
     prepare(
         mask,
         options.get("window"),
@@ -141,7 +141,7 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
     upstream = random(heads, queries).detach()
     grads = torch.autograd.grad(out, (q, k, v), upstream)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    fresh = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    fresh = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
     sees = fresh.dense(options.get("window"), q.device)
     expected = formula(*wide, sees, scale, options.get("softcap"))
     wanted = torch.autograd.grad(expected, wide, upstream.double())
@@ -159,7 +159,7 @@ def test_a_query_that_sees_nothing_gives_zeros(softcap: float | None) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 5, 8).requires_grad_().unbind(0)
     tokens = torch.tensor([[0, 0, 1, 1, 1]])
-    mask = AttentionMask(5, tokens=tokens)
+    mask = AttentionMask(5, padding_mask=tokens)
     out = attend(q, k, v, mask, scale=0.5, softcap=softcap)
     assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
     for grad in torch.autograd.grad(out.sum(), (q, k, v)):
@@ -192,7 +192,7 @@ def test_models_of_several_scales_and_caps_in_one_process() -> None:
     sees = AttentionMask(length).dense(100, q.device)
     for scale, softcap in ((0.1, 5.0), (0.2, None), (0.3, 7.0), (0.4, 9.0), (0.1, None)):
         q.requires_grad_()
-        # In float32 no other implementation takes a window.
+        # In float32 no other choose_backend takes a window.
         wide = (x.float() for x in (q, k, v))
         out = attend(*wide, AttentionMask(length), scale=scale, window=100, softcap=softcap)
         out.sum().backward()
@@ -204,11 +204,11 @@ def test_models_of_several_scales_and_caps_in_one_process() -> None:
 def test_no_dense_mask_at_length() -> None:
     length, heads = 32768, 2
     q = torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    documents = document_ids((torch.arange(length, device="cuda") % 5000)[None])
+    documents = document_ids_from_positions((torch.arange(length, device="cuda") % 5000)[None])
     tokens = torch.ones(1, length, device="cuda")
     tokens[:, :100] = 0
     for options in ({"window": 4096}, {"softcap": 50.0}, {"window": 1024, "softcap": 50.0}):
-        for given in ({}, {"documents": documents}, {"tokens": tokens}):
+        for given in ({}, {"document_ids": documents}, {"padding_mask": tokens}):
             mask = AttentionMask(length, **given)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

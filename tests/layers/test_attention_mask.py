@@ -6,14 +6,17 @@ import torch
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
-    document_ids,
+    document_ids_from_positions,
     positions_from_cu_seqlens,
 )
 
 
 def test_document_ids() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [5, 6, 0, 1, 2, 3]])
-    assert document_ids(positions).tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 1, 1, 1, 1]]
+    assert document_ids_from_positions(positions).tolist() == [
+        [0, 0, 0, 1, 2, 2],
+        [0, 0, 1, 1, 1, 1],
+    ]
 
 
 def test_positions_from_cu_seqlens() -> None:
@@ -29,7 +32,7 @@ def test_dense_pair_by_pair(window: int | None, queries: int, packed: bool, padd
     keys = 7
     documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7]) if packed else None
     tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]) if padded else None
-    mask = AttentionMask(queries, keys, documents=documents, tokens=tokens)
+    mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
     dense = mask.dense(window, torch.device("cpu"))
     assert dense.shape == (2 if packed or padded else 1, 1, queries, keys)
     for row in range(2):
@@ -45,31 +48,37 @@ def test_dense_pair_by_pair(window: int | None, queries: int, packed: bool, padd
     assert mask.is_causal(window) == (
         queries == keys and not packed and not padded and (window is None or window >= keys)
     )
-    assert mask.is_open(window) == (
+    assert mask.hides_nothing(window) == (
         queries == 1 and not packed and not padded and (window is None or window >= keys)
     )
 
 
-def test_dense_for_the_columns_that_a_cache_holds() -> None:
-    columns = torch.tensor([8, 5, 6, 7])  # a ring of four, the newest first
+def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
+    key_positions = torch.tensor([8, 5, 6, 7])  # a ring of four, the newest first
     tokens = torch.ones(1, 9)
     tokens[0, 6] = 0
-    mask = AttentionMask(1, 9, tokens=tokens)
-    dense = mask.dense(4, torch.device("cpu"), columns)
+    mask = AttentionMask(1, 9, padding_mask=tokens)
+    dense = mask.dense(4, torch.device("cpu"), key_positions)
     assert dense.tolist() == [[[[True, True, False, True]]]]
-    assert AttentionMask(1, 9).is_open(4, columns)
-    assert not AttentionMask(1, 9).is_open(3, columns)
+    assert AttentionMask(1, 9).hides_nothing(4, key_positions)
+    assert not AttentionMask(1, 9).hides_nothing(3, key_positions)
 
 
-def test_each_layers_columns_have_their_own_mask() -> None:
+def test_each_layers_key_positions_have_their_own_mask() -> None:
     mask, device = AttentionMask(1, 9), torch.device("cpu")
-    for columns in (torch.tensor([8, 5, 6, 7]), torch.tensor([0, 8]), torch.tensor([3, 4, 8])):
-        assert mask.dense(4, device, columns)[0, 0, 0].tolist() == [c > 4 for c in columns]
+    for key_positions in (
+        torch.tensor([8, 5, 6, 7]),
+        torch.tensor([0, 8]),
+        torch.tensor([3, 4, 8]),
+    ):
+        assert mask.dense(4, device, key_positions)[0, 0, 0].tolist() == [
+            c > 4 for c in key_positions
+        ]
 
 
 def test_what_is_visible_can_be_said_outright() -> None:
     visible = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # each sees all, the future included
-    mask = AttentionMask(4, visible=visible)
+    mask = AttentionMask(4, mask=visible)
     assert not mask.is_causal(None)
     assert torch.equal(mask.dense(None, torch.device("cpu")), visible)
     assert mask.dense(2, torch.device("cpu"))[0, 0].tolist() == [
@@ -81,10 +90,10 @@ def test_what_is_visible_can_be_said_outright() -> None:
 
 
 def test_ends_of_rows_and_of_documents() -> None:
-    ends, longest = AttentionMask(5).ends(3, torch.device("cpu"))
+    ends, longest = AttentionMask(5).varlen_seqlens(3, torch.device("cpu"))
     assert ends.tolist() == [0, 5, 10, 15] and ends.dtype == torch.int32 and longest == 5
     given = torch.tensor([0, 2, 5])
-    ends, longest = AttentionMask(5, cu_seqlens=given, max_seqlen=3).ends(1, given.device)
+    ends, longest = AttentionMask(5, cu_seqlens=given, max_seqlen=3).varlen_seqlens(1, given.device)
     assert ends.tolist() == [0, 2, 5] and ends.dtype == torch.int32 and longest == 3
 
 

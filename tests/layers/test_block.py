@@ -219,7 +219,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 def test_sandwich_equals_its_parts(with_residual: bool) -> None:
     norms = [RMSNorm(HIDDEN, offset=1.0, casting_mode="gemma") for _ in range(4)]
     mlp = GatedMLP(HIDDEN, INNER, activation="gelu_tanh")
-    block = SandwichBlock(Attention(HIDDEN, HEADS, GROUPS, HEAD_DIM, window=5), mlp, *norms)
+    block = SandwichBlock(Attention(HIDDEN, HEADS, GROUPS, HEAD_DIM, sliding_window=5), mlp, *norms)
     randomize(block)
     x, residual = inputs()
     added = residual if with_residual else None

@@ -8,7 +8,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ligermodels.layers import RMSNorm
-from ligermodels.layers.fusion import is_plain, norm_then_linear, normalized
+from ligermodels.layers.fusion import (
+    AppliedNorm,
+    PendingNorm,
+    is_plain,
+    norm_then_linear,
+    pre_norm,
+)
 
 
 def test_plain() -> None:
@@ -69,14 +75,38 @@ def test_an_instance_whose_forward_was_replaced_is_not() -> None:
 def test_called_equals_fused(residual: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     norm, linear, x = RMSNorm(6), nn.Linear(6, 5), torch.randn(4, 6)
-    fused, total = norm_then_linear(x, residual, norm, linear)
+    pending = pre_norm(norm, x, residual)
+    assert isinstance(pending, PendingNorm)
+    fused, total = norm_then_linear(pending, linear)
     handle = linear.register_forward_hook(lambda *args: None)
-    called, called_total = norm_then_linear(x, residual, norm, linear)
+    called, called_total = norm_then_linear(pending, linear)
     handle.remove()
     torch.testing.assert_close(fused, called)
     assert torch.equal(total, called_total)
-    y, total = normalized(x, residual, norm)
+    y, total = pending.apply()
     torch.testing.assert_close(linear(y), fused)
-    same, again = normalized(x, residual, None)
-    assert torch.equal(same, total)
-    assert same is again
+    assert torch.equal(total, called_total)
+    alone, nothing = norm_then_linear(y, linear)
+    assert torch.equal(alone, linear(y)) and nothing is None
+
+
+def test_a_norm_that_is_not_plain_is_called() -> None:
+    torch.manual_seed(0)
+    norm, linear, x, residual = RMSNorm(6), nn.Linear(6, 5), *torch.randn(2, 4, 6)
+    fused, total = norm_then_linear(pre_norm(norm, x, residual), linear)
+    calls = []
+    norm.register_forward_hook(lambda *args: calls.append(1))
+    applied = pre_norm(norm, x, residual)
+    assert isinstance(applied, AppliedNorm) and len(calls) == 1
+    called, called_total = norm_then_linear(applied, linear)
+    torch.testing.assert_close(fused, called)
+    assert torch.equal(total, called_total)
+    # One that knows of no residual will do where there is none.
+    foreign, same = norm_then_linear(pre_norm(nn.LayerNorm(6), x), linear)
+    assert foreign.shape == (4, 5) and same is x
+
+
+def test_no_module_travels_in_a_pending_norm() -> None:
+    """Tools that move arguments would move it, and with it weights that are elsewhere."""
+    for part in pre_norm(RMSNorm(6), torch.ones(2, 6), torch.ones(2, 6)):
+        assert not isinstance(part, nn.Module)

@@ -42,19 +42,19 @@ def test_update_gives_every_key_in_reach_and_says_which(window, chunks):
             begin, end = cache.length, cache.length + new
             for layer in (0, 1):
                 k, v = cache.update(layer, keys[:, :, begin:end], values[:, :, begin:end])
-                columns = cache.columns(layer, new)
-                if columns is None:
-                    columns = torch.arange(end)
-                assert columns.dtype == torch.int64 and columns.unique().numel() == len(columns)
-                assert torch.equal(k, keys[:, :, columns])
-                assert torch.equal(v, values[:, :, columns])
+                held = cache.key_positions(layer, new)
+                if held is None:
+                    held = torch.arange(end)
+                assert held.dtype == torch.int64 and held.unique().numel() == len(held)
+                assert torch.equal(k, keys[:, :, held])
+                assert torch.equal(v, values[:, :, held])
                 reach = LENGTH if window is None or layer == 1 else window
                 # all that the first of the new tokens sees, and all of the new ones
-                assert set(range(max(0, begin + 1 - reach), end)) <= set(columns.tolist())
+                assert set(range(max(0, begin + 1 - reach), end)) <= set(held.tolist())
                 if new == 1:
-                    assert len(columns) == min(end, reach)
+                    assert len(held) == min(end, reach)
                 else:
-                    assert columns.tolist() == sorted(columns.tolist())
+                    assert held.tolist() == sorted(held.tolist())
             cache.advance(new)
         assert cache.length == LENGTH
         cache.reset()

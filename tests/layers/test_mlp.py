@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers import GatedMLP, RMSNorm
+from ligermodels.layers import GatedMLP, RMSNorm, pre_norm
 from tests.models.pairs import relative
 
 
@@ -30,21 +30,21 @@ def test_equals_the_formula(bias: bool, normed: bool, residual: bool, activation
     mlp, norm = GatedMLP(20, 27, bias=bias, activation=activation), RMSNorm(20)
     torch.nn.init.normal_(norm.weight, 1.0, 0.2)
     x = torch.randn(2, 5, 20, requires_grad=True)
-    added = torch.randn(2, 5, 20, requires_grad=True) if residual else None
-    leaves = [x, *mlp.parameters()] + ([added] if residual else [])
+    added = torch.randn(2, 5, 20, requires_grad=True) if residual and normed else None
+    leaves = [x, *mlp.parameters()] + ([] if added is None else [added])
     leaves += [norm.weight] if normed else []
     upstreams = torch.randn(2, 2, 5, 20)
     if normed:
-        out, total = mlp(x, norm=norm, residual=added)
+        out, total = mlp(pre_norm(norm, x, added))
         grads = torch.autograd.grad((out, total), leaves, (*upstreams,))
     else:
-        out = mlp(x, residual=added)
+        out = mlp(x)
         grads = torch.autograd.grad(out, leaves, upstreams[0])
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     mlp64 = GatedMLP(20, 27, bias=bias, activation=activation).double()
     parameters = dict(zip([name for name, _ in mlp.named_parameters()], exact[1:]))
-    total64 = exact[0] + exact[len(parameters) + 1] if residual else exact[0]
+    total64 = exact[0] if added is None else exact[0] + exact[len(parameters) + 1]
     y = F.rms_norm(total64, (20,), exact[-1], norm.eps) if normed else total64
 
     class Formula(torch.nn.Module):

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from tests.families import FAMILIES
 from tests.models import zoo
 
 logging.disable_progress_bar()
@@ -23,18 +24,18 @@ logging.set_verbosity_error()
 
 
 def _model_class(family: str) -> Any:
-    return getattr(transformers, zoo.CLASSES[family][1])
+    return getattr(transformers, FAMILIES[family].hf[1])
 
 
 def attention_of(family: str) -> str:
     """transformers' implementation to compare with; only "eager" caps scores."""
-    return "eager" if family == "gemma2" else "sdpa"
+    return "eager" if zoo.has(family, "attn_logit_softcapping") else "sdpa"
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
     """A random model of transformers'."""
     values = {**zoo.sizes(family, scale), **copy.deepcopy(feature.config)}
-    if family == "gemma3":
+    if FAMILIES[family].text_model:
         vocab = values["vocab_size"]
         values = {
             "text_config": values,
@@ -61,12 +62,11 @@ def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: 
 def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
     """Draw every weight: a matrix by its width, norms and biases each of its own."""
     generator = torch.Generator().manual_seed(seed)
-    ones = 0.0 if family.startswith("gemma") else 1.0  # Gemma stores a norm's weight less one
     with torch.no_grad():
         for name, weight in model.named_parameters():
             mean, std = 0.0, 0.3
             if "norm" in name:
-                mean, std = ones, 0.2
+                mean, std = FAMILIES[family].norm_weight, 0.2
             elif "embed_tokens" not in name and weight.dim() > 1:
                 std = 1.5 * weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * std + mean)
@@ -81,7 +81,7 @@ def save(
     if feature.rewrite is not None:
         path = folder / "config.json"
         raw = json.loads(path.read_text())
-        feature.rewrite(raw["text_config"] if family == "gemma3" else raw)
+        feature.rewrite(raw["text_config"] if FAMILIES[family].text_model else raw)
         path.write_text(json.dumps(raw, indent=2))
     # Files that an export carries along bit for bit.
     (folder / "tokenizer_config.json").write_text('{"add_bos_token":  true}')
@@ -91,7 +91,7 @@ def save(
 def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A checkpoint in transformers: of its wrapper where there is one, else of the decoder."""
     auto = transformers.AutoModelForCausalLM
-    if json.loads((folder / "config.json").read_text())["model_type"] == "gemma3":
+    if "text_config" in json.loads((folder / "config.json").read_text()):
         auto = transformers.AutoModelForImageTextToText
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

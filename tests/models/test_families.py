@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
-from tests.families import OWN, WINDOW
+from tests.families import FAMILIES, OWN, WINDOW
 from tests.models.pairs import gradients, randomize, relative, tokens
 
 SIZES: dict[str, Any] = {
@@ -35,8 +35,8 @@ def make(family: str, **changes: Any) -> DecoderModel:
     randomize(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name and "gemma" in family:
-                parameter -= 1.0
+            if "norm" in name:
+                parameter += FAMILIES[family].norm_weight - 1.0
     return model
 
 
@@ -45,7 +45,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def test_every_family_is_here() -> None:
-    assert OWN.keys() == {cls.config_class.model_type for cls in families().values()}
+    assert FAMILIES.keys() == families().keys()
 
 
 @each_family
@@ -72,12 +72,12 @@ def test_later_windows_forget(family: str) -> None:
     assert (difference[:4] == 0).all()
     assert (difference[4 : 4 + reach] > 0).all()
     assert (difference[4 + reach :] == 0).all()
-    assert (reach == WINDOW) == (family not in ("llama", "gemma"))
+    assert (reach == WINDOW) == (FAMILIES[family].sliding is not None)
 
 
 def _all_sliding(family: str) -> dict[str, Any]:
-    types = {"layer_types": ["sliding_attention"]}
-    return types if family.startswith(("gemma2", "gemma3", "qwen")) else {}
+    has_types = "layer_types" in families()[family].config_class.__dataclass_fields__
+    return {"layer_types": ["sliding_attention"]} if has_types else {}
 
 
 @each_family

@@ -103,7 +103,7 @@ def test_a_model_of_ones_own_does_not_pass_for_its_configs_family(tmp_path: Path
             model = LigerLlama(config)
             for name, part in model.named_children():
                 setattr(self, name, part)
-            self.layers[0].self_attn.window = 4
+            self.layers[0].self_attn.sliding_window = 4
 
     model = Mine(LlamaConfig(**SIZES))
     with pytest.raises(SaveError, match=r"Mine does not declare LlamaConfig.*state_dict"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.models.pairs import (
     tiny_pair,
     tokens,
 )
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
@@ -415,20 +418,6 @@ def test_smollm2_parity(smollm2: Any) -> None:
         assert relative(ours_grads[name], reference[name]) <= 1e-4, name
 
 
-TEXTS = [
-    "Anne was the second daughter of Sir Walter Elliot, a vain man of Kellynch Hall.",
-    "The quick brown fox jumps over the lazy dog, and the dog does not care at all.",
-    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
-    "Water boils at one hundred degrees Celsius at sea level, and at less on a mountain.",
-    "In 1815 the armies of Europe met near a small village in what is now Belgium.",
-    "To make bread you need flour, water, salt and yeast; the rest is patience and heat.",
-    "The derivative of the sine is the cosine, and that of the cosine is minus the sine.",
-    "She opened the letter slowly, read it twice, and then put it into the fire.",
-    "A compiler translates a program from one language into another, usually a lower one.",
-    "Question: what is the capital of France? Answer: the capital of France is Paris.",
-]
-
-
 @pytest.mark.slow
 def test_smollm2_bfloat16_error(smollm2: Any) -> None:
     from transformers import LlamaForCausalLM
@@ -438,11 +427,12 @@ def test_smollm2_bfloat16_error(smollm2: Any) -> None:
     exact = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     theirs = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     ours = LigerLlama.from_hf(smollm2, dtype=torch.bfloat16)
-    tokenizer = Tokenizer.from_hf(smollm2)
+    # Passages of a hundred tokens and more: of a sentence the ratio depends on the kind of CPU.
+    text = (EXAMPLES / "persuasion-heldout.txt").read_text()
+    tokens = torch.tensor(Tokenizer.from_hf(smollm2).encode(text))
     ratios = []
     with torch.no_grad():
-        for text in TEXTS:
-            ids = torch.tensor([tokenizer.encode(text)])
+        for ids in tokens[: 10 * 128].view(10, 1, 128):
             reference = exact(ids).logits
             error = relative(ours.head.logits(ours(ids)), reference)
             ratios.append(error / relative(theirs(ids).logits, reference))

@@ -6,6 +6,7 @@ inputs it is run on.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,33 +15,13 @@ import torch
 import transformers
 from torch import Tensor
 
-Json = dict[str, Any]
+from ligermodels.models import auto
+from tests import families
+from tests.families import Json
+
+FAMILIES = tuple(families.FAMILIES)
 EOS, PAD = 1, 2
 KINDS = ("maths", "numbers", "file", "input")
-# What published checkpoints of the family have; gemma3 is the wrapper with a vision tower.
-VOCABULARIES = {
-    "llama": 128256,
-    "mistral": 32768,
-    "gemma": 256000,
-    "gemma2": 256000,
-    "gemma3_text": 262144,
-    "gemma3": 262208,
-    "qwen2": 151936,
-    "qwen3": 151936,
-}
-# transformers' config and model.
-CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}
-FAMILIES = tuple(CLASSES)
-_GEMMA3 = ("gemma3_text", "gemma3")
 
 
 @dataclass(frozen=True)
@@ -98,10 +79,24 @@ class Inputs(NamedTuple):
     exact_labels: Tensor  # labels with those that transformers cannot leave out by itself
 
 
+def has(family: str, name: str) -> bool:
+    """Whether the family's config has a field of this name."""
+    return name in {each.name for each in dataclasses.fields(_config_class(family))}
+
+
+def _config_class(family: str) -> Any:
+    return auto.families()[family].config_class
+
+
+def _always_slides(family: str) -> bool:
+    """Whether half of its layers have a window without being asked, as in Gemma since 2."""
+    return has(family, "query_pre_attn_scalar")
+
+
 def sizes(family: str, scale: Scale = TINY) -> Json:
     """The config every feature of the family starts from."""
     config: Json = {
-        "vocab_size": scale.vocab or VOCABULARIES[family],
+        "vocab_size": scale.vocab or families.FAMILIES[family].vocabulary,
         "hidden_size": scale.hidden,
         "intermediate_size": scale.inner,
         "num_hidden_layers": 2,
@@ -113,13 +108,13 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    if family == "qwen2":
+    if not families.FAMILIES[family].takes_head_dim:
         del config["head_dim"]
-    if family in ("gemma2", *_GEMMA3):
+    if _always_slides(family):
         config |= {"sliding_window": scale.window, "query_pre_attn_scalar": scale.head_dim}
-    if family == "gemma2":
+    if has(family, "attn_logit_softcapping"):
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    if family in _GEMMA3:
+    if has(family, "sliding_window_pattern"):
         config["sliding_window_pattern"] = 2
     return config
 
@@ -127,7 +122,8 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
 def rope_types(family: str, scale: Scale) -> dict[str, Json]:
     """A `rope_parameters` of every type, most with sequences beyond the trained length."""
     beyond = {"original_max_position_embeddings": scale.trained}
-    pairs = (scale.hidden // scale.heads if family == "qwen2" else scale.head_dim) // 2
+    takes_head_dim = families.FAMILIES[family].takes_head_dim
+    pairs = (scale.head_dim if takes_head_dim else scale.hidden // scale.heads) // 2
     return {
         "linear rope": {"rope_type": "linear", "factor": 3.0},
         "dynamic rope": {"rope_type": "dynamic", "factor": 2.0},
@@ -141,7 +137,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
             "mscale": 0.7,
             "mscale_all_dim": 1.1,
             # not read where rope is nested by layer type
-            **({} if family in _GEMMA3 else {"truncate": False}),
+            **({} if has(family, "rope_local_base_freq") else {"truncate": False}),
         },
         "yarn rope, attention_factor": {
             "rope_type": "yarn",
@@ -174,9 +170,10 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
 
 def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     """Everything the family is compared on, by name."""
-    gemma3 = family in _GEMMA3
-    tied = family.startswith("gemma")
-    rope = _gemma3_rope if gemma3 else _rope
+    cls, tested = _config_class(family), families.FAMILIES[family]
+    activation = cls.activation_field
+    two_ropes, tied = has(family, "rope_local_base_freq"), cls.tie_word_embeddings
+    rope = _rope_by_layer_type if two_ropes else _rope
     window, half = scale.window, scale.window // 2
     yarn = rope_types(family, scale)["yarn rope"]
     found = {
@@ -191,7 +188,11 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         ),
         "old spelling": Feature("file", rope(5e5, {}), rewrite=old_spelling),
         "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
-        "defaults left out": Feature("file", _DEFAULTS[family], rewrite=_leave_out(family)),
+        "defaults left out": Feature(
+            "file",
+            families.FAMILIES[tested.text_model or family].defaults,
+            rewrite=_leave_out(family),
+        ),
         "no padding token": Feature("numbers", {"pad_token_id": None}),
         "one kv head": Feature("numbers", {"num_key_value_heads": 1}),
         "ungrouped heads": Feature("numbers", {"num_key_value_heads": scale.heads}),
@@ -202,15 +203,13 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 "num_key_value_heads": 3,
                 "intermediate_size": 203,
                 **({"vocab_size": 1013} if scale is TINY else {}),
-                **({} if family == "qwen2" else {"head_dim": 64}),
+                **({"head_dim": 64} if tested.takes_head_dim else {}),
             }
         ),
         "packed": Feature("input", inputs="packed"),
         "left padding": Feature("input", inputs="left padding"),
         "right padding": Feature("input", inputs="right padding"),
-        "erf gelu": Feature(
-            config={"hidden_activation" if family in ("gemma2", *_GEMMA3) else "hidden_act": "gelu"}
-        ),
+        "erf gelu": Feature(config={activation: "gelu"}),
         "rope theta": Feature("numbers", rope(300.0, {})),
     }
     for name, parameters in rope_types(family, scale).items():
@@ -219,13 +218,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         # The types whose angles depend on the length of the call are computed another way.
         kind = "maths" if name in ("longrope", "dynamic rope") else "numbers"
         found[name] = Feature(kind, {**rope(1e4, parameters), **extra})
-    windows: Json = {
-        "mistral": {"sliding_window": window},
-        "qwen2": {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1},
-    }
-    windows["qwen3"] = windows["qwen2"]
-    if family in windows:
-        given = windows[family]
+    if tested.sliding is not None and not _always_slides(family):
+        given = families.windows(family, window)
         found |= {
             "window": Feature(config=given),
             "window of 1": Feature("numbers", {**given, "sliding_window": 1}),
@@ -233,10 +227,10 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "window, left padding": Feature("input", given, "left padding"),
             "window, right padding": Feature("input", given, "right padding"),
         }
-    if family == "mistral":
+    if has(family, "sliding_window") and tested.sliding == {} and not _always_slides(family):
         found["window null"] = Feature("file", {"sliding_window": None})
-    if family in ("qwen2", "qwen3"):
-        given = {**windows["qwen2"], "num_hidden_layers": 3}
+    if has(family, "use_sliding_window"):
+        given = {**families.windows(family, window), "num_hidden_layers": 3}
         layers = ["full_attention", "sliding_attention", "full_attention"]
         found |= {
             "windows in all layers": Feature("numbers", {**given, "max_window_layers": 0}),
@@ -249,7 +243,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 rewrite=lambda raw: raw.update(num_key_value_heads=None),
             ),
         }
-    if family in ("gemma2", *_GEMMA3):
+    if _always_slides(family):
         layers = ["full_attention", "sliding_attention", "sliding_attention"]
         found |= {
             "window beyond the sequence": Feature("numbers", {"sliding_window": 2 * scale.seq}),
@@ -259,7 +253,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 "numbers", {"query_pre_attn_scalar": 3 * scale.head_dim}
             ),
         }
-    if family == "gemma2":
+    if has(family, "attn_logit_softcapping"):
         found |= {
             "no caps": Feature(
                 config={"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -268,31 +262,33 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "logit cap alone": Feature(config={"attn_logit_softcapping": None}),
             "no caps, packed": Feature("input", {"attn_logit_softcapping": None}, "packed"),
         }
-    if gemma3:
+    if two_ropes:
         seven = {"num_hidden_layers": 7, "sliding_window_pattern": 6, "sliding_window": half + 1}
         found |= {
             "final soft cap": Feature(config={"final_logit_softcapping": 2.0}),
             "five windows, one full": Feature("numbers", seven),
-            "local theta": Feature("numbers", _gemma3_rope(1e6, {}, 50.0)),
+            "local theta": Feature("numbers", _rope_by_layer_type(1e6, {}, 50.0)),
             "sliding_window_pattern 3": Feature(
                 "file",
                 {"num_hidden_layers": 3, "sliding_window_pattern": 3},
                 rewrite=lambda raw: raw.pop("layer_types"),
             ),
         }
-    if family in ("llama", "mistral", "qwen2"):
-        bare = {"head_dim": None} if family != "qwen2" else {"head_dim": 2 * scale.head_dim}
-        name = "head_dim given" if family == "qwen2" else "head_dim from hidden"
-        found[name] = Feature("numbers", bare)
-    if family == "llama":
+    if cls.head_dim is None:  # by default it follows from hidden_size
+        if tested.takes_head_dim:
+            found["head_dim from hidden"] = Feature("numbers", {"head_dim": None})
+        else:
+            found["head_dim given"] = Feature("numbers", {"head_dim": 2 * scale.head_dim})
+    if has(family, "mlp_bias"):
         found["mlp_bias"] = Feature(config={"mlp_bias": True})
         found["all biases"] = Feature(config={"attention_bias": True, "mlp_bias": True})
-    if family == "gemma":
-        found["legacy gelu"] = Feature("file", {"hidden_act": "gelu"})
-        del found["erf gelu"]  # there it means the tanh form, as transformers reads it
-    if family in ("llama", "gemma", "gemma2", "gemma3_text", "qwen3"):
+    if cls(**{activation: "gelu"}).activation == "gelu_tanh":
+        # In Gemma 1 the name means the tanh form, as transformers reads it.
+        found["legacy gelu"] = Feature("file", {activation: "gelu"})
+        del found["erf gelu"]
+    if has(family, "attention_bias"):
         found["attention_bias"] = Feature(config={"attention_bias": True})
-    if family == "gemma3":  # the tower is gemma3_text: here what the wrapper may change
+    if tested.text_model:  # its features are the text model's; here, what the wrapper may change
         kept = (
             *(
                 "basic",
@@ -315,7 +311,7 @@ def _rope(theta: float, parameters: Json) -> Json:
     return {"rope_parameters": {"rope_type": "default", **parameters, "rope_theta": theta}}
 
 
-def _gemma3_rope(theta: float, parameters: Json, local: float = 1e4) -> Json:
+def _rope_by_layer_type(theta: float, parameters: Json, local: float = 1e4) -> Json:
     full = _rope(theta, parameters)["rope_parameters"]
     return {
         "rope_parameters": {
@@ -343,34 +339,7 @@ def old_spelling(raw: Json) -> None:
 
 def config_class(family: str) -> Any:
     """transformers' config of the family."""
-    return getattr(transformers, CLASSES[family][0])
-
-
-# What a config says, where it can be this small, when it says nothing.
-_DEFAULTS: dict[str, Json] = {
-    "llama": {"num_key_value_heads": None},
-    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "gemma": {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256},
-    "gemma2": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "num_hidden_layers": 7,
-        "sliding_window_pattern": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-    },
-    "qwen2": {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32},
-    "qwen3": {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
-}
-_DEFAULTS["gemma3"] = _DEFAULTS["gemma3_text"]
+    return getattr(transformers, families.FAMILIES[family].hf[0])
 
 
 def _leave_out(family: str) -> Callable[[Json], None]:
@@ -378,11 +347,12 @@ def _leave_out(family: str) -> Callable[[Json], None]:
 
     def rewrite(raw: Json) -> None:
         default = config_class(family)().to_dict()
-        if family == "gemma3":
+        if families.FAMILIES[family].text_model:
             default = default["text_config"]
+        derives_kv_heads = _config_class(family).num_key_value_heads is None
         for key in list(raw):
             derived = key.endswith(("layer_types", "sliding_window_pattern"))
-            follows = key == "num_key_value_heads" and family == "llama"
+            follows = key == "num_key_value_heads" and derives_kv_heads
             same = key in default and raw[key] == default[key]
             if derived or follows or (same and key != "model_type"):
                 del raw[key]

@@ -38,7 +38,7 @@ def plain(document):
     """What a Letters document says, and the same with a dot where nothing is learnt."""
     names = {BOS: "^", EOS: "$"}
     text = [names.get(int(i)) or chr(int(i) - 10) for i in document.ids]
-    return "".join(text), "".join(c if t else "." for c, t in zip(text, document.targets))
+    return "".join(text), "".join(c if t else "." for c, t in zip(text, document.loss_mask))
 
 
 def write(folder, name, *lines):

@@ -13,7 +13,8 @@ import torch
 
 from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
-from ligermodels.training.finetune import FinetuneConfig, finetune, resumed_settings
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune, resumed_settings
 from tests.training.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parents[2]
@@ -29,16 +30,16 @@ def text(tmp_path_factory):
     return make_text(tmp_path_factory.mktemp("text") / "words.txt")
 
 
-def options(checkpoint, text, output, **changes):
+def options(checkpoint, text, output_dir, **changes):
     given = {
         "model": checkpoint,
-        "train": [text],
-        "output": output,
+        "train_files": [text],
+        "output_dir": output_dir,
         "separator": "",
         "seq_len": 64,
         "batch_size": 2,
         "learning_rate": 3e-3,
-        "steps": 6,
+        "max_steps": 6,
         "device": "cpu",
     }
     return FinetuneConfig(**(given | changes))
@@ -59,7 +60,7 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def finished(checkpoint, text, tmp_path_factory):
     return run(
-        checkpoint, text, tmp_path_factory.mktemp("finished") / "run", steps=40, save_every=16
+        checkpoint, text, tmp_path_factory.mktemp("finished") / "run", max_steps=40, save_steps=16
     )
 
 
@@ -71,27 +72,27 @@ def test_perplexity_falls_and_every_step_is_logged(finished):
     assert evaluated == [0, 8, 16, 24, 32, 40]
     keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "targets", "seconds"}
     assert keys == finished.metrics[1].keys()
-    lines = (finished.output / "metrics.jsonl").read_text().splitlines()
+    lines = (finished.output_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == finished.metrics
 
 
 def test_the_folder_holds_what_was_promised(finished):
-    assert (finished.output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    names = sorted(file.name for file in (finished.output / "checkpoints").iterdir())
+    assert (finished.output_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(file.name for file in (finished.output_dir / "checkpoints").iterdir())
     assert names == ["step-00000032.safetensors", "step-00000040.safetensors"]
-    exported = {file.name for file in finished.model_folder.iterdir()}
+    exported = {file.name for file in finished.model_dir.iterdir()}
     assert {
         "config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     } <= exported
-    assert same(tensors(finished.model_folder), finished.model.state_dict())
+    assert same(tensors(finished.model_dir), finished.model.state_dict())
 
 
 def test_the_export_opens_in_transformers_with_the_same_loss(finished):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(finished.model_folder).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(finished.model_dir).eval()
     ids = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = finished.model.eval()(ids, labels=ids).loss
@@ -99,10 +100,10 @@ def test_the_export_opens_in_transformers_with_the_same_loss(finished):
 
 
 def test_a_resumed_finished_run_changes_nothing(finished, checkpoint, text):
-    before = (finished.model_folder / "model.safetensors").read_bytes()
-    again = run(checkpoint, text, finished.output, steps=40, save_every=16, resume=True)
+    before = (finished.model_dir / "model.safetensors").read_bytes()
+    again = run(checkpoint, text, finished.output_dir, max_steps=40, save_steps=16, resume=True)
     assert again.metrics == finished.metrics
-    assert (finished.model_folder / "model.safetensors").read_bytes() == before
+    assert (finished.model_dir / "model.safetensors").read_bytes() == before
 
 
 def test_killing_at_any_moment_and_resuming_gives_the_same_weights(checkpoint, text, tmp_path):
@@ -137,51 +138,53 @@ def timeless(folder):
 
 
 def test_resuming_without_a_run_starts_one(checkpoint, text, tmp_path):
-    one = run(checkpoint, text, tmp_path / "a", resume=True, steps=2)
-    other = run(checkpoint, text, tmp_path / "b", steps=2)
+    one = run(checkpoint, text, tmp_path / "a", resume=True, max_steps=2)
+    other = run(checkpoint, text, tmp_path / "b", max_steps=2)
     assert same(one.model.state_dict(), other.model.state_dict())
 
 
 def test_a_run_is_resumed_from_another_folder(checkpoint, text, tmp_path, monkeypatch):
     monkeypatch.chdir(text.parent)
-    first = run(os.path.relpath(checkpoint), text.name, tmp_path / "run", steps=2)
+    first = run(os.path.relpath(checkpoint), text.name, tmp_path / "run", max_steps=2)
     monkeypatch.chdir(tmp_path)
     saved = resumed_settings("run")
-    assert saved["train"] == [str(text)] and saved["model"] == str(checkpoint)
-    again = finetune(FinetuneConfig(**saved | {"output": "run", "resume": True}), progress=False)
+    assert saved["train_files"] == [str(text)] and saved["model"] == str(checkpoint)
+    again = finetune(
+        FinetuneConfig(**saved | {"output_dir": "run", "resume": True}), progress=False
+    )
     assert again.metrics == first.metrics
 
 
 def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, text, tmp_path):
     def resume(**changes):
-        changes = {"steps": 40, "save_every": 16, "resume": True} | changes
-        return run(checkpoint, text, finished.output, **changes)
+        changes = {"max_steps": 40, "save_steps": 16, "resume": True} | changes
+        return run(checkpoint, text, finished.output_dir, **changes)
 
     with pytest.raises(LigerError, match=r"learning_rate: the run was started with 0\.003"):
         resume(learning_rate=1e-3)
-    with pytest.raises(LigerError, match="steps: the run was started with 40"):
-        resume(steps=50)
+    with pytest.raises(LigerError, match="max_steps: the run was started with 40"):
+        resume(max_steps=50)
     other = make_text(tmp_path / "other.txt", seed=1)
     with pytest.raises(LigerError, match=rf"training data is not what.*: {other} changed or came"):
-        resume(train=[text, other])
+        resume(train_files=[text, other])
     with pytest.raises(LigerError, match=r"training data is not what.*: the files are the same"):
-        resume(eval=[other])
-    saved = resumed_settings(finished.output)
+        resume(eval_files=[other])
+    saved = resumed_settings(finished.output_dir)
     assert saved["learning_rate"] == 3e-3 and "resume" not in saved
     assert resumed_settings(tmp_path) == {}
 
 
 def test_a_training_file_that_is_left_out_on_resume_is_named(checkpoint, text, tmp_path):
     other = make_text(tmp_path / "other.txt", seed=1)
-    run(checkpoint, text, tmp_path / "run", train=[text, other], steps=1)
+    run(checkpoint, text, tmp_path / "run", train_files=[text, other], max_steps=1)
     with pytest.raises(LigerError, match=rf"training data is not what.*: {other} is left out"):
-        run(checkpoint, text, tmp_path / "run", steps=1, resume=True)
+        run(checkpoint, text, tmp_path / "run", max_steps=1, resume=True)
 
 
 def test_a_run_into_the_checkpoint_is_refused_before_anything_is_written(text, tmp_path):
     folder = make_checkpoint(tmp_path / "tiny")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    for changes in ({}, {"overwrite": True}, {"resume": True}):
+    for changes in ({}, {"overwrite_output_dir": True}, {"resume": True}):
         with pytest.raises(LigerError, match="is the checkpoint to start from; choose another"):
             run(folder, text, tmp_path / "x" / ".." / "tiny", **changes)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
@@ -189,34 +192,34 @@ def test_a_run_into_the_checkpoint_is_refused_before_anything_is_written(text, t
 
 def test_rows_beyond_the_models_length_are_noted_once(text, tmp_path):
     short = make_checkpoint(tmp_path / "short", max_position_embeddings=32)
-    notes = run(short, text, tmp_path / "run", steps=1, separator=None).notes
+    notes = run(short, text, tmp_path / "run", max_steps=1, separator=None).notes
     assert sum("longer than the 32 the model was made for" in note for note in notes) == 1
 
 
 def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):
-    first = run(checkpoint, text, tmp_path / "run", steps=1)
-    (first.output / "notes.txt").write_text("mine")
+    first = run(checkpoint, text, tmp_path / "run", max_steps=1)
+    (first.output_dir / "notes.txt").write_text("mine")
     with pytest.raises(LigerError, match="holds another run"):
-        run(checkpoint, text, tmp_path / "run", steps=1)
+        run(checkpoint, text, tmp_path / "run", max_steps=1)
     with pytest.raises(DataError):  # a mistake in the new run leaves the old one alone
-        run(checkpoint, tmp_path / "none.txt", tmp_path / "run", overwrite=True)
+        run(checkpoint, tmp_path / "none.txt", tmp_path / "run", overwrite_output_dir=True)
     with pytest.raises(LigerError, match="would remove the model"):
-        run(first.model_folder, text, tmp_path / "run", overwrite=True)
-    assert first.model_folder.is_dir()
-    second = run(checkpoint, text, tmp_path / "run", steps=2, overwrite=True)
+        run(first.model_dir, text, tmp_path / "run", overwrite_output_dir=True)
+    assert first.model_dir.is_dir()
+    second = run(checkpoint, text, tmp_path / "run", max_steps=2, overwrite_output_dir=True)
     assert len(second.metrics) == 2 + 3
-    assert (first.output / "notes.txt").read_text() == "mine"
+    assert (first.output_dir / "notes.txt").read_text() == "mine"
 
 
 def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, text, tmp_path):
     other = make_text(tmp_path / "eval.txt", paragraphs=5, seed=3)
-    kept = run(checkpoint, text, tmp_path / "a", steps=1, eval=[other], save_every=0)
-    none = run(checkpoint, text, tmp_path / "b", steps=1, eval_fraction=0, save_every=0)
+    kept = run(checkpoint, text, tmp_path / "a", max_steps=1, eval_files=[other], save_steps=0)
+    none = run(checkpoint, text, tmp_path / "b", max_steps=1, eval_fraction=0, save_steps=0)
     assert kept.eval_loss_before is not None and kept.metrics[0]["step"] == 0
     assert none.eval_loss_before is None and none.perplexity_after is None
     # neither takes anything from the training data
     assert same(kept.model.state_dict(), none.model.state_dict())
-    assert not (kept.output / "checkpoints").exists()
+    assert not (kept.output_dir / "checkpoints").exists()
 
 
 def test_completions_and_conversations_train(checkpoint, tmp_path):
@@ -234,24 +237,29 @@ def test_completions_and_conversations_train(checkpoint, tmp_path):
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
-    result = run(checkpoint, file, tmp_path / "run", steps=25, gradient_accumulation_steps=2)
+    result = run(checkpoint, file, tmp_path / "run", max_steps=25, gradient_accumulation_steps=2)
     assert result.perplexity_after < 0.5 * result.perplexity_before
 
 
 def test_bf16_weights_and_an_export_in_another_dtype(checkpoint, text, tmp_path):
-    pure = run(checkpoint, text, tmp_path / "a", precision="bf16", steps=2)
-    assert {t.dtype for t in tensors(pure.model_folder).values()} == {torch.bfloat16}
+    pure = run(checkpoint, text, tmp_path / "a", precision="bf16", max_steps=2)
+    assert {t.dtype for t in tensors(pure.model_dir).values()} == {torch.bfloat16}
     mixed = run(
-        checkpoint, text, tmp_path / "b", precision="bf16-mixed", steps=2, export_dtype="float16"
+        checkpoint,
+        text,
+        tmp_path / "b",
+        precision="bf16-mixed",
+        max_steps=2,
+        export_dtype="float16",
     )
-    assert {t.dtype for t in tensors(mixed.model_folder).values()} == {torch.float16}
-    full = run(checkpoint, text, tmp_path / "c", precision="bf16-mixed", steps=2)
-    assert {t.dtype for t in tensors(full.model_folder).values()} == {torch.float32}
+    assert {t.dtype for t in tensors(mixed.model_dir).values()} == {torch.float16}
+    full = run(checkpoint, text, tmp_path / "c", precision="bf16-mixed", max_steps=2)
+    assert {t.dtype for t in tensors(full.model_dir).values()} == {torch.float32}
 
 
 def test_checkpointed_activations_change_nothing(checkpoint, text, tmp_path):
-    plain = run(checkpoint, text, tmp_path / "a", steps=2)
-    less = run(checkpoint, text, tmp_path / "b", steps=2, activation_checkpointing=True)
+    plain = run(checkpoint, text, tmp_path / "a", max_steps=2)
+    less = run(checkpoint, text, tmp_path / "b", max_steps=2, activation_checkpointing=True)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(less.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
@@ -260,7 +268,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(checkpoint, text, tmp_path):
     with pytest.raises(
         LigerError, match=r"step \d+: the loss is (nan|inf|[\d.]+) and the gradient"
     ):
-        run(checkpoint, text, tmp_path / "run", steps=40, learning_rate=1e30, max_grad_norm=0)
+        run(checkpoint, text, tmp_path / "run", max_steps=40, learning_rate=1e30, max_grad_norm=0)
     assert not (tmp_path / "run" / "model").exists()
 
 
@@ -268,7 +276,7 @@ def test_the_callers_generators_are_left_alone(checkpoint, text, tmp_path):
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    run(checkpoint, text, tmp_path / "run", steps=1)
+    run(checkpoint, text, tmp_path / "run", max_steps=1)
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -281,33 +289,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text, tmp_path):
 
 
 def test_a_damaged_checkpoint_of_the_run_is_named(checkpoint, text, tmp_path):
-    first = run(checkpoint, text, tmp_path / "run", steps=2)
-    (file,) = (first.output / "checkpoints").iterdir()
+    first = run(checkpoint, text, tmp_path / "run", max_steps=2)
+    (file,) = (first.output_dir / "checkpoints").iterdir()
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"step-00000002\.safetensors: cannot be read"):
-        run(checkpoint, text, tmp_path / "run", steps=2, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seq_len": 1}, "seq_len: must be at least 2, not 1"),
-        ({"learning_rate": 0.0}, "learning_rate: must be more than 0"),
-        ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
-        ({"eval_fraction": 1.0}, "eval_fraction: must be less than 1"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio: must be at most 1"),
-        ({"precision": "fp8"}, "precision: one of float32, bf16-mixed, bf16"),
-        ({"batch_size": "four"}, "batch_size: must be a whole number, not 'four'"),
-        ({"steps": 2.5}, "steps: must be a whole number, not 2.5"),
-        ({"epochs": "two"}, "epochs: must be more than 0, not 'two'"),
-        ({"train": []}, "train: at least one file"),
-        ({"resume": True, "overwrite": True}, "resume and overwrite"),
-    ],
-)
-def test_values_that_make_no_sense_are_refused(changes, message):
-    with pytest.raises(ConfigError) as error:
-        options("m", "t", "o", **changes)
-    assert message in str(error.value)
+        run(checkpoint, text, tmp_path / "run", max_steps=2, resume=True)
 
 
 def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
@@ -319,12 +305,12 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, tmp_path):
-    given = {"device": None, "steps": 20, "save_every": 10, "gradient_accumulation_steps": 2}
+    given = {"device": None, "max_steps": 20, "save_steps": 10, "gradient_accumulation_steps": 2}
     result = run(checkpoint, text, tmp_path / "run", **given)
     assert result.perplexity_after < 0.6 * result.perplexity_before
-    assert resumed_settings(result.output)["precision"] == "bf16-mixed"
-    assert {t.dtype for t in tensors(result.model_folder).values()} == {torch.float32}
-    (result.output / "checkpoints" / "step-00000020.safetensors").unlink()
+    assert resumed_settings(result.output_dir)["precision"] == "bf16-mixed"
+    assert {t.dtype for t in tensors(result.model_dir).values()} == {torch.float32}
+    (result.output_dir / "checkpoints" / "step-00000020.safetensors").unlink()
     again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
     # some kernels add up in an order of their own, so the same weights only nearly
     assert again.eval_loss_after == pytest.approx(result.eval_loss_after, rel=1e-2)
@@ -333,7 +319,7 @@ def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, t
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"compile": True}])
 def test_on_a_gpu_the_ways_to_run_agree(checkpoint, text, tmp_path, changes):
-    given = {"device": "cuda", "steps": 4, "precision": "float32"}
+    given = {"device": "cuda", "max_steps": 4, "precision": "float32"}
     plain = run(checkpoint, text, tmp_path / "a", **given)
     other = run(checkpoint, text, tmp_path / "b", **given, **changes)
     assert other.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)

@@ -19,15 +19,15 @@ from ligermodels.training.packing import (
 
 
 def text(length, first=100):
-    targets = np.ones(length, dtype=bool)
-    targets[0] = False
-    return Document(np.arange(first, first + length, dtype=np.int32), targets)
+    loss_mask = np.ones(length, dtype=bool)
+    loss_mask[0] = False
+    return Document(np.arange(first, first + length, dtype=np.int32), loss_mask)
 
 
 def example(prompt, completion, first=100):
-    targets = np.array([False] * prompt + [True] * completion)
+    loss_mask = np.array([False] * prompt + [True] * completion)
     ids = np.arange(first, first + prompt + completion, dtype=np.int32)
-    return Document(ids, targets, divisible=False)
+    return Document(ids, loss_mask, divisible=False)
 
 
 def random_documents(count, seed=0, longest=40):
@@ -116,7 +116,7 @@ def test_holding_out_takes_whole_documents_by_the_seed():
 def test_holding_out_of_one_long_text_takes_its_end():
     (train,), (held,) = hold_out([text(200)], 0.1, seed=0)
     assert train.num_targets + held.num_targets == 199
-    assert held.ids[0] == train.ids[-1] and not held.targets[0]
+    assert held.ids[0] == train.ids[-1] and not held.loss_mask[0]
     assert held.num_targets == 20
 
 

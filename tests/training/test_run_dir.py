@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.training.run_dir import RunFolder, atomic_write, load_checkpoint, plot_losses
+from ligermodels.training.run_dir import RunDir, atomic_write, load_checkpoint, plot_losses
 
 
 def make_model(width=3, seed=0):
@@ -32,7 +32,7 @@ def weights(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    run = RunFolder(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     run.path.mkdir()
     return run
 
@@ -54,7 +54,7 @@ def test_old_checkpoints_go_and_the_latest_is_found(folder):
     take_steps(model, optimizer, range(1))
     for step in (9, 10, 100):
         folder.save_checkpoint(step, model, optimizer, keep=2)
-    names = sorted(file.name for file in folder.checkpoints.iterdir())
+    names = sorted(file.name for file in folder.checkpoint_dir.iterdir())
     assert names == ["step-00000010.safetensors", "step-00000100.safetensors"]
     assert folder.latest_checkpoint().name == names[-1]
 
@@ -104,13 +104,13 @@ def test_files_have_the_mode_of_the_umask(folder):
 def test_metrics_are_cut_at_the_step_and_a_torn_line_is_dropped(folder):
     for step in range(5):
         folder.log({"step": step, "loss": step / 3})
-    with open(folder.metrics, "a") as file:
+    with open(folder.metrics_file, "a") as file:
         file.write('{"step": 5, "lo')
     assert len(folder.read_metrics()) == 5
     folder.cut_metrics(2)
     assert folder.read_metrics() == [{"step": step, "loss": step / 3} for step in range(3)]
     folder.cut_metrics(-1)
-    assert folder.metrics.read_text() == ""
+    assert folder.metrics_file.read_text() == ""
 
 
 def test_another_run_is_refused_unless_told_otherwise(folder, tmp_path):
@@ -127,36 +127,37 @@ def test_another_run_is_refused_unless_told_otherwise(folder, tmp_path):
 
 
 def test_overwriting_what_the_run_reads_is_refused(folder):
-    folder.model.mkdir()
+    folder.model_dir.mkdir()
     with pytest.raises(LigerError, match="would remove the model"):
-        folder.check(False, True, [("model", folder.model)])
+        folder.check(False, True, [("model", folder.model_dir)])
     with pytest.raises(LigerError, match="would remove the training data"):
-        folder.check(False, True, [("training data", folder.model / "a.txt")])
+        folder.check(False, True, [("training data", folder.model_dir / "a.txt")])
     folder.check(False, True, [("training data", folder.path / "a.txt")])
 
 
 def test_what_is_no_run_cannot_be_resumed(folder, tmp_path):
-    folder.model.mkdir()
+    folder.model_dir.mkdir()
     with pytest.raises(LigerError, match=r"no run\.json"):
         folder.check(True, False, [])
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(LigerError, match="is a file"):
-        RunFolder(file).check(False, False, [])
-    (folder.path / "run.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"run\.json: settings"):
-        folder.read_settings()
+        RunDir(file).check(False, False, [])
+    for text, message in (("[]", "holds a list"), ("{}", "settings"), ("{", "is not JSON")):
+        (folder.path / "run.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"run\.json: {message}"):
+            folder.read_settings()
 
 
 def test_two_processes_do_not_share_a_folder(folder):
     pytest.importorskip("fcntl")
     with (
-        folder.held(),
+        folder.locked(),
         pytest.raises(LigerError, match="another process"),
-        RunFolder(folder.path).held(),
+        RunDir(folder.path).locked(),
     ):
         pass
-    with folder.held():
+    with folder.locked():
         pass
 
 
@@ -167,5 +168,5 @@ def test_the_curve_is_a_picture(folder):
         {"step": 1, "loss": 2.0},
         {"step": 1, "eval_loss": 1.0},
     ]
-    assert plot_losses(metrics, folder.curve)
-    assert folder.curve.read_bytes().startswith(b"\x89PNG")
+    assert plot_losses(metrics, folder.loss_plot)
+    assert folder.loss_plot.read_bytes().startswith(b"\x89PNG")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
-from ligermodels.training.finetune import FinetuneConfig
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.trainer import Trainer, learning_rate, number_of_steps, parameter_groups
 from tests.training.tiny_run import make_checkpoint, tiny_config
@@ -23,16 +23,16 @@ def make_rows(count=24, seq_len=32, seed=0):
     documents = []
     for i in range(count):
         length = int(rng.integers(4, 30))
-        targets = np.arange(length) >= (1 if i % 2 else length - 2)
+        loss_mask = np.arange(length) >= (1 if i % 2 else length - 2)
         ids = rng.integers(0, 258, length).astype(np.int32)
-        documents.append(Document(ids, targets, divisible=False))
+        documents.append(Document(ids, loss_mask, divisible=False))
     return PackedRows(documents, seq_len)
 
 
 def make_trainer(rows, eval_rows=None, **options):
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
-    config = FinetuneConfig(model="m", train=["t"], output="o", **options)
+    config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
     return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
 
 
@@ -46,7 +46,7 @@ def test_the_head_spares_the_rows_of_prompts(monkeypatch):
 
     results = []
     for spares in (True, False):
-        trainer = make_trainer(rows, rows, batch_size=8, gradient_accumulation_steps=2, steps=2)
+        trainer = make_trainer(rows, rows, batch_size=8, gradient_accumulation_steps=2, max_steps=2)
         trainer.model.head.register_forward_pre_hook(spy, with_kwargs=True)
         if not spares:
             monkeypatch.setattr(trainer, "head_options", lambda batch: {})
@@ -90,19 +90,23 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 def test_the_number_of_steps_covers_the_epochs():
     def steps(rows, **options):
-        return number_of_steps(FinetuneConfig(model="m", train=["t"], output="o", **options), rows)
+        return number_of_steps(
+            FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options), rows
+        )
 
     assert steps(10, batch_size=4) == 3
-    assert steps(10, batch_size=2, gradient_accumulation_steps=2, epochs=2) == 5
-    assert steps(10, batch_size=4, epochs=0.1) == 1
-    assert steps(10, steps=7) == 7
+    assert steps(10, batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == 5
+    assert steps(10, batch_size=4, num_train_epochs=0.1) == 1
+    assert steps(10, max_steps=7) == 7
 
 
 def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
     rows = make_rows()
     losses, weights = [], []
     for size, count in ((8, 1), (4, 2), (1, 8)):
-        trainer = make_trainer(rows, batch_size=size, gradient_accumulation_steps=count, steps=3)
+        trainer = make_trainer(
+            rows, batch_size=size, gradient_accumulation_steps=count, max_steps=3
+        )
         batches = trainer.micro_batches(0)
         if count > 1:  # otherwise a mean of means would pass as well
             assert len({batch.num_targets for batch in batches}) > 1
@@ -118,12 +122,12 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
 
 def test_a_packed_step_equals_its_documents_one_by_one():
     rows = make_rows(count=6)
-    trainer = make_trainer(rows, batch_size=len(rows), steps=1)
+    trainer = make_trainer(rows, batch_size=len(rows), max_steps=1)
     (batch,) = trainer.micro_batches(0)
     total, count = 0.0, 0
     for piece in rows.pieces:
         ids = torch.from_numpy(piece.ids).long()[None]
-        labels = torch.where(torch.from_numpy(piece.targets), ids, -100)
+        labels = torch.where(torch.from_numpy(piece.loss_mask), ids, -100)
         total += trainer.model(ids, labels=labels, reduction="sum").loss.item()
         count += piece.num_targets
     assert batch.num_targets == count
@@ -135,7 +139,7 @@ def test_a_step_is_the_same_whoever_used_the_generators_before():
     rows = make_rows()
     found = []
     for noise in (1, 2):
-        trainer = make_trainer(rows, batch_size=2, steps=4)
+        trainer = make_trainer(rows, batch_size=2, max_steps=4)
         trainer.model.embed_tokens.register_forward_hook(
             lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
         )
@@ -147,7 +151,7 @@ def test_a_step_is_the_same_whoever_used_the_generators_before():
 
 def test_gradients_are_clipped_to_the_norm():
     rows = make_rows()
-    trainer = make_trainer(rows, batch_size=2, steps=1, max_grad_norm=1e-3)
+    trainer = make_trainer(rows, batch_size=2, max_steps=1, max_grad_norm=1e-3)
     before = []
     hook = trainer.optimizer.register_step_pre_hook(
         lambda *_: before.append([p.grad.clone() for p in trainer.model.parameters()])
@@ -162,18 +166,20 @@ def test_gradients_are_clipped_to_the_norm():
 
 def test_evaluation_is_the_mean_over_all_targets_whatever_the_batches():
     rows = make_rows(count=10)
-    found = [make_trainer(rows, rows, batch_size=size, steps=1).evaluate() for size in (1, 3, 10)]
+    found = [
+        make_trainer(rows, rows, batch_size=size, max_steps=1).evaluate() for size in (1, 3, 10)
+    ]
     assert [each["targets"] for each in found] == [rows.num_targets] * 3
     for each in found:
         assert each["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-6)
         assert each["eval_perplexity"] == pytest.approx(math.exp(each["eval_loss"]))
-    few = make_trainer(rows, rows, batch_size=2, steps=1, max_eval_rows=1).evaluate()
+    few = make_trainer(rows, rows, batch_size=2, max_steps=1, max_eval_rows=1).evaluate()
     assert few["targets"] == rows.batch([0]).num_targets
 
 
 def test_bf16_mixed_keeps_float32_weights_and_states():
     rows = make_rows()
-    trainer = make_trainer(rows, batch_size=2, steps=2)
+    trainer = make_trainer(rows, batch_size=2, max_steps=2)
     trainer.precision = "bf16-mixed"
     trainer.step(0, trainer.micro_batches(0))
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -187,13 +193,18 @@ def beside_transformers(folder, rows, steps, rate):
     ours = AutoLiger.from_hf(folder, dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = FinetuneConfig(
-        model="m", train=["t"], output="o", batch_size=2, steps=steps, learning_rate=rate
+        model="m",
+        train_files=["t"],
+        output_dir="o",
+        batch_size=2,
+        max_steps=steps,
+        learning_rate=rate,
     )
     trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
     optimizer = torch.optim.AdamW(
         parameter_groups(theirs, config.weight_decay),
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
     )
     losses = []
     for step in range(steps):

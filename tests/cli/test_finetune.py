@@ -1,0 +1,119 @@
+"""`ligermodels finetune`: every option, what it says, and how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ligermodels.training.config import FinetuneConfig
+from tests.cli.helpers import SMALL, assert_one_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_finetune_help_shows_every_option_and_its_default(call):
+    _, out, _ = call("finetune", "--help")
+    for each in fields(FinetuneConfig):
+        assert ("MODEL" if each.name == "model" else "--" + each.name.replace("_", "-")) in out
+    assert "(default: 2e-05)" in out and "(default: 1024)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["finetune", "m", "--train-files", "t"], ["--output-dir is missing"]),
+        (["finetune", "m", "--output-dir", "o"], ["--train-files is missing"]),
+        (["finetune", "--train-files", "t", "--output-dir", "o"], ["MODEL is missing"]),
+        (["finetune", "m", "--batch-size", "two"], ["--batch-size", "invalid int value: 'two'"]),
+        (["finetune", "m", "--precision", "fp8"], ["--precision", "bf16-mixed"]),
+        (["finetune", "m", "--max-shard-size", "big"], ["not a size: 'big'"]),
+        (["finetune", "m", "--seq-len", "1"], ["--seq-len: ", "at least 2"]),
+        (["finetune", "m", "--eval-fraction", "nan"], ["--eval-fraction: ", "at least 0"]),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(call, arguments, words):
+    assert_one_line(call(*arguments), *words)
+
+
+def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text, tmp_path):
+    def finetune(*files, model=checkpoint):
+        return call(
+            "finetune", model, "--train-files", *files, "--output-dir", tmp_path / "run", *SMALL
+        )
+
+    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: no such file")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text": \n')
+    assert_one_line(finetune(bad), f"{bad}:2: not JSON")
+    assert_one_line(finetune(text, model=tmp_path / "no-model"), "no-model")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
+    output = tmp_path / "run"
+    base = [
+        "finetune",
+        checkpoint,
+        "--train-files",
+        text,
+        "--separator",
+        "",
+        "--output-dir",
+        output,
+        *SMALL,
+    ]
+    code, out, err = call(*base)
+    assert code == 0
+    first, second = out.splitlines()
+    assert first.startswith("held-out perplexity ") and first.endswith("in 2 steps")
+    assert second == f"exported to {output}/model"
+    assert "training data: " in err and "held-out loss" in err and "tokens/s" in err
+
+    assert_one_line(call(*base), f"{output}: holds another run")
+    assert_one_line(call(*base, "--resume", "--seed", "1"), "seed: the run was started with 0")
+    # the options of the run are remembered
+    code, again, err = call("finetune", "--resume", "--output-dir", output, "--quiet")
+    assert (code, again, err) == (0, out, "")
+    code, out, err = call(*base, "--overwrite-output-dir", "--quiet", "--eval-fraction", "0")
+    assert (code, err) == (0, "")
+    assert out.startswith("training loss ")
+
+
+def test_resuming_where_no_run_is(call, tmp_path):
+    result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
+    assert_one_line(result, "nothere: holds no run to resume")
+
+
+def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tmp_path):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        result = call("finetune", checkpoint, "--train-files", text, "--output-dir", output, *SMALL)
+        assert_one_line(result, str(output))
+
+
+def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ligermodels", "finetune", checkpoint, "--train-files", text]
+        + ["--output-dir", output, *SMALL, "--max-steps", "100000", "--quiet"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has its children ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    metrics = output / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size > 500):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.count("\n") == 1 and f"--resume --output-dir {output}" in err

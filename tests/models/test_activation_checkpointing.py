@@ -1,0 +1,96 @@
+"""Which blocks are computed again in backward: transformers' arguments and transformers' rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.pairs import gradients, relative, tiny_model, tiny_pair, tokens
+
+
+def computed_again(model: nn.Module) -> list[bool]:
+    """Of each block, whether it runs a second time in backward."""
+    ids, labels = tokens()
+    runs = [0] * len(model.layers)
+    for index, layer in enumerate(model.layers):
+
+        def count(*_: Any, index: int = index) -> None:
+            runs[index] += 1
+
+        layer.register_forward_pre_hook(count)
+    model(ids, labels=labels).loss.backward()
+    assert set(runs) <= {1, 2}
+    return [run == 2 for run in runs]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
+def test_every_nth_layer_is_the_one_that_transformers_takes(every: int) -> None:
+    theirs, ours = tiny_pair(num_hidden_layers=5)
+    theirs.activation_checkpointing_enable(every_n_layers=every)
+    ours.activation_checkpointing_enable(every_n_layers=every)
+    expected = [layer.gradient_checkpointing for layer in theirs.model.layers]
+    assert computed_again(ours) == expected == [index % every == 0 for index in range(5)]
+
+
+@pytest.mark.parametrize("spelling", ["activation_checkpointing", "gradient_checkpointing"])
+def test_both_spellings(spelling: str) -> None:
+    model = tiny_model()
+    enable = getattr(model, f"{spelling}_enable")
+    disable = getattr(model, f"{spelling}_disable")
+    told = f"is_{spelling}"
+    assert not getattr(model, told)
+    for options in (None, {}, {"use_reentrant": False}):
+        enable(options)
+        assert getattr(model, told)
+        disable()
+        assert not getattr(model, told)
+    enable(**{f"{spelling}_kwargs": {"use_reentrant": False}}, every_n_layers=2, offload=False)
+    assert computed_again(model) == [True, False, True]
+    disable()
+    assert computed_again(model) == [False] * 3
+
+
+def test_gradients_are_the_same_with_every_second_layer() -> None:
+    model = tiny_model(num_hidden_layers=4)
+    ids, labels = tokens()
+    model.loss(ids, labels).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.activation_checkpointing_enable(every_n_layers=2)
+    model.loss(ids, labels).backward()
+    for name, grad in gradients(model).items():
+        assert relative(grad, expected[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("spelling", ["activation_checkpointing", "gradient_checkpointing"])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"offload": True}, "offload=True is not implemented"),
+        ({"kwargs": {"use_reentrant": True}}, "use_reentrant=True is not implemented"),
+        ({"kwargs": {"debug": True, "context_fn": None}}, "context_fn, debug: not implemented"),
+        ({"every_n_layers": 0}, "every_n_layers is 0; expected at least 1"),
+    ],
+)
+def test_what_is_not_done_is_refused(
+    spelling: str, arguments: dict[str, Any], complaint: str
+) -> None:
+    model = tiny_model()
+    arguments = {
+        f"{spelling}_kwargs" if name == "kwargs" else name: value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(ValueError, match=complaint):
+        getattr(model, f"{spelling}_enable")(**arguments)
+    assert not model.is_gradient_checkpointing
+
+
+def test_nothing_is_computed_again_without_gradients() -> None:
+    model = tiny_model()
+    model.activation_checkpointing_enable()
+    ids, _ = tokens()
+    with torch.no_grad():
+        assert not model(ids).requires_grad

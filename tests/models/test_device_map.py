@@ -1,0 +1,61 @@
+"""A model whose layers accelerate spreads over devices, host memory and disk computes the same."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+
+from tests.tiny_models import random_model
+
+FAMILIES = ("llama", "gemma2", "gemma3_text", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
+    """Each layer's weights are on the meta device until its hook brings them."""
+    model = random_model(family, tie_word_embeddings=tied)
+    ids = torch.randint(3, model.config.vocab_size, (2, 12))
+    with torch.no_grad():
+        hidden, loss = model(ids), model.loss(ids, ids)
+        logits = model.head.logits(hidden[:, -1])
+    tokens = model.generate(ids, max_new_tokens=5)
+    device_map = {"embed_tokens": "cpu", "rotary_emb": "cpu", "norm": "disk", "head": "cpu"}
+    if hasattr(model, "rotary_emb_local"):
+        device_map["rotary_emb_local"] = "cpu"
+    device_map |= {"layers.0": "cpu", "layers.1": "disk", "layers.2": "disk"}
+    model = accelerate.dispatch_model(
+        model, device_map, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
+    assert model.layers[1].self_attn.qkv_proj.weight.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), hidden)
+        torch.testing.assert_close(model.loss(ids, ids), loss)
+        torch.testing.assert_close(model.head.logits(hidden[:, -1]), logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_gpus(family: str) -> None:
+    """Angles and masks follow the layers; losses and gradients are those of one GPU."""
+    model = random_model(family, tie_word_embeddings=False).to("cuda:0")
+    ids = torch.randint(3, model.config.vocab_size, (2, 12), device="cuda:0")
+    positions = (torch.arange(12, device="cuda:0") % 7)[None].expand(2, -1)
+    loss = model(ids, labels=ids, position_ids=positions).loss
+    loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    device_map = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0}
+    if hasattr(model, "rotary_emb_local"):
+        device_map["rotary_emb_local"] = 0
+    device_map |= {"layers.1": 1, "layers.2": 1, "norm": 1, "head": 1}
+    model = accelerate.dispatch_model(model, device_map)
+    assert model.layers[1].self_attn.qkv_proj.weight.device == torch.device("cuda:1")
+    spread = model(ids, labels=ids, position_ids=positions).loss
+    torch.testing.assert_close(spread, loss)
+    spread.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.to("cuda:0"), wanted[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,80 @@
+"""The public names: one list, taken from when the first of them is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import ligermodels
+from ligermodels import public
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(script: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_names_are_those_of_the_list() -> None:
+    names = [name for name in vars(public) if not name.startswith("_")]
+    assert ligermodels.__all__ == sorted(names) and "register" in names
+    for name in names:
+        assert getattr(ligermodels, name) is getattr(public, name)
+    assert set(names) <= set(dir(ligermodels))
+    assert python("from ligermodels import *; print(LigerLlama.__name__)") == "LigerLlama"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import ligermodels.errors, ligermodels.cli",
+        "from ligermodels import errors, cli",
+        "import ligermodels; ligermodels.__version__; hasattr(ligermodels, '__wrapped__')",
+    ],
+)
+def test_torch_is_imported_with_the_first_public_name_only(use: str) -> None:
+    first = "from ligermodels import LlamaConfig"
+    script = (
+        f"import sys; {use}; print('torch' in sys.modules); {first}; print('torch' in sys.modules)"
+    )
+    assert python(script).split() == ["False", "True"]
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'LigerLama'"):
+        _ = ligermodels.LigerLama
+    with pytest.raises(ImportError, match="LigerLama"):
+        from ligermodels import LigerLama  # noqa: F401
+
+
+@pytest.mark.slow
+def test_type_checkers_know_the_names(tmp_path: Path) -> None:
+    file = tmp_path / "use.py"
+    file.write_text(
+        "import ligermodels\n"
+        "from ligermodels import LigerLlama, LlamaConfig\n"
+        "reveal_type(LigerLlama(LlamaConfig()))\n"
+        "ligermodels.LigerLama\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(file)]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+    assert 'Revealed type is "ligermodels.models.llama.LigerLlama"' in said
+    assert 'has no attribute "LigerLama"' in said and "Found 1 error" in said
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ligermodels.__version__ == metadata.version("ligermodels")
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert ligermodels.__version__ == "0+unknown"

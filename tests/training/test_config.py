@@ -1,0 +1,68 @@
+"""The options of a run: their types, their limits, and what may change on resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ligermodels.errors import ConfigError
+from ligermodels.training.config import (
+    FREE_ON_RESUME,
+    FinetuneConfig,
+    limit_complaint,
+    option_types,
+)
+
+
+def make(**changes):
+    return FinetuneConfig(**({"model": "m", "train_files": ["t"], "output_dir": "o"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1}, "seq_len: must be at least 2, not 1"),
+        ({"learning_rate": 0.0}, "learning_rate: must be more than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
+        ({"eval_fraction": 1.0}, "eval_fraction: must be less than 1"),
+        ({"min_lr_rate": 2.0}, "min_lr_rate: must be at most 1"),
+        ({"precision": "fp8"}, "precision: one of float32, bf16-mixed, bf16"),
+        ({"batch_size": "four"}, "batch_size: must be a whole number, not 'four'"),
+        ({"max_steps": 2.5}, "max_steps: must be a whole number, not 2.5"),
+        ({"num_train_epochs": "two"}, "num_train_epochs: must be a number, not 'two'"),
+        ({"train_files": []}, "train_files: at least one file"),
+        ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ConfigError) as error:
+        make(**changes)
+    assert message in str(error.value)
+
+
+def test_the_type_of_an_optional_value_is_that_of_the_value():
+    types = option_types()
+    assert types["model"] is str and types["precision"] is str
+    assert types["seq_len"] is int and types["max_steps"] is int
+    assert types["learning_rate"] is float and types["resume"] is bool
+    assert types["train_files"] == types["eval_files"] == list[str]
+
+
+def test_paths_become_strings_and_one_file_a_list():
+    config = make(model=Path("m"), train_files=Path("a.txt"), eval_files=("b", Path("c")))
+    assert (config.model, config.train_files, config.eval_files) == ("m", ["a.txt"], ["b", "c"])
+
+
+def test_what_is_trained_may_not_change_on_resume():
+    assert {"train_files", "output_dir", "eval_steps", "save_steps", "resume"} <= FREE_ON_RESUME
+    fixed = {"model", "separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
+    assert not fixed & FREE_ON_RESUME
+
+
+def test_a_number_breaks_a_limit_or_none():
+    assert limit_complaint(1, at_least=1, at_most=1) is None
+    assert limit_complaint(0, at_least=1) == "must be at least 1, not 0"
+    assert limit_complaint(1.0, less_than=1) == "must be less than 1, not 1.0"
+    assert limit_complaint(float("inf"), more_than=0) == "must be more than 0, not inf"
+    assert limit_complaint(float("inf")) is None
