@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.generation.generation_config import (
-    TokenIds,
+    CausalLMConfig,
     read_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
@@ -25,12 +25,6 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.text.streaming import Decoder, TextStream
-
-
-class CausalLMConfig(TokenIds, Protocol):
-    """The fields of a model's config that generation reads."""
-
-    max_position_embeddings: int
 
 
 class CausalLM(Protocol):

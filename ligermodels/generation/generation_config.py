@@ -11,10 +11,11 @@ from ligermodels.converters.files import is_token_id, read_json
 from ligermodels.errors import CheckpointError, shown
 
 
-class TokenIds(Protocol):
-    """The fields of a model's config that are used here."""
+class CausalLMConfig(Protocol):
+    """The fields of a model's config that generation reads."""
 
     vocab_size: int
+    max_position_embeddings: int
     eos_token_id: int | list[int] | None
     pad_token_id: int | None
 
@@ -66,7 +67,7 @@ def read_generation_config(folder: Path | None) -> dict[str, Any]:
 
 
 def resolve_eos_token_ids(
-    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: TokenIds
+    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: CausalLMConfig
 ) -> list[int]:
     """The tokens that end a row: those asked for, else the file's, else the model config's.
 
@@ -85,7 +86,7 @@ def resolve_eos_token_ids(
 def resolve_pad_token_id(
     asked: int | None,
     generation_config: Mapping[str, Any],
-    config: TokenIds,
+    config: CausalLMConfig,
     eos_token_ids: list[int],
 ) -> int:
     """The token for padding: found in the same order, then the first stop token, then 0.
