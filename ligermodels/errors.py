@@ -1,7 +1,7 @@
-"""The errors ligermodels raises for what a user did, each also the builtin kind one would expect.
+"""The errors that ligermodels raises for what a user did, and helpers for their messages.
 
-The first line of a message states the fault with the file and the key it was found at; a list of
-names that follows holds at most ten of them and a count.
+Each is also of the builtin kind that one would expect. The first line of a message states the fault
+with its file and key; a list of names may follow, of at most ten and a count of the rest.
 """
 
 import reprlib
@@ -18,11 +18,11 @@ class ConfigError(LigerError, ValueError):
 
 
 class CheckpointError(LigerError, ValueError):
-    """A checkpoint that cannot be found, is damaged, or does not hold what its config promises."""
+    """A checkpoint that cannot be found, is damaged, or does not hold what its config asks for."""
 
 
 class DataError(LigerError, ValueError):
-    """Training data that cannot be read, or holds nothing to learn from."""
+    """Training data that cannot be read, or that holds nothing to learn from."""
 
 
 class SaveError(LigerError, OSError):
@@ -36,12 +36,12 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """`repr` for a message: what a hostile file says is cut to a line of a terminal or two."""
+    """`repr` for a message, cut to a line or two: the value may come from a hostile file."""
     return _SHORT.repr(value)
 
 
 def printable(name: str) -> str:
-    """A name as it is, unless that would not fit or would upset a terminal; then as `shown`."""
+    """A name for a message; one that is too long or not printable as `shown` gives it."""
     return name if len(name) <= 300 and name.isprintable() else shown(name)
 
 

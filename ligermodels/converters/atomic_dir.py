@@ -1,4 +1,9 @@
-"""Replacing a folder in one step: killed at any moment, it is the old one or the new one."""
+"""Replacing a folder in one step: whenever the process is killed, the old or the new one is there.
+
+Linux lets two folders trade places in one system call. Elsewhere it takes two renames; a process
+that is killed between them leaves the old folder under another name, and `recover_dir` renames it
+back.
+"""
 
 import contextlib
 import ctypes
@@ -9,19 +14,22 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ligermodels.converters.files import sync_folder
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
-def replacing(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
-    """A new sibling folder to write into; it takes `target`'s place when the block ends well.
+def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
+    """A new folder beside `target` to write into, which replaces it when the block has ended.
 
-    Files of the old folder are carried over as hard links, but for those at its top whose name is
-    `owned`, and those that the block wrote. If the block raises, the old folder stays.
+    Files of the old folder are added to the new one as hard links, except those that the block
+    wrote and those at the top for whose name `owned` is true. If the block raises, the old folder
+    stays as it is.
 
-    Args: target, resolved, may be absent; its parents are made.
+    Args: target is a resolved path; it may be absent, and its parents are made.
     Raises:
         OSError: whatever the file system says.
     """
@@ -34,7 +42,7 @@ def replacing(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
             errno.EBUSY, "the current directory lies in it and would vanish; run from elsewhere"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    recover(target)
+    recover_dir(target)
     _remove_leftovers(target)
     fresh = target.with_name(f"{_prefix(target)}{os.getpid()}")
     fresh.mkdir()
@@ -46,31 +54,16 @@ def replacing(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
         sync_folder(fresh)
         _swap_in(fresh, target)
     finally:
-        # By now either the half-written new folder or, exchanged, the old one.
+        # This is the half-written new folder, or the old one after an exchange.
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def recover(target: Path) -> None:
-    """Undo a replacement that was killed between its two renames, where they were needed."""
+def recover_dir(target: Path) -> None:
+    """Rename the old folder back after a replacement that was killed between its two renames."""
     aside = _aside(Path(os.path.abspath(target)))  # "." has no name to derive one from
     with contextlib.suppress(OSError):
         if aside.is_dir() and not target.exists():
             os.rename(aside, target)
-
-
-def sync_file(path: Path) -> None:
-    """Have a file's bytes on the disk before anything is renamed to it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """`sync_file` of a folder's entries; some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        sync_file(path)
 
 
 def _prefix(target: Path) -> str:
@@ -82,7 +75,7 @@ def _aside(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Folders of saves onto `target` whose process on this host has died."""
+    """Remove the new folders of replacements whose process on this host has died."""
     prefix = _prefix(target)
     for path in target.parent.iterdir():
         pid = path.name.removeprefix(prefix)
@@ -94,7 +87,7 @@ def _remove_leftovers(target: Path) -> None:
 
 def _alive(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # a save of ours that has ended
+        return False  # The folder is of an earlier replacement in this process.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -118,7 +111,7 @@ def _carry_over(old: Path, new: Path, owned: Callable[[str], bool] | None = None
 
 
 def _link(source: str | Path, copy: str | Path) -> None:
-    """The same file under a second name; a copy where the file system has no hard links."""
+    """Give a file a second name; copy it where the file system has no hard links."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except OSError:
@@ -126,7 +119,7 @@ def _link(source: str | Path, copy: str | Path) -> None:
 
 
 def _swap_in(fresh: Path, target: Path) -> None:
-    """Put `fresh` where `target` is; afterwards `fresh` is the old folder, or gone."""
+    """Put `fresh` where `target` is; afterwards `fresh` is the old folder or does not exist."""
     if not target.exists():
         os.rename(fresh, target)
     elif not _exchange(fresh, target):
@@ -143,7 +136,7 @@ def _swap_in(fresh: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two paths trade places atomically; False where the system cannot."""
+    """Let two paths trade places atomically; return False where the system cannot do it."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: headers first, one comparison with the table, then tensor by tensor."""
+"""Reading a checkpoint: first the headers, then one comparison, then tensor by tensor."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,76 +7,77 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligermodels.converters.files import INDEX, file_names, read_json, weight_files
-from ligermodels.converters.safetensors_file import DTYPES, TensorInfo, WeightFile
+from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
+from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
 from ligermodels.converters.weight_map import Entry, Span, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
-# How the parts of a quantised weight are named: GPTQ and AWQ, bitsandbytes, compressed-tensors,
-# and what float8 checkpoints add.
+# Endings of the names of a quantised weight's parts: of GPTQ and AWQ, of bitsandbytes, and of
+# compressed-tensors and float8 checkpoints.
 _QUANTISED = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-_MOST_OPEN = 64  # files at a time, far below what a process may have open
+_MAX_OPEN_FILES = 64  # far fewer than a process may open
 
 
 class Checkpoint:
-    """The weights of a local HF folder; constructing it reads headers and nothing else.
+    """The weights of a local HF folder; the constructor reads headers and nothing else.
 
-    Args: allow_nonfinite lets NaN and infinite weights through `read`.
+    Args:
+        folder: the local folder.
+        allow_nonfinite: let `read` pass NaN and infinite weights.
     Attributes:
-        folder: where it is.
+        files: the weight files.
         tensors: what the headers say, by HF name; after `plan`, of the text model alone.
-        left_out: how many tensors `plan` left out, by what the names of their tower begin with.
+        left_out: how many tensors of each other tower there are, by the beginning of their names.
     Raises:
-        CheckpointError: no readable weights, a shard missing, truncated or damaged, or an index
-            that does not match its shards; names the file.
+        CheckpointError: there are no weights that can be read, a shard is missing or damaged, or
+            the index does not match its shards; the message names the file.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         self.folder = Path(folder)
         self.allow_nonfinite = allow_nonfinite
-        self._open: list[WeightFile] = []
+        self._open: list[SafetensorsFile] = []
         if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: there is no such folder")
-        names = file_names(self.folder, CheckpointError)
-        files, weight_map = weight_files(
-            str(self.folder), names, lambda: read_json(self.folder / INDEX, CheckpointError)
-        )
-        # What a message about the checkpoint as a whole names.
-        self.listing_file = self.folder / (files[0] if weight_map is None else INDEX)
+        files, shard_of = local_weight_files(self.folder)
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        # A message about the checkpoint as a whole names this file.
+        self.listing_file = self.folder / files[0] if shard_of is None else index
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
-        self._file_of: dict[str, WeightFile] = {}
-        self._stored_as: dict[str, str] = {}  # names that are not the text model's own
+        self._file_of: dict[str, SafetensorsFile] = {}
+        # By name in the text model, where a checkpoint of several towers has another name.
+        self._stored_as: dict[str, str] = {}
         promised: dict[str, set[str]] = {}
-        for name, shard in (weight_map or {}).items():
+        for name, shard in (shard_of or {}).items():
             promised.setdefault(shard, set()).add(name)
         for path in self.files:
-            file = WeightFile(path)
-            if weight_map is not None:
-                _match_index(self.folder / INDEX, promised[path.name], path, file.tensors)
+            file = SafetensorsFile(path)
+            if shard_of is not None:
+                _match_index(index, promised[path.name], path, file.tensors)
             self.tensors.update(file.tensors)
             self._file_of.update(dict.fromkeys(file.tensors, file))
 
-    def plan(self, table: WeightMap) -> dict[str, torch.dtype]:
-        """Check that the checkpoint holds exactly what the table asks for.
+    def plan(self, weight_map: WeightMap) -> dict[str, torch.dtype]:
+        """Check that the checkpoint holds exactly the tensors of a weight map.
 
-        Returns: for each native name, the dtype it is stored in; where its HF tensors differ,
-            the one that holds them all.
+        Returns: native name -> the dtype it is stored in; where its HF tensors have several, the
+            dtype that holds the values of all.
         Raises:
-            CheckpointError: one for everything that is quantised, mis-shaped, missing or
-                unexpected.
+            CheckpointError: tensors are quantised, missing or unexpected, or have another shape;
+                one message lists them all.
         """
-        if table.towers is not None:
-            self._leave_out(table.towers)
-        expected = table.source_shapes()
+        if weight_map.towers is not None:
+            self._leave_out(weight_map.towers)
+        expected = weight_map.source_shapes()
         optional = {
             name: expected[original]
-            for name, original in table.aliases.items()
+            for name, original in weight_map.aliases.items()
             if name in self.tensors
         }
         faults: list[tuple[Path, str, str]] = []
@@ -87,13 +88,13 @@ class Checkpoint:
                 absent.append((self.listing_file, name, "is missing"))
             elif found.dtype not in DTYPES:
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
-                faults.append((found.path, self._spelt(name), what))
+                faults.append((found.path, self._name_in_file(name), what))
             elif found.shape != shape:
                 what = f"has shape {list(found.shape)}, expected {list(shape)}"
-                faults.append((found.path, self._spelt(name), what))
+                faults.append((found.path, self._name_in_file(name), what))
         unexpected = []
         for name, info in self.tensors.items():
-            if name in expected or name in optional or name.endswith(table.ignored):
+            if name in expected or name in optional or name.endswith(weight_map.ignored):
                 continue
             if name.endswith(_QUANTISED):
                 what = "is part of a quantised weight: quantised checkpoints are not supported"
@@ -102,10 +103,10 @@ class Checkpoint:
                 unexpected.append((info.path, name, "is unexpected"))
         if faults := [*faults, *absent, *unexpected]:
             raise CheckpointError(_describe(faults))
-        return {entry.name: self._stored_dtype(entry) for entry in table}
+        return {entry.name: self._stored_dtype(entry) for entry in weight_map}
 
     def _leave_out(self, towers: Towers) -> None:
-        """Put the text model's tensors under the names they have without other towers."""
+        """Forget the tensors of other towers, and call the others as in the text model alone."""
         text: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
             if tower := next((start for start in towers.left_out if name.startswith(start)), None):
@@ -114,27 +115,27 @@ class Checkpoint:
             alone = towers.text_name(name)
             if alone in text:
                 raise CheckpointError(
-                    f"{info.path}: {shown(name)} and {shown(self._spelt(alone))} are two spellings "
-                    f"of one tensor"
+                    f"{info.path}: {shown(name)} and {shown(self._name_in_file(alone))} are two "
+                    "spellings of one tensor"
                 )
             if alone != name:
                 self._stored_as[alone] = name
             text[alone] = info
         self.tensors = text
 
-    def _spelt(self, name: str) -> str:
-        """The name in the file of a tensor of the text model."""
+    def _name_in_file(self, name: str) -> str:
+        """The name that a tensor of the text model has in its file."""
         return self._stored_as.get(name, name)
 
     def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
 
-        Touches only those rows of the files, one HF tensor at a time, and casts on copy.
+        This reads only those rows of the files, one HF tensor at a time, and casts them on copy.
 
-        Args: out (rows, *entry.shape[1:]), any float dtype, any device.
+        Args: out (rows, *entry.shape[1:]), of any float dtype and on any device.
         Raises:
-            CheckpointError: a value is NaN or infinite, as stored or as cast; or the file was
-                changed since it was checked.
+            CheckpointError: a value is NaN or infinite, or becomes so in out's dtype; or the file
+                was changed since its header was read.
         """
         rows = out.shape[0]
         assert out.shape[1:] == entry.shape[1:] and 0 <= start <= start + rows <= entry.shape[0]
@@ -149,44 +150,44 @@ class Checkpoint:
                         out[at : at + len(stored)].copy_(stored)
                         at += len(stored)
 
-    def check_aliases(self, table: WeightMap) -> None:
-        """Compare what is stored a second time, such as a tied head, with its original.
+    def check_aliases(self, weight_map: WeightMap) -> None:
+        """Compare each tensor that is stored a second time, such as a tied head, with the first.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: the two differ.
         """
-        for alias, original in table.aliases.items():
-            if alias in self.tensors and not self.same_bits(alias, self, original):
+        for alias, original in weight_map.aliases.items():
+            if alias in self.tensors and not self.bitwise_equal(alias, self, original):
                 raise CheckpointError(
                     f"{self.tensors[alias].path}: {alias!r} differs from {original!r}, but "
                     "config.json ties them; if it is a head of its own, set tie_word_embeddings "
                     "to false there"
                 )
 
-    def same_bits(self, name: str, other: "Checkpoint", other_name: str) -> bool:
-        """Whether two HF tensors are stored alike: dtype, shape and every bit."""
+    def bitwise_equal(self, name: str, other: "Checkpoint", other_name: str) -> bool:
+        """Whether two HF tensors agree as stored in dtype, shape and every bit."""
         a, b = self.tensors[name], other.tensors[other_name]
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         pieces = zip(self._rows(name), other._rows(other_name), strict=True)
-        return all(same_bits(mine, theirs) for mine, theirs in pieces)
+        return all(bitwise_equal(mine, theirs) for mine, theirs in pieces)
 
     def tensor(self, name: str) -> Tensor:
-        """An HF tensor as stored, in memory of its own."""
+        """An HF tensor as it is stored, in memory of its own."""
         info = self.tensors[name]
         return torch.cat([piece.clone() for piece in self._rows(name)]).view(info.shape)
 
     def _rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
-        name = self._spelt(name)
+        name = self._name_in_file(name)
         file = self._file_of[name]
         if file not in self._open:
-            if len(self._open) == _MOST_OPEN:
+            if len(self._open) == _MAX_OPEN_FILES:
                 self._open.pop(0).close()
             self._open.append(file)
         return file.read(name, first, last)
 
     def _check_finite(self, span: Span, stored: Tensor, dtype: torch.dtype) -> None:
-        # Both ends are NaN if any value is; unlike isfinite().all(), this needs no memory.
+        # Minimum and maximum are NaN if any value is. Unlike isfinite().all() this takes no memory.
         ends = torch.stack(stored.aminmax())
         if not ends.isfinite().all():
             what = "holds NaN or infinite values; allow_nonfinite=True lets them in"
@@ -195,7 +196,7 @@ class Checkpoint:
         else:
             return
         raise CheckpointError(
-            f"{self.tensors[span.source].path}: {self._spelt(span.source)!r} {what}"
+            f"{self.tensors[span.source].path}: {self._name_in_file(span.source)!r} {what}"
         )
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:
@@ -205,7 +206,7 @@ class Checkpoint:
         return dtype
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit, NaN and the sign of 0 included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -217,6 +218,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _match_index(
     index: Path, promised: set[str], shard: Path, held: Mapping[str, TensorInfo]
 ) -> None:
+    """Check that a shard holds just the tensors that the index maps to it."""
     if lacking := sorted(promised - held.keys()):
         raise CheckpointError(
             f"{shard}: {shown(lacking[0])} is missing, but {index.name} puts it there "

@@ -1,52 +1,48 @@
-"""Exporting: HF tensors taken out of native parameters, in shards, with config and tokenizer."""
+"""Writing an HF checkpoint: native parameters as HF tensors in shards, config and tokenizer."""
 
 import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.converters.atomic_dir import replacing, sync_file
-from ligermodels.converters.files import (
-    CONFIG,
-    COPIED,
-    INDEX,
-    SHARD,
-    SINGLE,
-    TEMPLATES,
+from ligermodels.converters.atomic_dir import replace_dir
+from ligermodels.converters.checkpoint_files import (
+    CHAT_TEMPLATE_DIR,
+    CONFIG_NAME,
+    COPIED_FILES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SHARD_NAME,
     copied_files,
-    read_json,
 )
+from ligermodels.converters.files import read_json, sync_file, write_json
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import WeightMap
+from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError
 
-_SPELLING = {dtype: name for name, dtype in DTYPES.items()}
-Piece = tuple[str, int, int]  # native name, first row, end
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Plan:
-    """HF tensors of an export: name, shape, dtype, and the native rows they are made of."""
+    """The HF tensors of an export: their shapes, dtypes and the native rows they are made of."""
 
-    def __init__(self, table: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.native = {e.name: (e.shape, dtypes[e.name]) for e in table}
-        self.shapes = table.source_shapes()
-        self.pieces: dict[str, list[Piece]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for source, parts in table.parts().items():
-            self.pieces[source] = [(e.name, s.row, s.row + s.rows) for e, s in parts]
-            self.dtypes[source] = dtypes[parts[0][0].name]
+    def __init__(self, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.shapes = weight_map.source_shapes()
+        self.parts = weight_map.parts()
+        self.dtypes = {name: dtypes[parts[0][0].name] for name, parts in self.parts.items()}
 
     def nbytes(self, name: str) -> int:
-        return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
+        return prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     def shards(self, max_size: int) -> list[list[str]]:
-        """Names per file: in table order, a new file where the next tensor would not fit."""
+        """Names per file, in export order; a tensor that does not fit begins a new file."""
         shards: list[list[str]] = [[]]
         size = 0
         for name in self.shapes:
@@ -61,26 +57,27 @@ class _Plan:
 def save(
     folder: str | os.PathLike[str],
     config_dict: Mapping[str, Any],
-    table: WeightMap,
+    weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
     source_folder: str | os.PathLike[str] | None = None,
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write an HF checkpoint, replacing what `folder` held in one step.
+    """Write an HF checkpoint, which replaces the one in `folder` in one step.
 
-    Needs memory for one native parameter on the CPU. Files in `folder` that are no part of a
-    checkpoint stay; so do its tokenizer files, unless `source_folder` brings its own.
+    It takes memory for one native parameter on the CPU. Files in `folder` that do not belong to a
+    checkpoint stay, and so do its tokenizer files if `source_folder` has none.
 
     Args:
-        config_dict: what becomes config.json; see `converters.config.to_hf`.
+        config_dict: becomes config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
-        source_folder: where tokenizer and generation files are copied from, bit for bit.
+        source_folder: tokenizer and generation files are copied from it, bit for bit.
         max_shard_size: bytes of tensors per file; a larger tensor has a file of its own.
-        dtypes: of the parameters by native name; spares a call of get_tensor each.
+        dtypes: native name -> dtype; without it, get_tensor is called for each parameter's dtype.
     Raises:
-        SaveError: disk full, no permission, not a folder; the old content is still there.
+        SaveError: the disk is full, there is no permission, or `folder` is a file. The old content
+            is still there.
     """
     if max_shard_size < 1:
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
@@ -88,48 +85,38 @@ def save(
     source = target if source_folder is None else Path(source_folder)
     copied = [] if source_folder is None else copied_files(source)
     if dtypes is None:
-        dtypes = {entry.name: get_tensor(entry.name).dtype for entry in table}
-    plan = _Plan(table, dtypes)
+        dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
+    plan = _Plan(weight_map, dtypes)
     for name, dtype in plan.dtypes.items():
-        if dtype not in _SPELLING:
+        if dtype not in _DTYPE_NAMES:
             raise SaveError(f"{folder}: {name!r} is {dtype}, which an export does not hold")
     try:
-        with replacing(target, _owned(target, bool(copied))) as fresh:
-            _write_json(fresh / CONFIG, config_dict)
+        with replace_dir(target, _owned(target, bool(copied))) as fresh:
+            write_json(fresh / CONFIG_NAME, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size)
             for name in copied:
                 copy = fresh / name
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, copy)
                 sync_file(copy)
-    except OSError as fault:  # a SaveError of ours among them
+    except OSError as fault:  # A SaveError is one, too.
         raise SaveError(
             f"{folder}: could not be saved: {fault.strerror or fault}; what was there is unchanged"
         ) from fault
 
 
 def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
-    """Which files of the old folder a new checkpoint replaces, even by nothing."""
-    stale = {CONFIG, SINGLE, INDEX}
+    """Tells the files of the old folder that belong to its checkpoint and therefore do not stay."""
+    stale = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
     if brings_tokenizer:
-        # A tokenizer.json left from another model would win over this one's tokenizer.model.
-        stale.update(COPIED, [TEMPLATES])
-    with contextlib.suppress(CheckpointError):  # a damaged index is replaced all the same
-        weight_map = read_json(target / INDEX, CheckpointError).get("weight_map")
-        named = weight_map.values() if isinstance(weight_map, dict) else ()
-        # Not whatever a hostile index names: the user's files stay.
+        # Another model's tokenizer.json would win over a tokenizer.model that is copied now.
+        stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
+    with contextlib.suppress(CheckpointError):  # A damaged index is replaced all the same.
+        shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
+        named = shard_of.values() if isinstance(shard_of, dict) else ()
+        # A hostile index may name any file; the user's files stay.
         stale.update(n for n in named if isinstance(n, str) and n.endswith(".safetensors"))
-    return lambda name: name in stale or SHARD.fullmatch(name) is not None
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which came in as an escape
-        encoded = (json.dumps(value, indent=2) + "\n").encode()
-    path.write_bytes(encoded)
-    sync_file(path)
+    return lambda name: name in stale or SHARD_NAME.fullmatch(name) is not None
 
 
 def _write_weights(
@@ -137,61 +124,58 @@ def _write_weights(
 ) -> None:
     shards = plan.shards(max_shard_size)
     if len(shards) == 1:
-        return _write_shard(folder / SINGLE, shards[0], plan, get_tensor)
-    weight_map = {}
+        return _write_shard(folder / SAFE_WEIGHTS_NAME, shards[0], plan, get_tensor)
+    shard_of = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, names, plan, get_tensor)
-        weight_map.update(dict.fromkeys(names, file))
-    total = sum(map(plan.nbytes, weight_map))
-    _write_json(
-        folder / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        shard_of.update(dict.fromkeys(names, file))
+    total = sum(map(plan.nbytes, shard_of))
+    write_json(
+        folder / SAFE_WEIGHTS_INDEX_NAME,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
     )
 
 
 def _write_shard(
     path: Path, names: list[str], plan: _Plan, get_tensor: Callable[[str], Tensor]
 ) -> None:
-    """A safetensors file, streamed, so that it takes memory for one parameter and not a shard.
+    """Write a safetensors file row by row: `safetensors.torch.save_file` takes a whole shard.
 
     The format: https://github.com/huggingface/safetensors#format
     """
-    # Widest dtype first, so that every tensor is aligned to its item size.
+    # The widest dtype comes first, so that every tensor is aligned to its item size.
     names = sorted(names, key=lambda name: -plan.dtypes[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         begin, end = end, end + plan.nbytes(name)
         header[name] = {
-            "dtype": _SPELLING[plan.dtypes[name]],
+            "dtype": _DTYPE_NAMES[plan.dtypes[name]],
             "shape": list(plan.shapes[name]),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    pieces = [piece for name in names for piece in plan.pieces[name]]
+    parts = [(*part, plan.dtypes[name]) for name in names for part in plan.parts[name]]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for rows in _rows(pieces, plan, get_tensor):
+        for rows in _rows(parts, get_tensor):
             file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 
 def _rows(
-    pieces: list[Piece], plan: _Plan, get_tensor: Callable[[str], Tensor]
+    parts: list[tuple[Entry, Span, torch.dtype]], get_tensor: Callable[[str], Tensor]
 ) -> Iterator[Tensor]:
-    """The native rows on the CPU; a parameter that several pieces follow from is got once."""
-    held = None
-    tensor = torch.empty(0)
-    for name, first, end in pieces:
-        if name != held:
-            tensor = get_tensor(name).detach().to("cpu").contiguous()
-            held = name
-            shape, dtype = plan.native[name]
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+    """The native rows on the CPU; a parameter is got once for the parts that follow each other."""
+    held, tensor = None, torch.empty(0)
+    for entry, span, dtype in parts:
+        if entry.name != held:
+            held, tensor = entry.name, get_tensor(entry.name).detach().to("cpu").contiguous()
+            if tuple(tensor.shape) != entry.shape or tensor.dtype != dtype:
                 raise SaveError(
-                    f"parameter {name!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
-                    f"expected {dtype} of shape {list(shape)}"
+                    f"parameter {held!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
+                    f"expected {dtype} of shape {list(entry.shape)}"
                 )
-        yield tensor[first:end]
+        yield tensor[span.row : span.row + span.rows]

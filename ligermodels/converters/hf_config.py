@@ -1,8 +1,8 @@
-"""config.json to the keyword arguments of a family's config class, and back.
+"""A config.json to the keyword arguments of a family's config class, and back.
 
-The incoming dict is kept whole under `extra`, so that an export gives back every key. Rope (see
-`rope`) and dtype fields have an old and a new spelling: both are read, in transformers' order of
-precedence, and both are written.
+The incoming dict is kept whole under `extra`, so that an export gives back every key. Rope fields
+(see `hf_rope`) and the dtype have an old and a new spelling: both are read, in transformers' order
+of precedence, and both are written.
 """
 
 import copy
@@ -11,16 +11,19 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 
-from ligermodels.converters import hf_rope as rope
-from ligermodels.converters.files import CONFIG, read_json
-from ligermodels.converters.hf_rope import is_int, is_number
+from typing_extensions import Self
+
+from ligermodels.converters import hf_rope
+from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.dtypes import FLOAT_DTYPES
+from ligermodels.converters.files import is_int, is_number, is_token_id, read_json
 from ligermodels.errors import CheckpointError, ConfigError, shown
 
-# Known keys that change the maths, with the values that change nothing; refused with any other
-# value by families that do not implement them. None (null) and absence always change nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
+# Keys that change the maths, and the values with which they do not. A family that does not
+# implement the key refuses any other value. An absent key and a null never change anything.
+_REFUSED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "partial_rotary_factor": (1,),
     "use_bidirectional_attention": (False,),
@@ -33,14 +36,54 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
     "per_layer_config": ({},),
 }
-QUANTISED = ("quantization_config", "compression_config")
-# Read here or without a bearing on the maths: not worth showing as unknown.
-HARMLESS = frozenset(
+_QUANTISED = ("quantization_config", "compression_config")
+# Keys that are read here, or that do not bear on the maths: they are not shown as unknown.
+_HARMLESS = frozenset(
     "model_type architectures dtype torch_dtype rope_theta rope_scaling rope_parameters "
     "original_max_position_embeddings transformers_version use_cache pretraining_tp "
     "_name_or_path _sliding_window_pattern".split()
 )
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
+# What a wrapper says of these holds for its text model, too.
+_OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+
+
+class HFConfig(hf_rope.RopeConfig, Protocol):
+    """What the converters ask of a family's config, a dataclass of HF's fields.
+
+    Attributes:
+        model_type: HF's name of the family.
+        architecture: transformers' model class, where it is not the capitalised model_type and
+            "ForCausalLM".
+        wrapper_type: the model_type of a config.json that has this family's as its "text_config",
+            beside other towers; None where there is none.
+        null_is_derived: fields with a default for which a null means: derive the value.
+        written: fields that an export writes even where the checkpoint left them out.
+        extra: the config.json that a checkpoint came with, whole.
+        dtype: the checkpoint's, such as "bfloat16".
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    model_type: ClassVar[str]
+    architecture: ClassVar[str | None]
+    wrapper_type: ClassVar[str | None]
+    null_is_derived: ClassVar[tuple[str, ...]]
+    written: ClassVar[tuple[str, ...]]
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    extra: dict[str, Any]
+    dtype: str | None
+
+    def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def from_hf(cls, folder: str | os.PathLike[str]) -> Self: ...
+
+    @property
+    def sliding_windows(self) -> list[int | None]: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -50,42 +93,42 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: there is no such folder or file.
         ConfigError: the file is not a JSON object, or has a key twice.
     """
-    path = Path(folder) / CONFIG
+    path = Path(folder) / CONFIG_NAME
     if not os.path.exists(path):
         what = "is missing" if os.path.isdir(folder) else "is missing: there is no such folder"
         raise CheckpointError(f"{path}: {what}")
     return read_json(path, ConfigError)
 
 
-def text_config(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
-    """The config of the text model alone: `raw` itself, unless that is a wrapper with a tower.
+def text_config(raw: dict[str, Any], config_class: type[HFConfig], source: str) -> dict[str, Any]:
+    """The config of the text model alone: of a wrapper its "text_config", else `raw` itself.
 
-    A wrapper's own words on dtype, tied heads and special tokens hold for the text model, too;
-    only the padding token is the text model's, which computes with it.
+    What a wrapper says of the dtype, tied heads and special tokens holds for its text model, too.
+    The padding token alone is the text model's own, since that computes with it.
 
     Raises:
-        ConfigError: a wrapper around something else, one that is quantised, or one whose logits
-            are no wrapped model's.
+        ConfigError: the wrapper is around another model, is quantised, or computes other logits
+            than its text model alone.
     """
-    if cls.wrapper_type is None or raw.get("model_type") != cls.wrapper_type:
+    if config_class.wrapper_type is None or raw.get("model_type") != config_class.wrapper_type:
         return raw
     _refuse_quantised(raw, source)
     given = {} if raw.get("text_config") is None else raw["text_config"]
     if not isinstance(given, dict):
         raise ConfigError(f"{source}: 'text_config' is {shown(given)}, expected an object")
-    if given.get("model_type", cls.model_type) != cls.model_type:
+    if given.get("model_type", config_class.model_type) != config_class.model_type:
         raise ConfigError(
             f"{source}: 'text_config.model_type' is {shown(given['model_type'])}, expected "
-            f"{cls.model_type!r}"
+            f"{config_class.model_type!r}"
         )
     if given.get("final_logit_softcapping") is not None:
         # transformers caps the logits of the text model by itself, and not those of the wrapper
         raise ConfigError(
             f"{source}: 'text_config.final_logit_softcapping' is "
-            f"{shown(given['final_logit_softcapping'])}, which a {cls.wrapper_type!r} does not "
-            "apply and an export of its text model would; set it to null"
+            f"{shown(given['final_logit_softcapping'])}, which a {config_class.wrapper_type!r} "
+            "does not apply and an export of its text model would; set it to null"
         )
-    text = {**copy.deepcopy(given), "model_type": cls.model_type}
+    text = {**copy.deepcopy(given), "model_type": config_class.model_type}
     text.pop("architectures", None)
     for keys in (("dtype", "torch_dtype"), *((key,) for key in _OF_WRAPPER)):
         said = {key: copy.deepcopy(raw[key]) for key in keys if raw.get(key) is not None}
@@ -96,81 +139,80 @@ def text_config(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
     return text
 
 
-_OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+def fields_from_hf(
+    raw: dict[str, Any], config_class: type[HFConfig], source: str
+) -> dict[str, Any]:
+    """Keyword arguments for `config_class`; its `extra` gets a copy of `raw`.
 
+    Of a wrapper, both come from its text model: see `text_config`.
 
-def fields_from_hf(raw: dict[str, Any], cls: Any, source: str) -> dict[str, Any]:
-    """Keyword arguments for the config dataclass `cls`; `extra` holds a copy of `raw`.
-
-    Of a wrapper both are its text model's, see `text_config`.
-
-    Args: source is the file that messages name.
+    Args: raw is the config.json; source is the file that messages name.
     Raises:
         ConfigError: another model_type, a key that is not implemented, a value of the wrong type,
-            an unknown rope type. Sizes are left to `cls` to judge.
+            or an unknown rope type. Sizes are checked by `config_class` itself.
     """
-    raw = text_config(raw, cls, source)
+    raw = text_config(raw, config_class, source)
     model_type = raw.get("model_type")
-    if model_type != cls.model_type:
+    if model_type != config_class.model_type:
         raise ConfigError(
-            f"{source}: 'model_type' is {shown(model_type)}; this class reads {cls.model_type!r}"
+            f"{source}: 'model_type' is {shown(model_type)}; this class reads "
+            f"{config_class.model_type!r}"
         )
     _refuse_quantised(raw, source)
-    _refuse(raw, cls, source)
-    hints = get_type_hints(cls)
+    _refuse(raw, config_class, source)
+    hints = get_type_hints(config_class)
     fields: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
+    for item in dataclasses.fields(config_class):
         name = item.name
-        if name not in raw or name in ("extra", "dtype", *rope.FIELDS):
+        if name not in raw or name in ("extra", "dtype", *hf_rope.FIELDS):
             continue
         if raw[name] is None and name == "attention_dropout":
-            continue  # as 0, everywhere
-        optional = item.default is None or name in cls.null_is_derived
+            continue  # In every family this means 0.
+        optional = item.default is None or name in config_class.null_is_derived
         _check_type(name, raw[name], hints[name] | None if optional else hints[name], source)
         fields[name] = copy.deepcopy(raw[name])
-    fields |= rope.fields_from_hf(raw, cls, source)
+    fields |= hf_rope.fields_from_hf(raw, config_class, source)
     if (dtype := _dtype(raw, source)) is not None:
         fields["dtype"] = dtype
     fields["extra"] = copy.deepcopy(raw)
     return fields
 
 
-def unknown_keys(raw: dict[str, Any], cls: Any) -> dict[str, Any]:
-    """The keys of a config.json that nothing here reads; they are kept, and exported again.
+def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
+    """The keys of a config.json that nothing reads; they are kept, and exported again.
 
-    Of a wrapper's: those of its text model.
+    Of a wrapper, these are the keys of its text model.
     """
-    known = HARMLESS | REFUSED.keys() | {item.name for item in dataclasses.fields(cls)}
-    raw = text_config(raw, cls, CONFIG)
+    known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
+    raw = text_config(raw, config_class, CONFIG_NAME)
     return {key: value for key, value in raw.items() if key not in known}
 
 
-def to_hf(config: Any) -> dict[str, Any]:
+def to_hf(config: HFConfig) -> dict[str, Any]:
     """The config.json of an export.
 
-    Keys that came in and whose meaning was not changed since come out as they were; changed
-    fields, fields of a config made in Python, and absent second spellings are written.
+    A key that came in is written as it was, unless its field was changed since. Changed fields,
+    all fields of a config made in Python, and missing second spellings are added.
     """
-    cls = type(config)
+    config_class = type(config)
     raw = copy.deepcopy(config.extra)
-    names = {item.name for item in dataclasses.fields(cls)} - {"extra"}
+    names = {item.name for item in dataclasses.fields(config_class)} - {"extra"}
     if raw:
-        before = cls(**fields_from_hf(raw, cls, CONFIG))
+        before = config_class(**fields_from_hf(raw, config_class, CONFIG_NAME))
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
-    spelt = cls.model_type.removesuffix("_text").capitalize()
-    hints = get_type_hints(cls)
-    raw.setdefault("architectures", [cls.architecture or f"{spelt}ForCausalLM"])
-    raw["model_type"] = cls.model_type
-    for item in dataclasses.fields(cls):
-        name = item.name
-        if name in changed - {"dtype", *rope.FIELDS} or (name in cls.written and name not in raw):
+    spelt = config_class.model_type.removesuffix("_text").capitalize()
+    raw.setdefault("architectures", [config_class.architecture or f"{spelt}ForCausalLM"])
+    raw["model_type"] = config_class.model_type
+    added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
+    for name, hint in get_type_hints(config_class).items():
+        if name in added:
             value = copy.deepcopy(getattr(config, name))
-            # transformers takes no integer where it wants a float.
-            is_float = float in (hints[name], *get_args(hints[name])) and is_int(value)
+            # transformers refuses an integer for a field that it declares as a float.
+            is_float = float in (hint, *get_args(hint)) and is_int(value)
             raw[name] = float(value) if is_float else value
-    rope.write(raw, config, bool(changed.intersection(rope.FIELDS)))
+    hf_rope.fields_to_hf(raw, config, bool(changed.intersection(hf_rope.FIELDS)))
     if config.dtype is not None:
         for key in ("dtype", "torch_dtype"):
             if "dtype" in changed or raw.get(key) is None:
@@ -179,7 +221,7 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def _refuse_quantised(raw: dict[str, Any], source: str) -> None:
-    for key in QUANTISED:
+    for key in _QUANTISED:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
@@ -188,9 +230,9 @@ def _refuse_quantised(raw: dict[str, Any], source: str) -> None:
             )
 
 
-def _refuse(raw: dict[str, Any], cls: Any, source: str) -> None:
-    implemented = {item.name for item in dataclasses.fields(cls)} - {"attention_dropout"}
-    for key, harmless in REFUSED.items():
+def _refuse(raw: dict[str, Any], config_class: type[HFConfig], source: str) -> None:
+    implemented = {item.name for item in dataclasses.fields(config_class)} - {"attention_dropout"}
+    for key, harmless in _REFUSED.items():
         value = raw.get(key)
         if key not in implemented and value is not None and value not in harmless:
             raise ConfigError(
@@ -199,51 +241,54 @@ def _refuse(raw: dict[str, Any], cls: Any, source: str) -> None:
             )
 
 
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_item, value))
+
+
+# What a field's annotation is called in messages, and whether a value fits it.
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer", is_int),
     float: ("a finite number", is_number),
-    str: ("a string", lambda value: isinstance(value, str)),
-    list[int]: (
-        "a list of them",
-        lambda value: isinstance(value, list) and all(map(is_int, value)),
-    ),
-    list[str]: (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    ),
+    str: ("a string", _is_str),
+    list[int]: ("a list of them", lambda value: _is_list(value, is_int)),
+    list[str]: ("a list of strings", lambda value: _is_list(value, _is_str)),
+    dict[str, Any]: ("a dict", lambda value: isinstance(value, dict)),
     NoneType: ("null", lambda value: value is None),
 }
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return (hint,) if hint in _TYPES else get_args(hint) or (hint,)
+
+
 def _check_type(name: str, value: Any, hint: Any, source: str) -> None:
-    """Refuse what JSON can hold and a field annotated with `hint` cannot."""
-    kinds = get_args(hint) if hint not in _TYPES else (hint,)
+    """Refuse a value that a field with the annotation `hint` cannot hold."""
+    kinds = _kinds(hint)
     good = any(_TYPES[kind][1](value) for kind in kinds)
     if good and name.endswith("_token_id"):
-        good = all(
-            token is None or abs(token) < 2**31
-            for token in (value if isinstance(value, list) else [value])
-        )
+        tokens = value if isinstance(value, list) else [value]
+        good = all(token is None or is_token_id(token) for token in tokens)
     if not good:
         expected = " or ".join(_TYPES[kind][0] for kind in kinds)
         raise ConfigError(f"{source}: {name!r} is {shown(value)}, expected {expected}")
 
 
-def check_types(config: Any) -> None:
-    """Refuse a field of a config made in Python that its annotation does not allow.
+def check_types(config: HFConfig) -> None:
+    """Refuse a config with a value that the annotation of its field does not allow.
 
     Raises:
-        ConfigError: naming the field, its value and what is expected.
+        ConfigError: the message names the field, its value and what is expected.
     """
     hints = get_type_hints(type(config))
-    for item in dataclasses.fields(config):
-        if item.name in ("extra", "rope_scaling"):
-            value, expected = getattr(config, item.name), "a dict"
-            if not isinstance(value, dict) and (item.name == "extra" or value is not None):
-                raise ConfigError(f"config: {item.name!r} is {shown(value)}, expected {expected}")
-        elif set(get_args(hints[item.name]) or (hints[item.name],)) <= _TYPES.keys():
-            _check_type(item.name, getattr(config, item.name), hints[item.name], "config")
+    for name in (item.name for item in dataclasses.fields(config)):
+        if set(_kinds(hints[name])) <= _TYPES.keys():
+            _check_type(name, getattr(config, name), hints[name], "config")
 
 
 def _dtype(raw: dict[str, Any], source: str) -> str | None:
@@ -251,9 +296,10 @@ def _dtype(raw: dict[str, Any], source: str) -> str | None:
         value = raw.get(key)
         if value is not None and value != "auto":
             name = value.removeprefix("torch.") if isinstance(value, str) else value
-            if name not in _DTYPES:
+            if name not in FLOAT_DTYPES.values():
                 raise ConfigError(
-                    f"{source}: {key!r} is {shown(value)}, expected one of {', '.join(_DTYPES)}"
+                    f"{source}: {key!r} is {shown(value)}, expected one of "
+                    f"{', '.join(FLOAT_DTYPES.values())}"
                 )
             return name
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.files import CONFIG, copied_files
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, unknown_keys
 from ligermodels.converters.weight_map import Family
 
@@ -58,7 +58,7 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     for name in weight_map.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
-    names = [CONFIG, *(path.name for path in checkpoint.files), *copied_files(folder)]
+    names = [CONFIG_NAME, *(path.name for path in checkpoint.files), *copied_files(folder)]
     layers = config.num_hidden_layers
     per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # in a layer
     longest = config.max_position_embeddings

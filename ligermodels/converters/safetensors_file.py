@@ -1,4 +1,7 @@
-"""One safetensors file: its header, checked, and its tensors, read and never mapped."""
+"""Reading one safetensors file: its header, with checks, and its tensors, without mmap.
+
+The format: https://github.com/huggingface/safetensors#format
+"""
 
 import math
 import os
@@ -11,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import open_regular, parse_json
 from ligermodels.errors import CheckpointError, shown
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-# Known to the format but not as weights of a model here, with bits per value: integers and floats
-# of 8 bits and fewer are how quantised checkpoints look.
+DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
+# Dtypes that the format knows and that no model here has as weights, with their bits per value.
+# Quantised checkpoints hold integers, and floats of at most 8 bits.
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
 _OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
@@ -29,8 +28,8 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's own limit
 _PIECE = 16 << 20  # bytes in memory at a time
 _LFS_POINTER = b"version https://git-lfs"
-# How files begin that are not what their name says: torch.save's two formats, and GGUF.
-_IMPOSTORS = {
+# How files of other formats begin: torch.save's two, and GGUF.
+_OTHER_FORMATS = {
     b"PK\x03\x04": "holds pickled weights under another name, which are never unpickled here",
     b"\x80\x02": "holds pickled weights under another name, which are never unpickled here",
     b"GGUF": "is a GGUF file under another name",
@@ -39,9 +38,12 @@ _IMPOSTORS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor: its file, its dtype as the format spells it, its shape.
+    """What a header says of one tensor.
 
-    Attributes: begin is its first byte, counted from where the file's data begin.
+    Attributes:
+        path: its file.
+        dtype: as the format spells it, such as "BF16".
+        begin: its first byte, counted from the end of the header.
     """
 
     path: Path
@@ -51,16 +53,17 @@ class TensorInfo:
     begin: int
 
 
-class WeightFile:
-    """A safetensors file; constructing it reads the header and nothing else.
+class SafetensorsFile:
+    """A safetensors file; the constructor reads its header and nothing else.
 
-    Tensors are read, not mapped: cutting a mapped file short kills the process that touches it.
-    The file must stay what it was when its header was read, and that is checked.
+    Unlike `safetensors.safe_open`, this reads tensors and does not map them: when somebody cuts a
+    mapped file short, touching it kills the process. It also notices when the file has been
+    changed since its header was read.
 
-    Attributes: tensors, what the header says, by name.
+    Attributes: tensors, what the header says of each, by name.
     Raises:
-        CheckpointError: the file is absent, truncated or damaged; names the file, and the tensor
-            where there is one.
+        CheckpointError: the file is absent, truncated or damaged; the message names the file, and
+            the tensor where there is one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,12 +74,12 @@ class WeightFile:
             self._data, self.tensors = _read_header(path, file)
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
-        """Rows `first` to `last` of a tensor, as stored, in pieces of bounded memory.
+        """Rows `first` to `last` of a tensor, as stored, in pieces of bounded size.
 
-        Each piece is overwritten by the next.
+        Each piece is overwritten by the next one.
 
         Raises:
-            CheckpointError: the file cannot be read, or was changed since its header was.
+            CheckpointError: the file cannot be read, or was changed since its header was read.
         """
         info = self.tensors[name]
         rows, *width = info.shape or (1,)
@@ -126,7 +129,7 @@ def _identity(file: FileIO) -> tuple[int, ...]:
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
-    """Where the data begin, and the tensors declared, checked against the file's size."""
+    """The size of the header, and its tensors, checked against the file's size."""
     try:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER)) or b""
@@ -136,7 +139,9 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
             )
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            why = next((what for magic, what in _IMPOSTORS.items() if start.startswith(magic)), "")
+            why = next(
+                (what for magic, what in _OTHER_FORMATS.items() if start.startswith(magic)), ""
+            )
             raise CheckpointError(
                 f"{path}: {why or 'is truncated or no safetensors file'}: a header of {length} "
                 f"bytes does not fit a file of {size}"
@@ -170,16 +175,16 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
     return 8 + length, tensors
 
 
-_RECORD = {"dtype", "shape", "data_offsets"}
+_HEADER_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 def _tensor_info(path: Path, name: str, value: Any) -> TensorInfo:
-    """One header record, checked."""
+    """What the header says of one tensor, checked."""
 
     def fault(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: {shown(name)} {what}")
 
-    if not isinstance(value, dict) or value.keys() != _RECORD:
+    if not isinstance(value, dict) or value.keys() != _HEADER_KEYS:
         raise fault("needs exactly dtype, shape and data_offsets in the header")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
-from ligermodels.converters.files import CONFIG, copied_files
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import Family
@@ -120,7 +120,7 @@ def compare(
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = text_config(read_config(folder), family.config_class, str(folder / CONFIG))
+    raw = text_config(read_config(folder), family.config_class, str(folder / CONFIG_NAME))
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
@@ -151,8 +151,8 @@ def _same_tensor(
     original: Checkpoint, name: str, exported: Checkpoint, other: str, dtype: torch.dtype | None
 ) -> bool:
     if dtype is None or DTYPES[original.tensors[name].dtype] == dtype:
-        return original.same_bits(name, exported, other)
-    return same_bits(original.tensor(name).to(dtype), exported.tensor(other))
+        return original.bitwise_equal(name, exported, other)
+    return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
 
 
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterat
             continue  # never exported as null: llama.cpp would then skip rope_scaling
         # repr tells 1 from 1.0 and from true.
         if key not in after or repr(after[key]) != repr(value):
-            yield f"{CONFIG}: {key!r} was {value!r}, is {after.get(key)!r}"
+            yield f"{CONFIG_NAME}: {key!r} was {value!r}, is {after.get(key)!r}"
 
 
 def _same_file(a: Path, b: Path) -> bool:

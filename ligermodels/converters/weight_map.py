@@ -4,12 +4,11 @@ A native parameter is a list of row spans of HF tensors. Loading, reading the ro
 exporting all walk the same spans. A family has a function from its config to a `WeightMap`.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-from typing_extensions import Self
+from ligermodels.converters.hf_config import HFConfig
 
 
 @dataclass(frozen=True)
@@ -117,24 +116,6 @@ def linear(
 def norm(name: str, source: str, size: int) -> Entry:
     """The weight of a norm over `size` features; `source` is the norm's name in HF."""
     return packed(f"{name}.weight", (), (f"{source}.weight", size))
-
-
-class HFConfig(Protocol):
-    """What the converters ask of a family's config."""
-
-    model_type: ClassVar[str]
-    num_hidden_layers: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-
-    @property
-    def sliding_windows(self) -> list[int | None]: ...
-
-    @classmethod
-    def from_hf(cls, folder: str | os.PathLike[str]) -> Self: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Family(Protocol):

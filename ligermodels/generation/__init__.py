@@ -1,1 +1,6 @@
-"""Generation of tokens from a model."""
+"""Generation: continuing prompts token by token."""
+
+from ligermodels.generation.generate import generate, stream, stream_text
+from ligermodels.generation.sampling import Sampling
+
+__all__ = ["Sampling", "generate", "stream", "stream_text"]

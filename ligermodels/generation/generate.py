@@ -1,78 +1,71 @@
-"""Continuing prompts token by token: the KV cache, the choice of a token, batches, streaming.
+"""Continuing prompts token by token, as a batch or as a stream.
 
 Shape legend: B batch, S prompt length, V vocabulary.
 """
 
-import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ligermodels.converters.files import read_json
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.generation.generation_config import (
+    CausalLMConfig,
+    read_generation_config,
+    resolve_eos_token_ids,
+    resolve_pad_token_id,
+    resolve_repetition_penalty,
+)
+from ligermodels.generation.prompts import Prompts, batch_prompts
+from ligermodels.generation.sampling import RepetitionPenalty, Sampling
+from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.text.tokenizer import TextStream, Tokenizer
+from ligermodels.layers.loss_head import LossHead
+from ligermodels.text.streaming import Decoder, TextStream
 
-Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+class CausalLM(Protocol):
+    """What generation asks of a model; every `DecoderModel` has it.
+
+    A call takes input_ids (B, S), position_ids, attention_mask and cache, and returns the hidden
+    states (B, S, hidden). `source_folder` is the checkpoint's folder, or None.
+    """
+
+    @property
+    def config(self) -> CausalLMConfig: ...
+    @property
+    def embed_tokens(self) -> nn.Embedding: ...
+    @property
+    def layers(self) -> Iterable[nn.Module]: ...
+    @property
+    def head(self) -> LossHead: ...
+    @property
+    def source_folder(self) -> Path | None: ...
+
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to pick a token: the likeliest, or one drawn after temperature, top-k and top-p."""
+class GenerateOptions(TypedDict, total=False):
+    """The options of `generate` that `stream` and `stream_text` have, too."""
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(
-                f"temperature={self.temperature}: must be above 0; do_sample=False is greedy"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or None for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1, or None")
-        filters = (self.temperature, self.top_k, self.top_p)
-        if not self.do_sample and filters != (1.0, None, None):
-            raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: without "
-                "effect on a greedy choice; pass do_sample=True"
-            )
-
-    def filter(self, logits: Tensor) -> Tensor:
-        """Logits (B, V) divided by the temperature, -inf where top-k and top-p leave a token out.
-
-        Top-p keeps the likeliest tokens up to and with the one that reaches it
-        (arXiv:1904.09751); both act on what is left after the temperature, top-k first.
-        """
-        logits = logits / self.temperature
-        if self.top_k is not None:
-            kept = torch.topk(logits, min(self.top_k, logits.shape[-1])).values
-            logits = logits.masked_fill(logits < kept[:, -1:], -torch.inf)
-        if self.top_p is not None and self.top_p < 1:
-            ascending, order = logits.sort()
-            below = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            below[:, -1] = False
-            logits = logits.masked_fill(below.scatter(-1, order, below), -torch.inf)
-        return logits
-
-    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One token (B,) per row of float32 logits (B, V)."""
-        if not self.do_sample:
-            return logits.argmax(-1)
-        probabilities = self.filter(logits).softmax(-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    max_new_tokens: int
+    do_sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: int | Iterable[int] | None
+    pad_token_id: int | None
+    attention_mask: Tensor | None
+    repetition_penalty: float | None
+    generator: torch.Generator | None
+    cache: KVCache | None
 
 
 def generate(
-    model: Any,
+    model: CausalLM,
     input_ids: Prompts,
     *,
     max_new_tokens: int = 64,
@@ -91,18 +84,19 @@ def generate(
     """Continue prompts, greedily unless `do_sample`.
 
     Args:
+        model: any `DecoderModel`.
         input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths, each a list
             or a 1-D tensor; those are padded on the left.
-        max_new_tokens: at most so many; fewer when every row has stopped.
+        max_new_tokens: the most tokens to add; there are fewer when every row has stopped.
         do_sample: draw tokens. Whatever generation_config.json says, the default is greedy.
         temperature, top_k, top_p: as in `Sampling`; only with do_sample.
         eos_token_id: tokens that end a row; default generation_config.json's, then the config's.
-            An empty list: none does.
+            With an empty list no token ends a row.
         pad_token_id: fills rows that have stopped; default as above, then the first stop token.
         attention_mask: (batch, seq), 0 for padding, which has to be on the left.
-        repetition_penalty: makes tokens of the prompt and those since less likely where it is
-            above 1 (arXiv:1909.05858, 4.1); default generation_config.json's, then 1.
-        generator: of the draws, on the model's device.
+        repetition_penalty: above 1, it makes tokens of the prompt and new ones less likely to come
+            again (arXiv:1909.05858, 4.1); default generation_config.json's, then 1.
+        generator: random numbers for the draws, on the model's device.
         cache: a KV cache with room for batch rows of seq + new - 1 tokens; default a `KVCache`.
             Tokens in it are the first columns of input_ids and are not computed again.
         callback: called after every step with that step's tokens (batch,).
@@ -113,61 +107,60 @@ def generate(
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, padding on the right, or options
             that contradict each other.
+        CheckpointError: generation_config.json is damaged.
     """
-    prompt_ids, steps = _prepare(
+    prompt_BS, steps = _start(
         model,
         input_ids,
-        max_new_tokens,
-        Sampling(do_sample, temperature, top_k, top_p),
-        eos_token_id,
-        pad_token_id,
-        attention_mask,
-        repetition_penalty,
-        generator,
-        cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        attention_mask=attention_mask,
+        repetition_penalty=repetition_penalty,
+        generator=generator,
+        cache=cache,
     )
-    columns = [prompt_ids]
-    for tokens in steps:
-        columns.append(tokens.unsqueeze(1))
+    columns = [prompt_BS]
+    for tokens_B in steps:
+        columns.append(tokens_B.unsqueeze(1))
         if callback is not None:
-            callback(tokens)
+            callback(tokens_B)
     return torch.cat(columns, dim=1)
 
 
-def stream(model: Any, input_ids: Prompts, **options: Any) -> Iterator[int]:
+def stream(
+    model: CausalLM, input_ids: Prompts, **options: Unpack[GenerateOptions]
+) -> Iterator[int]:
     """The new tokens of one prompt as they come; options as in `generate`, without `callback`.
 
     Raises:
         ValueError: as in `generate`, before the first token; also for more than one prompt.
     """
-    sampling = Sampling(
-        **{
-            name: options.pop(name)
-            for name in ("do_sample", "temperature", "top_k", "top_p")
-            if name in options
-        }
-    )
-    prompt_ids, steps = _prepare(model, input_ids, sampling=sampling, **options)
-    if prompt_ids.shape[0] != 1:
+    prompt_BS, steps = _start(model, input_ids, **options)
+    if prompt_BS.shape[0] != 1:
         raise ValueError(
-            f"stream: {prompt_ids.shape[0]} prompts; a batch goes through generate(callback=...)"
+            f"stream: {prompt_BS.shape[0]} prompts; a batch goes through generate(callback=...)"
         )
-    return (int(tokens) for tokens in steps)
+    return (int(tokens_B) for tokens_B in steps)
 
 
 def stream_text(
-    model: Any, tokenizer: Tokenizer, input_ids: Prompts, **options: Any
+    model: CausalLM, tokenizer: Decoder, input_ids: Prompts, **options: Unpack[GenerateOptions]
 ) -> Iterator[str]:
-    """The continuation of one prompt as pieces of text, never half a character.
+    """The continuation of one prompt as pieces of text, which never split a character.
 
     Args: as in `stream`; special tokens are left out.
     """
     tokens = stream(model, input_ids, **options)
     context = torch.as_tensor(input_ids).flatten().tolist()
-    return _pieces(TextStream(tokenizer, context), tokens)
+    return _text_of(tokens, TextStream(tokenizer, context))
 
 
-def _pieces(text: TextStream, tokens: Iterator[int]) -> Iterator[str]:
+def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
     for token in tokens:
         if piece := text.push(token):
             yield piece
@@ -175,11 +168,15 @@ def _pieces(text: TextStream, tokens: Iterator[int]) -> Iterator[str]:
         yield piece
 
 
-def _prepare(
-    model: Any,
+def _start(
+    model: CausalLM,
     input_ids: Prompts,
+    *,
     max_new_tokens: int = 64,
-    sampling: Sampling | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
@@ -187,259 +184,89 @@ def _prepare(
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
-    """Checks everything; the padded prompts (B, S), and an iterator over the steps' tokens (B,)."""
+    """Check everything; return the padded prompts (B, S) and each step's tokens (B,)."""
     config = model.config
+    sampling = Sampling(do_sample, temperature, top_k, top_p)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    defaults = _generation_config(model)
-    stops = _stop_tokens(eos_token_id, defaults, config)
-    pad = _pad_token(pad_token_id, stops, defaults, config)
-    penalty = _penalty(repetition_penalty, defaults)
-    device = model.embed_tokens.weight.device
-    ids_BS, mask_BS = _batch(input_ids, attention_mask, pad)
-    _check_vocabulary(ids_BS, config.vocab_size)
-    total = ids_BS.shape[1] + max_new_tokens
-    if total > config.max_position_embeddings:
+    defaults = read_generation_config(model.source_folder)
+    stops = resolve_eos_token_ids(eos_token_id, defaults, config)
+    pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
+    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
+    ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, pad, config.vocab_size)
+    batch, prompt = ids_BS.shape
+    if prompt + max_new_tokens > config.max_position_embeddings:
         warnings.warn(
-            f"{ids_BS.shape[1]} prompt and {max_new_tokens} new tokens go beyond "
+            f"{prompt} prompt and {max_new_tokens} new tokens go beyond "
             f"max_position_embeddings={config.max_position_embeddings}, where the model was not "
             "trained",
             stacklevel=3,
         )
+    device = model.embed_tokens.weight.device
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
-        # the last token is never fed back, so its keys need no room
-        cache = KVCache(config, ids_BS.shape[0], total - 1, windows=_windows(model))
-    elif cache.length >= ids_BS.shape[1]:
+        # The layers are asked, and not the config, for somebody may have changed a layer's window.
+        attentions = [getattr(layer, "self_attn", None) for layer in model.layers]
+        windows = [
+            each.sliding_window if isinstance(each, Attention) else None for each in attentions
+        ]
+        # The last token is never fed back, so its keys need no room.
+        cache = KVCache(config, batch, prompt + max_new_tokens - 1, windows=windows)
+    elif cache.length >= prompt:
         raise ValueError(
             f"cache: holds {cache.length} tokens already; the prompt has to go on behind them, but "
-            f"is {ids_BS.shape[1]} long"
+            f"is {prompt} long"
         )
     steps = _steps(
-        model,
-        ids_BS,
-        mask_BS,
-        max_new_tokens,
-        sampling or Sampling(),
-        stops,
-        pad,
-        penalty,
-        generator,
-        cache,
+        model, ids_BS, mask_BS, max_new_tokens, sampling, penalty, stops, pad, generator, cache
     )
     return ids_BS, steps
-
-
-def _windows(model: Any) -> list[int | None]:
-    """Each layer's window as it is, whatever the config says; None where a layer tells none."""
-    return [getattr(getattr(each, "self_attn", None), "window", None) for each in model.layers]
 
 
 # Not inference_mode: its tensors cannot go into a training forward, and what is generated may.
 @torch.no_grad()
 def _steps(
-    model: Any,
+    model: CausalLM,
     ids_BS: Tensor,
     mask_BS: Tensor | None,
     max_new_tokens: int,
     sampling: Sampling,
+    penalty: float,
     stops: list[int],
     pad: int,
-    penalty: float,
     generator: torch.Generator | None,
     cache: KVCache,
 ) -> Iterator[Tensor]:
     batch, prompt = ids_BS.shape
-    stop_ids = torch.tensor(stops, device=ids_BS.device)
-    stopped = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
-    positions = None
-    if mask_BS is not None:
-        positions = (mask_BS.cumsum(-1) - 1).clamp(min=0)
-        positions = positions[:, cache.length :]
-        room = mask_BS.new_ones(batch, max_new_tokens)
-        mask_BS = torch.cat([mask_BS, room], dim=1)
-    seen_BV = None
+    repetition = None
     if penalty != 1.0:
-        seen_BV = _seen(ids_BS, mask_BS, model.config.vocab_size)
-    feed = ids_BS[:, cache.length :]
+        repetition = RepetitionPenalty(penalty, ids_BS, mask_BS, model.config.vocab_size)
+    positions_BS = None
+    if mask_BS is not None:
+        positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
+        mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, max_new_tokens)], dim=1)
+    stop_ids = torch.tensor(stops, device=ids_BS.device)
+    stopped_B = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
+    ids_BS = ids_BS[:, cache.length :]
     for step in range(max_new_tokens):
         hidden = model(
-            feed,
-            position_ids=positions,
+            ids_BS,
+            position_ids=positions_BS,
             attention_mask=None if mask_BS is None else mask_BS[:, : prompt + step],
             cache=cache,
         )
-        logits = model.head.logits(hidden[:, -1:])[:, -1].float()
-        if seen_BV is not None:
-            likelier = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(seen_BV, likelier, logits)
-        tokens = sampling.choose(logits, generator)
-        if seen_BV is not None:
-            seen_BV.scatter_(1, tokens.unsqueeze(1), True)
+        logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+        if repetition is not None:
+            logits_BV = repetition(logits_BV)
+        tokens_B = sampling.next_tokens(logits_BV, generator)
+        if repetition is not None:
+            repetition.add(tokens_B)
         if stops:
-            tokens = tokens.masked_fill(stopped, pad)
-            stopped = stopped | torch.isin(tokens, stop_ids)
-        yield tokens
-        if stops and bool(stopped.all()):
+            tokens_B = tokens_B.masked_fill(stopped_B, pad)
+            stopped_B = stopped_B | torch.isin(tokens_B, stop_ids)
+        yield tokens_B
+        if stops and bool(stopped_B.all()):
             return
-        feed = tokens.unsqueeze(1)
-        positions = None if positions is None else positions[:, -1:] + 1
-
-
-def _seen(ids_BS: Tensor, mask_BS: Tensor | None, vocabulary: int) -> Tensor:
-    """Which tokens of the vocabulary stand in each row, padding aside: (B, V) bool."""
-    found = torch.zeros(len(ids_BS), vocabulary + 1, dtype=torch.bool, device=ids_BS.device)
-    if mask_BS is not None:
-        ids_BS = ids_BS.masked_fill(mask_BS[:, : ids_BS.shape[1]] == 0, vocabulary)
-    return found.scatter_(1, ids_BS, True)[:, :vocabulary]
-
-
-def _batch(
-    input_ids: Prompts, attention_mask: Tensor | None, pad: int
-) -> tuple[Tensor, Tensor | None]:
-    """Prompts as (B, S), and which of them are tokens (B, S), None where all are."""
-    if not isinstance(input_ids, Tensor):
-        if len(input_ids) and isinstance(input_ids[0], int):
-            input_ids = torch.tensor(input_ids)
-        else:
-            if attention_mask is not None:
-                raise ValueError("attention_mask: not needed with a list of prompts; leave it out")
-            return _pad_left([torch.as_tensor(row) for row in input_ids], pad)
-    if input_ids.dim() == 1:
-        input_ids = input_ids.unsqueeze(0)
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids {tuple(input_ids.shape)}: expected (batch, seq) or a list")
-    _check_rows(list(input_ids))
-    if attention_mask is None:
-        return input_ids.long(), None
-    if attention_mask.dim() == 1:
-        attention_mask = attention_mask.unsqueeze(0)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask {tuple(attention_mask.shape)} and input_ids "
-            f"{tuple(input_ids.shape)} differ in shape"
-        )
-    mask = attention_mask.bool()
-    if not bool(mask.any(1).all()):
-        raise ValueError(f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding")
-    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError(
-            "attention_mask: padding to the right of tokens; pad on the left, or pass the prompts "
-            "as a list without padding"
-        )
-    return input_ids.long(), None if bool(mask.all()) else mask.long()
-
-
-def _pad_left(rows: list[Tensor], pad: int) -> tuple[Tensor, Tensor | None]:
-    _check_rows(rows)
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, longest - len(row) :] = row
-        mask[i, longest - len(row) :] = 1
-    return ids, None if bool(mask.all()) else mask
-
-
-def _check_rows(rows: list[Tensor]) -> None:
-    if not rows:
-        raise ValueError("input_ids: no tokens; begin with one, such as bos_token_id")
-    for i, row in enumerate(rows):
-        # an empty list is a float tensor to torch
-        number = row.is_floating_point() and row.numel() > 0
-        if row.dim() != 1 or number or row.dtype == torch.bool:
-            raise ValueError(
-                f"input_ids: prompt {i} is {row.dtype} of shape {tuple(row.shape)}; expected token "
-                "ids in one dimension"
-            )
-        if not row.numel():
-            raise ValueError(
-                f"input_ids: prompt {i} is empty; begin with a token, such as bos_token_id"
-            )
-
-
-def _check_vocabulary(ids: Tensor, size: int) -> None:
-    # padding too: it is masked, but it is embedded
-    outside = ids[(ids < 0) | (ids >= size)]
-    if outside.numel():
-        raise ValueError(f"input_ids: token {int(outside[0])} is outside the vocabulary of {size}")
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**31
-
-
-def _are_ids(value: Any) -> bool:
-    return all(map(_is_id, value if isinstance(value, list) else [value]))
-
-
-def _is_penalty(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value is not True and 0 < value <= 1e6
-
-
-# What is read of generation_config.json, and what it may be.
-_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "eos_token_id": (_are_ids, "an integer or a list of them"),
-    "pad_token_id": (_is_id, "an integer"),
-    "repetition_penalty": (_is_penalty, "a positive number"),
-}
-# Settings of it with which transformers chooses other tokens, even greedily.
-_NOT_IMPLEMENTED = (
-    *("num_beams", "penalty_alpha", "dola_layers", "guidance_scale", "sequence_bias"),
-    *("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens", "stop_strings", "watermarking_config"),
-)
-_NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
-
-
-def _generation_config(model: Any) -> dict[str, Any]:
-    folder = getattr(model, "source_folder", None)
-    path = None if folder is None else Path(folder) / "generation_config.json"
-    if path is None or not path.exists():
-        return {}
-    found = read_json(path, CheckpointError)
-    for key, (holds, expected) in _READ.items():
-        if found.get(key) is not None and not holds(found[key]):
-            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
-    if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
-        warnings.warn(
-            f"{path}: {', '.join(left_out)}: not implemented, and without effect here",
-            stacklevel=4,
-        )
-    return found
-
-
-def _stop_tokens(
-    asked: int | Iterable[int] | None, defaults: dict[str, Any], config: Any
-) -> list[int]:
-    found = _first(asked, defaults.get("eos_token_id"), getattr(config, "eos_token_id", None))
-    if found is None:
-        return []
-    try:
-        return [found] if isinstance(found, int) else [operator.index(token) for token in found]
-    except TypeError:
-        raise ValueError(f"eos_token_id={found!r}: expected a token id or several") from None
-
-
-def _pad_token(asked: int | None, stops: list[int], defaults: dict[str, Any], config: Any) -> int:
-    size = config.vocab_size
-    if asked is not None:
-        if not 0 <= asked < size:
-            raise ValueError(f"pad_token_id={asked}: outside the vocabulary of {size}")
-        return asked
-    named = (defaults.get("pad_token_id"), getattr(config, "pad_token_id", None), *stops)
-    # Old configs say -1 for "none". Without any, 0 does: what pads a prompt is masked.
-    return next((i for i in named if i is not None and 0 <= i < size), 0)
-
-
-def _penalty(asked: float | None, defaults: dict[str, Any]) -> float:
-    found = _first(asked, defaults.get("repetition_penalty"), 1.0)
-    if not _is_penalty(found):
-        raise ValueError(f"repetition_penalty={found!r}: must be a number above 0; 1 is none")
-    return float(found)
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+        ids_BS = tokens_B.unsqueeze(1)
+        positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1

@@ -65,7 +65,7 @@ class ModelConfig:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # model_type of a config.json that has this family's as its text_config, beside other towers.
     wrapper_type: ClassVar[str | None] = None
-    # Fields that have a default and yet may be null, which then stands for what None does below.
+    # Fields for which a JSON null means: derive the value.
     null_is_derived: ClassVar[tuple[str, ...]] = ()
     # Fields that an export spells out even where the checkpoint left them out.
     written: ClassVar[tuple[str, ...]] = ()

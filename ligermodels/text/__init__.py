@@ -1,1 +1,6 @@
 """Text to token ids and back: tokenizers, chat templates, streaming."""
+
+from ligermodels.text.streaming import TextStream
+from ligermodels.text.tokenizer import Tokenizer
+
+__all__ = ["TextStream", "Tokenizer"]

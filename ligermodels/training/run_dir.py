@@ -25,8 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ligermodels.converters.atomic_dir import sync_file, sync_folder
-from ligermodels.converters.files import read_json
+from ligermodels.converters.files import read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, listing
 
 RUN_FILE = "run.json"

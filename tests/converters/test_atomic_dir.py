@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from ligermodels.converters import atomic_dir as atomic
-from ligermodels.converters.atomic_dir import recover, replacing
+from ligermodels.converters.atomic_dir import recover_dir, replace_dir
+from ligermodels.converters.files import sync_file
 
 OLD = {"config.json": "old config", "weights": "old weights", "notes": "mine"}
 NEW = {"config.json": "new config", "weights": "new weights", "notes": "mine"}
@@ -27,10 +28,10 @@ def owned(name):
 
 
 def replace(target):
-    with replacing(target, owned) as fresh:
+    with replace_dir(target, owned) as fresh:
         for name in ("config.json", "weights"):
             (fresh / name).write_text(NEW[name])
-            atomic.sync_file(fresh / name)
+            sync_file(fresh / name)
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -87,7 +88,7 @@ def test_killed_anywhere_it_is_old_or_new(tmp_path, way):
                 os._exit(1)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        recover(target)
+        recover_dir(target)
         now = content(target)
         assert now in (OLD, NEW), f"killed at call {after}: {now}"
         seen.add(now["weights"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 
@@ -37,11 +37,11 @@ def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype)
         for kind in ("weight", "bias"):
             stacked = [stored[f"model.layers.{i}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
             got = weights[f"layers.{i}.self_attn.qkv_proj.{kind}"]
-            assert same_bits(got, torch.cat(stacked).to(dtype))
+            assert bitwise_equal(got, torch.cat(stacked).to(dtype))
         stacked = [stored[f"model.layers.{i}.mlp.{n}_proj.weight"] for n in ("gate", "up")]
         got = weights[f"layers.{i}.mlp.gate_up_proj.weight"]
-        assert same_bits(got, torch.cat(stacked).to(dtype))
-    assert same_bits(weights["embed_tokens.weight"], stored[EMBED].to(dtype))
+        assert bitwise_equal(got, torch.cat(stacked).to(dtype))
+    assert bitwise_equal(weights["embed_tokens.weight"], stored[EMBED].to(dtype))
     assert ("head.proj.weight" in weights) == (not tied)
 
 
@@ -227,11 +227,11 @@ def test_symlinks_are_followed(make, tmp_path):
     native(Checkpoint(links), LigerLlama.weight_map(config), torch.bfloat16)
 
 
-def test_same_bits_tells_what_equality_does_not():
+def test_bitwise_equal_tells_what_equality_does_not():
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
-    assert not same_bits(zero, zero.bfloat16()) and not same_bits(zero, torch.zeros(2))
-    assert same_bits(torch.tensor(1.0), torch.tensor(1.0))
+    assert bitwise_equal(nan, nan.clone()) and not bitwise_equal(zero, -zero)
+    assert not bitwise_equal(zero, zero.bfloat16()) and not bitwise_equal(zero, torch.zeros(2))
+    assert bitwise_equal(torch.tensor(1.0), torch.tensor(1.0))
 
 
 def test_reading_takes_memory_for_one_tensor(tmp_path):

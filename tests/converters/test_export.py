@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
@@ -48,7 +48,7 @@ def test_round_trip_is_bitwise(make, tmp_path, tied, shards, max_shard_size, dty
     resave(folder, config, out, max_shard_size=max_shard_size)
     stored, exported = random_tensors(config, dtype), hf_tensors(out)
     assert stored.keys() == exported.keys() and ("lm_head.weight" in exported) == (not tied)
-    assert all(same_bits(stored[name], exported[name]) for name in stored)
+    assert all(bitwise_equal(stored[name], exported[name]) for name in stored)
     for name, content in TOKENIZER.items():
         assert (out / name).read_bytes() == content
     assert (out / "model.safetensors").exists() == (shards == 1)
@@ -95,8 +95,8 @@ def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     weights["embed_tokens.weight"] = torch.randn(16, 24).half().t()
     save(tmp_path / "out", to_hf(config), table, weights.__getitem__)
     exported = hf_tensors(tmp_path / "out")
-    assert same_bits(exported["model.norm.weight"], weights["norm.weight"])
-    assert same_bits(exported["model.embed_tokens.weight"], weights["embed_tokens.weight"])
+    assert bitwise_equal(exported["model.norm.weight"], weights["norm.weight"])
+    assert bitwise_equal(exported["model.embed_tokens.weight"], weights["embed_tokens.weight"])
 
 
 def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
@@ -231,7 +231,7 @@ def test_saving_onto_the_folder_the_weights_are_read_from(make):
     for _ in range(2):  # the second time, the files being read are gone
         save(folder, to_hf(config), table, get_tensor, source_folder=folder, dtypes=dtypes)
     exported = hf_tensors(folder)
-    assert all(same_bits(t, exported[n]) for n, t in random_tensors(config).items())
+    assert all(bitwise_equal(t, exported[n]) for n, t in random_tensors(config).items())
 
 
 @pytest.mark.parametrize("fault", ["full", "file", "shape", "dtype", "size", "parent", "here"])

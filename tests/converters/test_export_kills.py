@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ligermodels.converters import atomic_dir as atomic
-from ligermodels.converters.atomic_dir import recover
+from ligermodels.converters.atomic_dir import recover_dir
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
@@ -104,7 +104,7 @@ def test_killed_before_any_call_it_is_old_or_new(make, tmp_path, way, existing):
     names, outcomes = set(), []
     for call, status, name in each_call(place):
         assert status == (0 if name is None else None)
-        recover(place.target)
+        recover_dir(place.target)
         now = content(place.target)
         assert now in (place.old, place.new), f"killed before call {call}, {name}"
         names.add(name)
@@ -136,7 +136,7 @@ def test_a_disk_full_at_any_call_leaves_the_old(make, tmp_path, way, full):
     refused = 0
     for call, status, name in each_call(place, full=full):
         assert status in (0, 3), f"{name} failed at call {call}"
-        recover(place.target)  # as each load does: here even a rename back is refused
+        recover_dir(place.target)  # as each load does: here even a rename back is refused
         wanted = place.old if status == 3 else place.new
         assert content(place.target) == wanted, f"{name} failed at call {call}"
         assert os.listdir(place.parent) == ["out"], f"{name} failed at call {call}"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ligermodels.converters import safetensors_file as weights
-from ligermodels.converters.safetensors_file import WeightFile
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -24,7 +24,7 @@ def test_header_of_a_file_the_library_wrote(tmp_path):
     path = tmp_path / "a.safetensors"
     tensors = {"x": torch.zeros(3, 2), "y": torch.zeros(5, dtype=torch.bfloat16)}
     save_file(tensors, path, {"format": "pt"})
-    header = WeightFile(path).tensors
+    header = SafetensorsFile(path).tensors
     assert header["x"].shape == (3, 2) and header["x"].dtype == "F32" and header["x"].nbytes == 24
     assert header["y"].shape == (5,) and header["y"].dtype == "BF16"
 
@@ -75,7 +75,7 @@ def test_header_of_a_file_the_library_wrote(tmp_path):
 def test_damaged_files_name_the_file(tmp_path, header, data, message):
     path = write(tmp_path / "w.safetensors", header, data)
     with pytest.raises(CheckpointError, match=message) as caught:
-        WeightFile(path)
+        SafetensorsFile(path)
     assert str(caught.value).startswith(str(path))
 
 
@@ -84,7 +84,7 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path, content):
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
-        WeightFile(path)
+        SafetensorsFile(path)
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path):
@@ -93,7 +93,7 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"w\.safetensors: is a git-lfs pointer.*git lfs pull"
     ):
-        WeightFile(path)
+        SafetensorsFile(path)
 
 
 def test_pickles_under_another_name_are_told_and_not_opened(tmp_path):
@@ -101,14 +101,14 @@ def test_pickles_under_another_name_are_told_and_not_opened(tmp_path):
     for new_format in (True, False):
         torch.save({"x": torch.zeros(2)}, path, _use_new_zipfile_serialization=new_format)
         with pytest.raises(CheckpointError, match=f"{path}: holds pickled weights under another"):
-            WeightFile(path)
+            SafetensorsFile(path)
     path.write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(CheckpointError, match="is a GGUF file under another name"):
-        WeightFile(path)
+        SafetensorsFile(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "y")
     with pytest.raises(CheckpointError, match="under another name"):
-        WeightFile(path)
+        SafetensorsFile(path)
 
 
 def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
@@ -119,7 +119,7 @@ def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
         "d": torch.ones(0),
     }
     save_file(tensors, tmp_path / "w.safetensors")
-    file = WeightFile(tmp_path / "w.safetensors")
+    file = SafetensorsFile(tmp_path / "w.safetensors")
     assert {name: info.shape for name, info in file.tensors.items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
@@ -132,7 +132,7 @@ def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(weights, "_PIECE", piece)
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(11).bfloat16(), "c": torch.randn(4, 2, 2)}
     save_file(tensors, tmp_path / "w.safetensors")
-    file = WeightFile(tmp_path / "w.safetensors")
+    file = SafetensorsFile(tmp_path / "w.safetensors")
     for name, tensor in tensors.items():
         for first, last in [(0, len(tensor)), (1, 3), (2, 2), (3, 4)]:
             got = [part.clone() for part in file.read(name, first, last)]
@@ -145,7 +145,7 @@ def test_a_file_changed_after_its_header_was_read(tmp_path, how):
     """Cut short under a mapping, this would be a SIGBUS and not an exception."""
     path = tmp_path / "w.safetensors"
     save_file({"a": torch.randn(100_000), "b": torch.randn(100_000)}, path)
-    file = WeightFile(path)
+    file = SafetensorsFile(path)
     message = "'b' cannot be read: the file was changed"
     if how != "cut before":
         next(file.read("a", 0, 5))
@@ -177,7 +177,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match=r"w\.safetensors: is no regular file"):
-        WeightFile(path)
+        SafetensorsFile(path)
 
 
 def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):
@@ -185,4 +185,4 @@ def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):
         f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(50_000)
     }
     path = write(tmp_path / "w.safetensors", header, bytes(50_000))
-    assert len(WeightFile(path).tensors) == 50_000
+    assert len(SafetensorsFile(path).tensors) == 50_000

@@ -5,14 +5,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
-from transformers.generation.logits_process import (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ligermodels.errors import CheckpointError
-from ligermodels.generation.generate import KVCache, Sampling, generate, stream, stream_text
+from ligermodels.generation import generate, stream, stream_text
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.llama import LigerLlama
 from ligermodels.text.tokenizer import Tokenizer
@@ -252,6 +248,16 @@ def test_a_prompt_may_go_on_behind_what_a_cache_holds():
         generate(model, ids, cache=cache, **options)
 
 
+def test_the_cache_of_a_layer_is_as_long_as_its_window():
+    model, caches = random_model("gemma2"), []
+    model.register_forward_pre_hook(
+        lambda *given: caches.append(given[2]["cache"]), with_kwargs=True
+    )
+    generate(model, PROMPTS[1], max_new_tokens=20, eos_token_id=[])
+    windows = [window or 26 for window in model.config.sliding_windows]
+    assert caches[0].sizes == windows and len(set(windows)) == 2
+
+
 def test_a_layer_changed_by_hand_sees_what_it_asks_for():
     """The cache follows the layers, not the config that they were made from."""
     model = random_model("mistral")
@@ -288,42 +294,6 @@ def test_repetition_penalty_equals_transformers(pair, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "min_new_tokens": 3}')
     with pytest.warns(UserWarning, match=r"generation_config.json: num_beams, min_new_tokens: not"):
         generate(model, PROMPTS, max_new_tokens=1)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_k": 1000},
-        {"top_p": 0.6},
-        {"top_p": 0.01},
-        {"top_p": 1.0},
-        {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
-    ],
-)
-def test_sampling_filters_equal_transformers(options):
-    torch.manual_seed(1)
-    logits = 3 * torch.randn(6, VOCAB)
-    logits[0, :10] = logits[0, 10]  # ties
-    expected = logits
-    if "temperature" in options:
-        expected = TemperatureLogitsWarper(options["temperature"])(None, expected)
-    if "top_k" in options:
-        expected = TopKLogitsWarper(options["top_k"])(None, expected)
-    if options.get("top_p", 1.0) < 1:
-        expected = TopPLogitsWarper(options["top_p"])(None, expected)
-    filtered = Sampling(do_sample=True, **options).filter(logits)
-    assert torch.equal(filtered, expected)
-
-
-def test_draws_follow_the_distribution_and_the_generator():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, 4)
-    sampling = Sampling(do_sample=True, temperature=0.5, top_k=3)
-    drawn = sampling.choose(logits, torch.Generator().manual_seed(0))
-    share = torch.bincount(drawn, minlength=4) / len(drawn)
-    torch.testing.assert_close(share, sampling.filter(logits)[0].softmax(-1), atol=0.01, rtol=0)
-    assert torch.equal(drawn, sampling.choose(logits, torch.Generator().manual_seed(0)))
 
 
 def test_sampling_is_repeatable_and_differs_from_greedy(pair):

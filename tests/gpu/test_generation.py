@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from ligermodels.generation.generate import KVCache, generate
+from ligermodels.generation import generate
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 from tests.tiny_models import random_model

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig
 from ligermodels.converters import files
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import COPIED_FILES
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SIZES = {
@@ -441,11 +442,11 @@ def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"a": 1, "a": 2}'])
 def test_other_files_broken_do_not_stop_the_weights(tmp_path: Path, content: bytes) -> None:
     folder = make(tmp_path / "model")
-    for name in files.COPIED:
+    for name in COPIED_FILES:
         (folder / name).write_bytes(content)
     model = AutoLiger.from_hf(folder)
     model.save_hf(tmp_path / "out")
-    for name in files.COPIED:
+    for name in COPIED_FILES:
         assert (tmp_path / "out" / name).read_bytes() == content
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ligermodels.converters.checkpoint import Checkpoint, same_bits
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.weight_map import Span
 from ligermodels.models.auto import families
 from ligermodels.models.llama import LigerLlama, LlamaConfig
@@ -72,7 +72,7 @@ def test_it_is_made_of_exactly_transformers_tensors(
         checkpoint.read(entry, native[entry.name])
     for source, parts in weight_map.parts().items():
         rows = [native[entry.name][span.row : span.row + span.rows] for entry, span in parts]
-        assert same_bits(torch.cat(rows), tensors[source])
+        assert bitwise_equal(torch.cat(rows), tensors[source])
 
 
 @pytest.mark.parametrize("family", DECODERS)

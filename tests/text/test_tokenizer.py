@@ -4,19 +4,11 @@ import re
 
 import pytest
 import sentencepiece
-import tokenizers
-from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
-from ligermodels.text.tokenizer import TextStream, Tokenizer
+from ligermodels.text import Tokenizer
+from tests.text.folders import FAST, LINES, SLOW, added, configure
 
-LINES = [
-    "the quick brown fox jumps over the lazy dog",
-    "a small town by the sea, with 1234 people in it",
-    "  two leading spaces and  double ones",
-    "def f(x): return x + 1",
-    "to be or not to be, that is the question",
-] * 3
 TEXTS = [
     "the dog",
     "to be  or not\n\n\tto be ",
@@ -28,59 +20,6 @@ TEXTS = [
     "<|im|>",
     "not special: <|i m|> [X]the [X] dog",
 ]
-
-
-def added(index, content, special=True, **more):
-    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    return {str(index): {"content": content, "special": special, **flags, **more}}
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    """A byte-level BPE folder, like those of Llama 3 and SmolLM2."""
-    folder = tmp_path_factory.mktemp("bpe")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<s>", "</s>", "<|im|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(LINES, trainer)
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    made.enable_truncation(4)
-    made.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def spm(tmp_path_factory):
-    """A sentencepiece folder with byte fallback, trained with the settings of Llama 2."""
-    folder = tmp_path_factory.mktemp("spm")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=360,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-    )
-    return folder
-
-
-def configure(source, target, **config):
-    """A copy of a tokenizer folder with this tokenizer_config.json; both libraries' tokenizer."""
-    for path in source.glob("tokenizer.*"):
-        (target / path.name).write_bytes(path.read_bytes())
-    (target / "tokenizer_config.json").write_text(json.dumps(config))
-    return AutoTokenizer.from_pretrained(target), Tokenizer.from_hf(target)
 
 
 def assert_same(theirs, ours, texts, seed=0):
@@ -99,9 +38,6 @@ def assert_same(theirs, ours, texts, seed=0):
     for name in ("bos", "eos", "pad", "unk"):
         assert getattr(ours, f"{name}_token_id") == getattr(theirs, f"{name}_token_id")
     assert ours.vocab_size == len(ours) == len(theirs)
-
-
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize(
@@ -144,22 +80,6 @@ def test_special_tokens_map_serves_where_the_config_is_silent(bpe, tmp_path):
     ours = Tokenizer.from_hf(str(tmp_path))
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (0, 2, None)
     assert ours.id_to_token(2) == "<|im|>" and ours.token_to_id("nothing") is None
-
-
-SLOW = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "add_bos_token": True,
-    "added_tokens_decoder": {
-        **added(0, "<unk>"),
-        **added(1, "<s>"),
-        **added(2, "</s>"),
-        **added(360, "<|im|>"),
-        **added(361, "[X]", special=False),
-    },
-}
 
 
 @pytest.mark.parametrize(
@@ -263,18 +183,19 @@ def test_what_cannot_be_used_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer.json: not a tokenizer file"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: expected a JSON object"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: holds a list, expected"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: is not JSON"):
         Tokenizer.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name, content, key",
     [
-        ("tokenizer_config.json", "[" * 100_000, "not JSON"),
-        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "not JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "nested too deep"),
+        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "too many digits"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "key 'a' appears twice"),
         ("tokenizer_config.json", '{"bos_token": 5}', "'bos_token' is 5"),
         ("tokenizer_config.json", '{"eos_token": {"x": 1}}', "'eos_token' is {'x': 1}"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "'added_tokens_decoder' is"),
@@ -323,27 +244,3 @@ def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
     assert ours.decode(ids[-1]) == ours.decode(ids[-1:])
     # the file was saved with truncation to 4 tokens switched on, which is not obeyed
     assert len(ours.encode("the quick brown fox jumps over the lazy dog")) > 4
-
-
-@pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_streamed_text_is_the_decoded_text(kind, request, tmp_path):
-    config = FAST if kind == "bpe" else SLOW
-    _, ours = configure(request.getfixturevalue(kind), tmp_path, **config)
-    for text in ["the quick  brown 😀é€ fox, 東京 <|im|> dog", "😀😀", " x", "a<|im|><|im|> b"]:
-        ids = ours.encode(text)
-        stream = TextStream(ours)
-        pieces = [stream.push(i) for i in ids]
-        assert all("\ufffd" not in piece for piece in pieces)
-        assert "".join(pieces) + stream.finish() == ours.decode(ids)
-        stream = TextStream(ours, ids[:4])
-        rest = "".join(stream.push(i) for i in ids[4:]) + stream.finish()
-        assert ours.decode(ids[:4]) + rest == ours.decode(ids) or "\ufffd" in ours.decode(ids[:4])
-
-
-def test_a_character_that_never_ends_comes_out_at_the_end(bpe):
-    ours = Tokenizer.from_hf(bpe)
-    ids = ours.encode("a😀", add_special_tokens=False)
-    stream = TextStream(ours)
-    assert [stream.push(i) for i in ids[:-1]] == ["a", *[""] * (len(ids) - 2)]
-    assert stream.finish() == "\ufffd"
-    assert stream.finish() == ""

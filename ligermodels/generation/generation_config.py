@@ -1,0 +1,119 @@
+"""What generation takes from generation_config.json, from the model's config and by default."""
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
+from ligermodels.converters.files import is_token_id, read_json
+from ligermodels.errors import CheckpointError, shown
+
+
+class CausalLMConfig(Protocol):
+    """The fields of a model's config that generation reads."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+
+
+def _are_token_ids(value: Any) -> bool:
+    return all(map(is_token_id, value if isinstance(value, list) else [value]))
+
+
+def _is_penalty(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value is not True and 0 < value <= 1e6
+
+
+# The keys that are read, with a test of their values and a description of good ones.
+_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "eos_token_id": (_are_token_ids, "an integer or a list of them"),
+    "pad_token_id": (is_token_id, "an integer"),
+    "repetition_penalty": (_is_penalty, "a positive number"),
+}
+# The keys with which transformers chooses other tokens, even in a greedy search.
+_NOT_IMPLEMENTED = (
+    *("num_beams", "penalty_alpha", "dola_layers", "guidance_scale", "sequence_bias"),
+    *("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("suppress_tokens", "begin_suppress_tokens", "stop_strings", "watermarking_config"),
+)
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
+
+
+def read_generation_config(folder: Path | None) -> dict[str, Any]:
+    """A checkpoint's generation_config.json; {} without a folder or a file.
+
+    Warns of settings that are not implemented.
+
+    Raises:
+        CheckpointError: the file is damaged, or a value that is used has the wrong type.
+    """
+    if folder is None or not (path := folder / GENERATION_CONFIG_NAME).exists():
+        return {}
+    found = read_json(path, CheckpointError)
+    for key, (holds, expected) in _READ.items():
+        if found.get(key) is not None and not holds(found[key]):
+            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
+    if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
+        warnings.warn(
+            f"{path}: {', '.join(left_out)}: not implemented, and without effect here",
+            stacklevel=4,  # the caller of `generate`
+        )
+    return found
+
+
+def resolve_eos_token_ids(
+    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: CausalLMConfig
+) -> list[int]:
+    """The tokens that end a row: those asked for, else the file's, else the model config's.
+
+    Raises:
+        ValueError: `asked` holds something else than token ids.
+    """
+    found = _first(asked, generation_config.get("eos_token_id"), config.eos_token_id)
+    if found is None:
+        return []
+    try:
+        return [found] if isinstance(found, int) else [operator.index(token) for token in found]
+    except TypeError:
+        raise ValueError(f"eos_token_id={found!r}: expected a token id or several") from None
+
+
+def resolve_pad_token_id(
+    asked: int | None,
+    generation_config: Mapping[str, Any],
+    config: CausalLMConfig,
+    eos_token_ids: list[int],
+) -> int:
+    """The token for padding: found in the same order, then the first stop token, then 0.
+
+    Raises:
+        ValueError: `asked` is outside the vocabulary.
+    """
+    if asked is not None:
+        if not 0 <= asked < config.vocab_size:
+            raise ValueError(f"pad_token_id={asked}: outside the vocabulary of {config.vocab_size}")
+        return asked
+    named = (generation_config.get("pad_token_id"), config.pad_token_id, *eos_token_ids)
+    # Old configs have -1 for no token. Without one, 0 will do: padding of a prompt is masked.
+    return next((i for i in named if i is not None and 0 <= i < config.vocab_size), 0)
+
+
+def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[str, Any]) -> float:
+    """The repetition penalty: the one asked for, else the file's, else 1, which is none.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    found = _first(asked, generation_config.get("repetition_penalty"), 1.0)
+    if not _is_penalty(found):
+        raise ValueError(f"repetition_penalty={found!r}: must be a number above 0; 1 is none")
+    return float(found)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,94 @@
+"""Prompts of any form to one batch, padded on the left.
+
+Shape legend: B batch, S prompt length.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+
+def batch_prompts(
+    input_ids: Prompts, attention_mask: Tensor | None, pad_token_id: int, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Check prompts and put them into one tensor.
+
+    Returns: ids (B, S), int64, and the attention mask (B, S), None where nothing is padding.
+    Raises:
+        ValueError: an empty prompt, ids outside the vocabulary, padding on the right, or a mask
+            that does not fit.
+    """
+    ids_BS, mask_BS = _batch(input_ids, attention_mask, pad_token_id)
+    # Padding is checked, too: it is masked, but it is embedded.
+    outside = ids_BS[(ids_BS < 0) | (ids_BS >= vocab_size)]
+    if outside.numel():
+        raise ValueError(
+            f"input_ids: token {int(outside[0])} is outside the vocabulary of {vocab_size}"
+        )
+    return ids_BS, mask_BS
+
+
+def _batch(
+    input_ids: Prompts, attention_mask: Tensor | None, pad_token_id: int
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(input_ids, Tensor):
+        if len(input_ids) and isinstance(input_ids[0], int):
+            input_ids = torch.tensor(input_ids)
+        else:
+            if attention_mask is not None:
+                raise ValueError("attention_mask: not needed with a list of prompts; leave it out")
+            return _pad_left([torch.as_tensor(row) for row in input_ids], pad_token_id)
+    if input_ids.dim() == 1:
+        input_ids = input_ids.unsqueeze(0)
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids {tuple(input_ids.shape)}: expected (batch, seq) or a list")
+    _check_rows(list(input_ids))
+    if attention_mask is None:
+        return input_ids.long(), None
+    if attention_mask.dim() == 1:
+        attention_mask = attention_mask.unsqueeze(0)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} and input_ids "
+            f"{tuple(input_ids.shape)} differ in shape"
+        )
+    mask = attention_mask.bool()
+    if not bool(mask.any(1).all()):
+        raise ValueError(f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding")
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask: padding to the right of tokens; pad on the left, or pass the prompts "
+            "as a list without padding"
+        )
+    return input_ids.long(), None if bool(mask.all()) else mask.long()
+
+
+def _pad_left(rows: list[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor | None]:
+    _check_rows(rows)
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - len(row) :] = row
+        mask[i, longest - len(row) :] = 1
+    return ids, None if bool(mask.all()) else mask
+
+
+def _check_rows(rows: list[Tensor]) -> None:
+    if not rows:
+        raise ValueError("input_ids: no tokens; begin with one, such as bos_token_id")
+    for i, row in enumerate(rows):
+        # torch makes a tensor of floats of an empty list.
+        has_floats = row.is_floating_point() and row.numel() > 0
+        if row.dim() != 1 or has_floats or row.dtype == torch.bool:
+            raise ValueError(
+                f"input_ids: prompt {i} is {row.dtype} of shape {tuple(row.shape)}; expected token "
+                "ids in one dimension"
+            )
+        if not row.numel():
+            raise ValueError(
+                f"input_ids: prompt {i} is empty; begin with a token, such as bos_token_id"
+            )

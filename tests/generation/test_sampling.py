@@ -1,0 +1,46 @@
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ligermodels.generation import Sampling
+from tests.tiny_models import VOCAB
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_k": 1000},
+        {"top_p": 0.6},
+        {"top_p": 0.01},
+        {"top_p": 1.0},
+        {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
+    ],
+)
+def test_sampling_filters_equal_transformers(options):
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(6, VOCAB)
+    logits[0, :10] = logits[0, 10]  # ties
+    expected = logits
+    if "temperature" in options:
+        expected = TemperatureLogitsWarper(options["temperature"])(None, expected)
+    if "top_k" in options:
+        expected = TopKLogitsWarper(options["top_k"])(None, expected)
+    if options.get("top_p", 1.0) < 1:
+        expected = TopPLogitsWarper(options["top_p"])(None, expected)
+    filtered = Sampling(do_sample=True, **options).filter(logits)
+    assert torch.equal(filtered, expected)
+
+
+def test_draws_follow_the_distribution_and_the_generator():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, 4)
+    sampling = Sampling(do_sample=True, temperature=0.5, top_k=3)
+    drawn = sampling.next_tokens(logits, torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn, minlength=4) / len(drawn)
+    torch.testing.assert_close(share, sampling.filter(logits)[0].softmax(-1), atol=0.01, rtol=0)
+    assert torch.equal(drawn, sampling.next_tokens(logits, torch.Generator().manual_seed(0)))

@@ -1,0 +1,45 @@
+import pytest
+import sentencepiece
+import tokenizers
+
+from tests.text.folders import LINES
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE folder, like those of Llama 3 and SmolLM2."""
+    folder = tmp_path_factory.mktemp("bpe")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<s>", "</s>", "<|im|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(LINES, trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.enable_truncation(4)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+    """A sentencepiece folder with byte fallback, trained with the settings of Llama 2."""
+    folder = tmp_path_factory.mktemp("spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+    )
+    return folder

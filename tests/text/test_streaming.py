@@ -1,0 +1,28 @@
+import pytest
+
+from ligermodels.text import TextStream, Tokenizer
+from tests.text.folders import FAST, SLOW, configure
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_streamed_text_is_the_decoded_text(kind, request, tmp_path):
+    config = FAST if kind == "bpe" else SLOW
+    _, ours = configure(request.getfixturevalue(kind), tmp_path, **config)
+    for text in ["the quick  brown 😀é€ fox, 東京 <|im|> dog", "😀😀", " x", "a<|im|><|im|> b"]:
+        ids = ours.encode(text)
+        stream = TextStream(ours)
+        pieces = [stream.push(i) for i in ids]
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) + stream.finish() == ours.decode(ids)
+        stream = TextStream(ours, ids[:4])
+        rest = "".join(stream.push(i) for i in ids[4:]) + stream.finish()
+        assert ours.decode(ids[:4]) + rest == ours.decode(ids) or "\ufffd" in ours.decode(ids[:4])
+
+
+def test_a_character_that_never_ends_comes_out_at_the_end(bpe):
+    ours = Tokenizer.from_hf(bpe)
+    ids = ours.encode("a😀", add_special_tokens=False)
+    stream = TextStream(ours)
+    assert [stream.push(i) for i in ids[:-1]] == ["a", *[""] * (len(ids) - 2)]
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
