@@ -147,9 +147,13 @@ def picture() -> str:
         if room in graph:
             others = {room_of(other) or "" for other in imported}
             graph[room] |= (others & graph.keys()) - {room}
+
+    def reached(room: str) -> set[str]:
+        return graph[room].union(*(reached(other) for other in graph[room]))
+
     lines = ["```mermaid", "flowchart TD"]
     for room, others in graph.items():
-        indirect = {far for near in others for far in below(near) - {near}}
+        indirect = set().union(*(reached(near) for near in others))
         lines += [f"    {room} --> {other}" for other in sorted(others - indirect)]
     return "\n".join([*lines, "```"])
 
