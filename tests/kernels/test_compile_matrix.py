@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from ligermodels.kernels.glu import ACTIVATIONS
-from ligermodels.kernels.launch import AMD, NVIDIA, Table
+from ligermodels.kernels.launch import Launches
 from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 from tests.kernels.launches import (
     Recorded,
     Recording,
     compile_for,
     kernels_of,
+    launch_configs,
     modules,
     recorder,
 )
@@ -295,8 +296,8 @@ def mixed() -> None:
     glu(100, torch.float32)
 
 
-def record(monkeypatch: pytest.MonkeyPatch, table: Table, full: bool) -> Recording:
-    recording = recorder(monkeypatch, table)
+def record(monkeypatch: pytest.MonkeyPatch, vendor: str, full: bool) -> Recording:
+    recording = recorder(monkeypatch, vendor)
     recorded = recording.launches
     if full:
         mixed()
@@ -308,19 +309,22 @@ def record(monkeypatch: pytest.MonkeyPatch, table: Table, full: bool) -> Recordi
     return recording
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, table: Table, full: bool) -> list[Recorded]:
-    recorded = record(monkeypatch, table, full).launches
+def launches(monkeypatch: pytest.MonkeyPatch, vendor: str, full: bool) -> list[Recorded]:
+    recorded = record(monkeypatch, vendor, full).launches
     return list({launch.key(): launch for launch in recorded}.values())
 
 
-@pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
+@pytest.mark.parametrize("vendor", Launches._fields)
 @pytest.mark.parametrize("full", [False, True])
-def test_every_kernel_and_every_setting_is_compiled(monkeypatch, table, full) -> None:
+def test_every_kernel_and_every_launch_config_is_compiled(monkeypatch, vendor, full) -> None:
     kernels = {name for module in modules() for name in kernels_of(module)}
-    recording = record(monkeypatch, table, full)
+    recording = record(monkeypatch, vendor, full)
     assert {launch.kernel.__name__ for launch in recording.launches} == kernels
-    taken = {(op, limit) for op, rows in table.items() for limit, _ in rows}
-    assert recording.settings == taken
+    assert recording.configs == {
+        (name, limit)
+        for name, launches in launch_configs().items()
+        for limit, _ in getattr(launches, vendor)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -332,7 +336,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 @pytest.mark.parametrize("arch", AMD_ARCHES)
 def test_amd(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     wrong = []
-    for launch in launches(monkeypatch, AMD, full=arch == "gfx942"):
+    for launch in launches(monkeypatch, "amd", full=arch == "gfx942"):
         usage = compile_for(launch, "hip", arch, 64)
         may_spill = AMD_SCALAR_SPILL if is_without_divisibility(launch) else 0
         if usage.threads > AMD_THREADS or usage.shared > AMD_SHARED or usage.spilled > may_spill:
@@ -344,7 +348,7 @@ def test_amd(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
 @pytest.mark.parametrize("arch", NVIDIA_ARCHES)
 def test_nvidia(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     wrong = []
-    for launch in launches(monkeypatch, NVIDIA, full=arch == 90):
+    for launch in launches(monkeypatch, "nvidia", full=arch == 90):
         usage = compile_for(launch, "cuda", arch, 32)
         if (
             usage.threads > NVIDIA_THREADS
@@ -355,11 +359,10 @@ def test_nvidia(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_every_table_has_every_op_and_ends_without_a_limit() -> None:
-    assert NVIDIA.keys() == AMD.keys()
-    for table, warp in ((NVIDIA, 32), (AMD, 64)):
-        for op, rows in table.items():
-            limits = [limit for limit, _ in rows]
-            assert limits[-1] is None and None not in limits[:-1], op
-            assert limits[:-1] == sorted(limits[:-1]), op
-            assert all(launch.num_warps * warp <= 1024 for _, launch in rows), op
+def test_every_table_ends_without_a_limit() -> None:
+    for name, launches in launch_configs().items():
+        for table, warp in ((launches.nvidia, 32), (launches.amd, 64)):
+            limits = [limit for limit, _ in table]
+            assert limits[-1] is None and None not in limits[:-1], name
+            assert limits[:-1] == sorted(limits[:-1]), name
+            assert all(launch.num_warps * warp <= 1024 for _, launch in table), name

@@ -5,7 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+
+# On AMD a lane takes eight elements: HIP counts threads of a launch in 32 bits, which reach 2^35
+# elements so.
+FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+BACKWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 
 
 @triton.jit
@@ -81,7 +86,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel() == 0:
         return out
-    setting = launch("glu_forward", width)
+    setting = launch(FORWARD, width)
     glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         out,
@@ -104,7 +109,7 @@ def glu_backward(
     out = gate_up.new_empty(grad.shape) if want_out else None
     if grad.numel() == 0:
         return grad_gate_up, out
-    setting = launch("glu_backward", width)
+    setting = launch(BACKWARD, width)
     glu_backward_kernel[(grad.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         grad,

@@ -8,8 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, launch, num_programs
+from ligermodels.kernels.launch import Launch, Launches, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
+
+# A row is the pairs of one head; a block is those of as many heads as fit.
+FORWARD = Launches(
+    nvidia=((64, Launch(512, 4)), (None, Launch(1024, 2))),
+    amd=((None, Launch(512, 4)),),
+)
+BACKWARD = Launches(
+    nvidia=((None, Launch(512, 1, programs=8)),),
+    amd=((None, Launch(512, 4, programs=8)),),
+)
 
 
 @triton.jit
@@ -334,7 +344,7 @@ def qk_norm_rope_forward(
         return out
     q, k = _with_whole_heads(q, k)
     cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch("qk_norm_rope_forward", head_dim // 2)
+    setting = launch(FORWARD, head_dim // 2)
     block_heads, block_half = _tile(setting, heads, head_dim // 2)
     qk_norm_rope_forward_kernel[(batch * seq,)](
         q,
@@ -382,7 +392,7 @@ def qk_norm_rope_backward(
     kv_heads = k.shape[2]
     grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
     tokens = batch * seq
-    setting = launch("qk_norm_rope_backward", head_dim // 2)
+    setting = launch(BACKWARD, head_dim // 2)
     programs = num_programs(setting, tokens, q.device)
     partial = None
     if want_weights:
