@@ -17,7 +17,7 @@ from ligermodels.kernels import (
     rms_norm,
     rope,
 )
-from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.checks import ACTIVATIONS
 from tests.kernels import (
     formulas,
     test_fused_linear,

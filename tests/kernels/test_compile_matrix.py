@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 
-from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.checks import ACTIVATIONS
 from ligermodels.kernels.launch import Launches
 from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 from tests.kernels.launches import (

@@ -109,8 +109,8 @@ def layer_norm_backward_kernel(
     partial_ptr,
     rows,
     columns,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
+    NEEDS_WEIGHT_GRAD: tl.constexpr,
+    NEEDS_BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -161,9 +161,9 @@ def layer_norm_backward_kernel(
             grad_normed = grad.to(tl.float32)
             if weight_ptr is not None:
                 grad_normed *= _parameter(weight_ptr, column, columns, "")
-        if WANT_WEIGHT:
+        if NEEDS_WEIGHT_GRAD:
             grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
-        if WANT_BIAS:
+        if NEEDS_BIAS_GRAD:
             grad_bias += tl.sum(grad.to(tl.float32), 0, keep_dims=True)
         grad_x = (grad_normed - grad_mean - normed * slope) * rstd
         if grad_s_ptr is not None:
@@ -175,11 +175,11 @@ def layer_norm_backward_kernel(
         row += step
         if PREFETCH:
             s, grad, grad_s, mean, rstd = next_s, next_grad, next_grad_s, next_mean, next_rstd
-    partial_ptr += program * columns * (WANT_WEIGHT + WANT_BIAS)
-    if WANT_WEIGHT:
+    partial_ptr += program * columns * (NEEDS_WEIGHT_GRAD + NEEDS_BIAS_GRAD)
+    if NEEDS_WEIGHT_GRAD:
         tl.store(partial_ptr + column, grad_weight, mask=inside)
         partial_ptr += columns
-    if WANT_BIAS:
+    if NEEDS_BIAS_GRAD:
         tl.store(partial_ptr + column, grad_bias, mask=inside)
 
 
@@ -255,8 +255,8 @@ def layer_norm_backward(
             partial,
             rows,
             columns,
-            WANT_WEIGHT=weight_dtype is not None,
-            WANT_BIAS=bias_dtype is not None,
+            NEEDS_WEIGHT_GRAD=weight_dtype is not None,
+            NEEDS_BIAS_GRAD=bias_dtype is not None,
             ROWS=setting.rows,
             BLOCK=setting.block,
             PREFETCH=setting.prefetch and s.element_size() <= 2,

@@ -166,7 +166,7 @@ def _backward_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LLAMA: tl.constexpr,
-    WANT_WEIGHTS: tl.constexpr,
+    NEEDS_WEIGHT_GRADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -185,7 +185,7 @@ def _backward_heads(
         turned_b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
         grad_a = turned_a * cos + turned_b * sin
         grad_b = turned_b * cos - turned_a * sin
-        if WANT_WEIGHTS:
+        if NEEDS_WEIGHT_GRADS:
             grad_weight_a += grad_a * rounded_a
             grad_weight_b += grad_b * rounded_b
         grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
@@ -385,7 +385,7 @@ def qk_norm_rope_backward(
     eps: float,
     offset: float,
     casting_mode: str,
-    want_weights: bool,
+    needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.qk_norm_rope_backward` on the GPU."""
     batch, seq, heads, head_dim = q.shape
@@ -395,7 +395,7 @@ def qk_norm_rope_backward(
     setting = launch(BACKWARD, head_dim // 2)
     programs = num_programs(setting, tokens, q.device)
     partial = None
-    if want_weights:
+    if needs_weight_grads:
         partial = q.new_empty((programs, 2 * head_dim), dtype=torch.float32)
     if tokens:
         grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)

@@ -219,8 +219,8 @@ def rms_norm_backward(
     rstd: Tensor,
     offset: float,
     casting_mode: str,
-    want_weight: bool,
-    want_y: bool,
+    needs_weight_grad: bool,
+    recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.rms_norm_backward` on the GPU."""
     grad_y = grad_y.contiguous()
@@ -230,13 +230,13 @@ def rms_norm_backward(
     columns = s.shape[-1]
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
-    y = torch.empty_like(grad_y) if want_y else None
+    y = torch.empty_like(grad_y) if recompute_y else None
     if rows == 0:
-        return grad_x, torch.zeros_like(weight) if want_weight else None, y
+        return grad_x, torch.zeros_like(weight) if needs_weight_grad else None, y
     setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)
     programs = num_programs(setting, rows, s.device)
     partial = None
-    if want_weight:
+    if needs_weight_grad:
         partial = s.new_empty((programs, columns), dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
         grad_y,
