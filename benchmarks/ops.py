@@ -276,7 +276,8 @@ def measure_host(ops: Sequence[str], part: Path) -> None:
     random, generator = Random(), torch.Generator().manual_seed(0)
     calls: dict[str, list[HostCall]] = {}
     for op in ops:
-        if sizes := OPS[op].host:
+        if OPS[op].host:
+            sizes = OPS[op].small
             case = OPS[op].build(random, **sizes)
             row = {"op": op, "sizes": sizes, "host": True}
             calls[op] = [

@@ -20,36 +20,6 @@ Value = Callable[[Row], float]
 
 OURS = "ligermodels"
 BOTH, FORWARD = "forward + backward", "forward"
-LABELS = {
-    "rms_norm": "RMSNorm",
-    "add_rms_norm": "add + RMSNorm",
-    "layer_norm": "LayerNorm",
-    "add_layer_norm": "add + LayerNorm",
-    "swiglu": "SwiGLU",
-    "geglu": "GeGLU (tanh)",
-    "geglu_erf": "GeGLU (erf)",
-    "rope": "RoPE",
-    "qk_norm_rope": "q/k norm + RoPE",
-    "cross_entropy": "cross entropy",
-    "cross_entropy_softcap": "cross entropy, soft cap",
-    "norm_linear": "add + RMSNorm + linear",
-    "norm_qkv_rope": "add + RMSNorm + qkv + RoPE",
-    "glu_linear": "SwiGLU + linear",
-    "linear_cross_entropy": "linear CE",
-    "linear_cross_entropy_none": "linear CE of each token",
-    "linear_cross_entropy_stats": "linear CE, token statistics",
-    "linear_log_probs": "linear log-probs",
-}
-MATRIX_OPS = (
-    "norm_linear",
-    "norm_qkv_rope",
-    "glu_linear",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "linear_cross_entropy_none",
-    "linear_cross_entropy_stats",
-    "linear_log_probs",
-)
 # Okabe and Ito's colours, which the colour-blind tell apart; variants of one differ in the dashes.
 STYLES = {
     "eager": ("#999999", "-", "s"),
@@ -138,8 +108,8 @@ def host_cell(result: Row, op: str) -> str:
 def op_table(result: Row, mode: str) -> str:
     """Milliseconds of every op at the table's sizes, side by side."""
     lines = []
-    for op, label in LABELS.items():
-        for sizes in OPS[op].table:
+    for op, entry in OPS.items():
+        for sizes in entry.table:
             rows = [
                 row
                 for row in result["rows"]
@@ -150,7 +120,7 @@ def op_table(result: Row, mode: str) -> str:
             ]
             if not rows:
                 continue
-            line = {"op": label, "size": size_text(sizes)}
+            line = {"op": entry.label, "size": size_text(sizes)}
             line |= cells(rows, lambda row: row[mode]["ms"])
             ours = [row for row in rows if row["implementation"] == OURS and mode in row]
             line["share of ceiling"] = f"{ours[0][mode]['share']:.0%}" if ours else ""
@@ -165,15 +135,15 @@ def op_table(result: Row, mode: str) -> str:
 def scratch_table(result: Row) -> str:
     """GB beyond inputs, outputs and gradients, forward + backward: losses and fused linears."""
     lines = []
-    for op in MATRIX_OPS:
-        for sizes in OPS[op].table:
+    for op, entry in OPS.items():
+        for sizes in entry.table if entry.scratch else ():
             rows = [
                 row
                 for row in result["rows"]
                 if row["op"] == op and row["sizes"] == sizes and not row.get("host")
             ]
             if rows:
-                line = {"op": LABELS[op], "size": size_text(sizes)}
+                line = {"op": entry.label, "size": size_text(sizes)}
                 lines.append(line | cells(rows, lambda row: row[BOTH]["scratch GB"]))
     return table(lines, ["op", "size", "eager", "torch.compile", "Liger", "other peers", OURS])
 
@@ -199,7 +169,7 @@ def other_runs(result: Row) -> list[str]:
     """What is not of the run that most are of, as sentences."""
     runs: dict[str, list[str]] = {}
     for op, part in result["ops"].items():
-        name = "host times" if op == "host" else LABELS.get(op, op)
+        name = "host times" if op == "host" else OPS[op].label
         runs.setdefault(part.get("run", ""), []).append(name)
     most = max(runs, key=lambda run: len(runs[run]), default="")
     return [

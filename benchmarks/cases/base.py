@@ -1,4 +1,4 @@
-"""What a case is, its random inputs, and the peers, which need not be installed."""
+"""What an entry of the table and a case are, random inputs, and peers, if they are installed."""
 
 import dataclasses
 import importlib
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+Sizes = dict[str, Any]
 
 
 class Absent(Exception):
@@ -96,6 +97,31 @@ class Random:
         """cos and sin (1, seq, half), float32."""
         angles = 6 * torch.rand(1, seq, half, device=self.device, generator=self.generator)
         return angles.cos(), angles.sin()
+
+
+@dataclasses.dataclass
+class Op:
+    """An op of the table: how to build its case, and at which sizes to measure it.
+
+    label: its name in the tables. small: a size at which the device is never what is waited for,
+    that of the host times and of the tests. table: the sizes of the tables. sweep: those of the
+    plots, on top. rounds: how often to measure on the device, there and back; of each time the best
+    counts. host: whether to measure host times. scratch: whether its scratch memory has a table.
+    """
+
+    label: str
+    build: Callable[..., Case]
+    small: Sizes
+    table: list[Sizes]
+    sweep: list[Sizes]
+    rounds: int = 1
+    host: bool = True
+    scratch: bool = False
+
+
+def sizes(names: str, *values: tuple[Any, ...]) -> list[Sizes]:
+    """Sizes of these names, one for each tuple of values."""
+    return [dict(zip(names.split(), value, strict=True)) for value in values]
 
 
 def compiled(function: Function) -> Function:

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases.base import Case, Function, Implementation, Random, compiled, liger
+from benchmarks.cases.base import Case, Function, Implementation, Op, Random, compiled, liger, sizes
 from ligermodels import kernels
 
 
@@ -58,3 +58,21 @@ def geglu(random: Random, rows: int, width: int) -> Case:
 def geglu_erf(random: Random, rows: int, width: int) -> Case:
     """With the exact GELU, which Liger does not have."""
     return _glu(random, rows, width, F.gelu, {}, lambda gate_up: kernels.geglu(gate_up, "none"))
+
+
+def _op(label: str, build: Function, width: int) -> Op:
+    rows = (1, 512, 2048, 32768, 131072)
+    return Op(
+        label,
+        build,
+        {"rows": 16, "width": 1024},
+        sizes("rows width", (8192, width)),
+        sizes("rows width", *((n, width) for n in rows)),
+    )
+
+
+OPS = {
+    "swiglu": _op("SwiGLU", swiglu, 14336),
+    "geglu": _op("GeGLU (tanh)", geglu, 9216),
+    "geglu_erf": _op("GeGLU (erf)", geglu_erf, 9216),
+}

@@ -6,7 +6,7 @@ Their ceiling is the time of the matrix products alone.
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases.base import Case, Implementation, Random, compiled, liger
+from benchmarks.cases.base import Case, Implementation, Op, Random, compiled, liger, sizes
 from benchmarks.cases.norms import eager_norm
 from benchmarks.cases.ropes import Rotation
 from ligermodels import kernels
@@ -118,3 +118,36 @@ def glu_linear(random: Random, rows: int, width: int, out: int) -> Case:
         },
         products=(rows, width, out),
     )
+
+
+_QKV = "batch seq width heads kv_heads head_dim"
+
+OPS = {
+    "norm_linear": Op(
+        "add + RMSNorm + linear",
+        norm_linear,
+        {"rows": 16, "width": 256, "out": 1024},
+        sizes("rows width out", (8192, 4096, 28672)),
+        sizes("rows width out", *((rows, 4096, 28672) for rows in (1, 1024, 131072))),
+        rounds=4,
+        scratch=True,
+    ),
+    "norm_qkv_rope": Op(
+        "add + RMSNorm + qkv + RoPE",
+        norm_qkv_rope,
+        dict(zip(_QKV.split(), (1, 16, 256, 8, 2, 64))),
+        sizes(_QKV, (1, 8192, 4096, 32, 8, 128)),
+        sizes(_QKV, *((1, seq, 4096, 32, 8, 128) for seq in (1, 1024, 131072))),
+        rounds=4,
+        scratch=True,
+    ),
+    "glu_linear": Op(
+        "SwiGLU + linear",
+        glu_linear,
+        {"rows": 16, "width": 1024, "out": 256},
+        sizes("rows width out", (8192, 14336, 4096)),
+        sizes("rows width out", *((rows, 14336, 4096) for rows in (1, 1024, 131072))),
+        rounds=4,
+        scratch=True,
+    ),
+}

@@ -10,11 +10,13 @@ from benchmarks.cases.base import (
     Absent,
     Case,
     Implementation,
+    Op,
     Random,
     cce,
     compiled,
     liger,
     liger_ops,
+    sizes,
 )
 from ligermodels import kernels
 
@@ -236,3 +238,96 @@ def linear_log_probs(random: Random, rows: int, width: int, vocab: int, entropy:
             "cce (exact)": lambda h, w: cce_head(h, w, filter_eps=None),
         }
     return case
+
+
+_HEAD = "rows width vocab"
+_SMALL = {"rows": 512, "width": 256, "vocab": 1024}
+_MIB = 2**20
+
+OPS = {
+    "cross_entropy": Op(
+        "cross entropy",
+        cross_entropy,
+        {"rows": 16, "vocab": 1024},
+        sizes("rows vocab", (8192, 128256)),
+        sizes(
+            "rows vocab",
+            *((8192, vocab) for vocab in (32000, 151936, 262208)),
+            *((rows, 128256) for rows in (1, 1024, 4096, 32768, 131072)),
+        ),
+        scratch=True,
+    ),
+    "cross_entropy_softcap": Op(
+        "cross entropy, soft cap",
+        cross_entropy_softcap,
+        {"rows": 16, "vocab": 1024},
+        sizes("rows vocab", (8192, 128256)),
+        [],
+        host=False,
+    ),
+    "linear_cross_entropy": Op(
+        "linear CE",
+        linear_cross_entropy,
+        _SMALL,
+        sizes(
+            _HEAD,
+            (8192, 4096, 128256),
+            (32768, 4096, 128256),
+            (8192, 2304, 256000),
+            (16384, 2048, 128256),
+        ),
+        sizes(
+            _HEAD,
+            *((8192, 2048, vocab) for vocab in (32000, 128256, 262208)),
+            *((8192, width, 128256) for width in (576, 16384)),
+            *((rows, 2048, 128256) for rows in (1, 1024, 4096, 131072)),
+        ),
+        scratch=True,
+    ),
+    "linear_cross_entropy_ignored": Op(
+        "linear CE, ignored targets",
+        linear_cross_entropy_ignored,
+        _SMALL | {"ignored": 0.5},
+        [],
+        sizes(f"{_HEAD} ignored", *((8192, 4096, 128256, share) for share in (0.0, 0.5, 0.8, 0.9))),
+        host=False,
+    ),
+    "linear_cross_entropy_budget": Op(
+        "linear CE, scratch budget",
+        linear_cross_entropy_budget,
+        _SMALL | {"max_scratch_bytes": None},
+        [],
+        sizes(
+            f"{_HEAD} max_scratch_bytes",
+            *(
+                (8192, 4096, 128256, budget)
+                for budget in (32 * _MIB, 128 * _MIB, 512 * _MIB, 2048 * _MIB, None)
+            ),
+        ),
+        host=False,
+    ),
+    "linear_cross_entropy_none": Op(
+        "linear CE of each token",
+        linear_cross_entropy_none,
+        _SMALL,
+        sizes(_HEAD, (8192, 4096, 128256)),
+        [],
+        scratch=True,
+    ),
+    "linear_cross_entropy_stats": Op(
+        "linear CE, token statistics",
+        linear_cross_entropy_stats,
+        _SMALL,
+        sizes(_HEAD, (8192, 4096, 128256)),
+        [],
+        scratch=True,
+    ),
+    "linear_log_probs": Op(
+        "linear log-probs",
+        linear_log_probs,
+        _SMALL | {"entropy": False},
+        sizes(f"{_HEAD} entropy", (8192, 4096, 128256, False), (8192, 4096, 128256, True)),
+        [],
+        scratch=True,
+    ),
+}

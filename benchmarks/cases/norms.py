@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases.base import Case, Random, compiled, liger
+from benchmarks.cases.base import Case, Function, Op, Random, compiled, liger, sizes
 from ligermodels import kernels
 
 
@@ -93,3 +93,23 @@ def add_layer_norm(random: Random, rows: int, width: int) -> Case:
         },
         (4 * one_pass, 8 * one_pass),
     )
+
+
+def _op(label: str, build: Function, table: list[int]) -> Op:
+    widths = [width for width in (576, 2048, 4096, 8192, 16384) if width not in table]
+    rows = (1, 256, 131072)
+    return Op(
+        label,
+        build,
+        {"rows": 16, "width": 1024},
+        sizes("rows width", *((16384, width) for width in table)),
+        sizes("rows width", *((16384, w) for w in widths), *((n, 4096) for n in rows)),
+    )
+
+
+OPS = {
+    "rms_norm": _op("RMSNorm", rms_norm, [2048, 4096, 8192]),
+    "add_rms_norm": _op("add + RMSNorm", add_rms_norm, [4096]),
+    "layer_norm": _op("LayerNorm", layer_norm, [4096]),
+    "add_layer_norm": _op("add + LayerNorm", add_layer_norm, [4096]),
+}

@@ -1,9 +1,11 @@
 """RoPE, alone and behind the norm of the heads."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from benchmarks.cases.base import Case, Implementation, Random, compiled, liger
+from benchmarks.cases.base import Case, Function, Implementation, Op, Random, compiled, liger, sizes
 from benchmarks.cases.norms import eager_norm
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import select
@@ -32,14 +34,18 @@ class _RopeInPlace(torch.autograd.Function):
     """As `kernels.norm_qkv_rope` rotates what its linear has just made; v stays where it is."""
 
     @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         qkv = qkv.detach()
         select("rope", qkv).rope_forward(qkv, cos, sin, heads, kv_heads, True)
         return kernels.split_qkv(qkv, heads, kv_heads)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = select("rope", grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
         return grad, *[None] * 4
@@ -122,3 +128,23 @@ def qk_norm_rope(
             (5 * (heads + kv_heads) + 2 * kv_heads) * head_pass,
         ),
     )
+
+
+def _op(label: str, build: Function, *table: tuple[int, ...]) -> Op:
+    names = "batch seq heads kv_heads head_dim"
+    tokens = (1, 1024, 4096, 16384, 131072)
+    return Op(
+        label,
+        build,
+        dict(zip(names.split(), (1, 16, 8, 2, 64))),
+        sizes(names, *table),
+        sizes(names, *((1, seq, 32, 8, 128) for seq in tokens)),
+    )
+
+
+OPS = {
+    "rope": _op("RoPE", rope, (2, 8192, 32, 8, 128)),
+    "qk_norm_rope": _op(
+        "q/k norm + RoPE", qk_norm_rope, (2, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)
+    ),
+}

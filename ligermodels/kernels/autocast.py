@@ -1,7 +1,7 @@
 """torch.autocast for the fused ops: operands are cast before the op, nothing inside it."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+@overload
+def cast_operands(x: Tensor, a: Tensor, b: Tensor | None, /) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def cast_operands(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor | None, /
+) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+
+def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of a matmul with x as autocast would cast them, differentiably; None stays."""
     dtype = autocast_dtype(x)
     if dtype is None:

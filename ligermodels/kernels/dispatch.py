@@ -41,13 +41,13 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[st
 
 
 class _OnDevice:
-    """The Triton launchers, of a GPU that is not the current one: Triton launches on that."""
+    """Triton launchers for tensors of another GPU than the current one, where Triton launches."""
 
     def __init__(self, launchers: ModuleType, device: torch.device) -> None:
         self.launchers, self.device = launchers, device
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        launcher = getattr(self.launchers, name)
+        launcher: Callable[..., Any] = getattr(self.launchers, name)
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             with torch.cuda.device(self.device):
@@ -56,8 +56,12 @@ class _OnDevice:
         return launch
 
 
-def select(op: str, x: Tensor, residual: Tensor | None = None) -> Any:
-    """Return the module of `op` that handles `x`: of `kernels.reference` or of `kernels.triton`.
+# An op's module of `kernels.reference` or of `kernels.triton`: functions of one signature in both.
+Implementation = ModuleType | _OnDevice
+
+
+def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation:
+    """Return the module of `op` that handles `x`, by name.
 
     A float64 residual makes the sum of both float64.
 

@@ -5,95 +5,172 @@ by the kernel that computes its gradient. What stays per token is the residual, 
 linear's output where the next op needs it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.checks import check_floating
-from ligermodels.kernels.dispatch import refuse_double_backward, select
-from ligermodels.kernels.glu import check_glu
-from ligermodels.kernels.rms_norm import check_norm, check_residual
-from ligermodels.kernels.rope import check_rope, split_qkv
+from ligermodels.kernels.checks import (
+    check_glu,
+    check_linear_bias,
+    check_linear_weight,
+    check_residual,
+    check_rms_norm,
+    check_rope,
+)
+from ligermodels.kernels.dispatch import Implementation, refuse_double_backward, select
+from ligermodels.kernels.rope import split_qkv
+
+NormOptions = tuple[float, float, str]  # eps, offset, casting_mode
 
 
-def _linear_grads(
-    grad: Tensor, x: Tensor | None, want_weight: bool, want_bias: bool
+def _linear_backward(
+    grad_output: Tensor, x: Tensor | None, needs_weight_grad: bool, needs_bias_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weight and bias of a linear from the gradient of its output and its input."""
-    rows = grad.reshape(-1, grad.shape[-1])
-    grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if want_weight and x is not None else None
-    grad_bias = rows.sum(0) if want_bias else None
+    """Gradients of weight and bias of a linear; x, its input, is not read for the bias alone."""
+    rows = grad_output.reshape(-1, grad_output.shape[-1])
+    grad_weight = grad_bias = None
+    if needs_weight_grad and x is not None:
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+    if needs_bias_grad:
+        grad_bias = rows.sum(0)
     return grad_weight, grad_bias
+
+
+def _norm_linear_forward(
+    ops: Implementation,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: NormOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The linear's output, and what backward needs: the sum and 1 / rms of each row."""
+    y, s, rstd = ops.rms_norm_forward(x, residual, norm_weight, *options, weight.dtype)
+    return F.linear(y, weight, bias), s, rstd
+
+
+def _norm_linear_backward(
+    ctx: Any,
+    grad_output: Tensor,
+    grad_s: Tensor | None,
+    s: Tensor,
+    norm_weight: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, residual, norm_weight, weight and bias, the first inputs of both Functions.
+
+    ctx has ops, the norm's options, the dtypes of x and residual, and which gradients are needed.
+    """
+    needs_grad = ctx.needs_input_grad
+    grad = grad_norm_weight = y = None
+    with without_autocast(s):
+        if any(needs_grad[:3]):
+            _, offset, casting_mode = ctx.options
+            grad_y = grad_output @ weight
+            grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
+                grad_y,
+                grad_s,
+                s,
+                norm_weight,
+                rstd,
+                offset,
+                casting_mode,
+                needs_grad[2],
+                needs_grad[3],
+            )
+            del grad_y
+        elif needs_grad[3]:
+            y, _, _ = ctx.ops.rms_norm_forward(s, None, norm_weight, *ctx.options, weight.dtype)
+        grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
+    grad_x = grad_residual = None
+    if grad is not None:
+        x_dtype, residual_dtype = ctx.dtypes
+        grad_x = grad.to(x_dtype) if needs_grad[0] else None
+        grad_residual = grad.to(residual_dtype) if needs_grad[1] else None
+    return grad_x, grad_residual, grad_norm_weight, grad_weight, grad_bias
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
-    ):
-        ctx.ops = ops = select("rms_norm", x, residual)
-        y, s, rstd = ops.rms_norm_forward(
-            x, residual, norm_weight, eps, offset, casting_mode, weight.dtype
-        )
-        out = F.linear(y, weight, bias)
-        outputs = (out,)
-        if cos is not None:
-            # In place: `out` was made just above and nobody else holds it.
-            out = select("rope", out).rope_forward(out, cos, sin, *heads, True)
-            outputs = split_qkv(out, *heads)
-        ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
-        ctx.options = eps, offset, casting_mode
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float,
+        casting_mode: str,
+    ) -> tuple[Tensor, ...]:
+        ctx.ops, ctx.options = select("rms_norm", x, residual), (eps, offset, casting_mode)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        return outputs if residual is None else (*outputs, s)
+        output, s, rstd = _norm_linear_forward(
+            ctx.ops, x, residual, norm_weight, weight, bias, ctx.options
+        )
+        ctx.save_for_backward(s, norm_weight, rstd, weight)
+        return (output,) if residual is None else (output, s)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(
+        ctx: Any, grad_output: Tensor, grad_s: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_linear")
-        s, norm_weight, rstd, weight, cos, sin = ctx.saved_tensors
-        eps, offset, casting_mode = ctx.options
-        x_dtype, residual_dtype = ctx.dtypes
-        ops, needs = ctx.ops, ctx.needs_input_grad
-        grad_s = None if residual_dtype is None else grads[-1]
-        if cos is None:
-            grad_out = grads[0]
-        else:
-            grad_out = select("rope", s).rope_backward(*grads[:3], cos, sin)
-
-        grad_norm = grad_s_total = y = None
-        with without_autocast(s):
-            if any(needs[:3]):
-                grad_y = grad_out @ weight
-                grad_s_total, grad_norm, y = ops.rms_norm_backward(
-                    grad_y, grad_s, s, norm_weight, rstd, offset, casting_mode, needs[2], needs[3]
-                )
-                del grad_y
-            elif needs[3]:
-                y, _, _ = ops.rms_norm_forward(
-                    s, None, norm_weight, eps, offset, casting_mode, weight.dtype
-                )
-            grad_weight, grad_bias = _linear_grads(grad_out, y, needs[3], needs[4])
-        grad_x = grad_s_total.to(x_dtype) if needs[0] else None
-        grad_residual = grad_s_total.to(residual_dtype) if needs[1] else None
-        return grad_x, grad_residual, grad_norm, grad_weight, grad_bias, *[None] * 6
+        grads = _norm_linear_backward(ctx, grad_output, grad_s, *ctx.saved_tensors)
+        return *grads, None, None, None
 
 
-def _operands(
-    op: str, name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None
+class _NormQKVRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        eps: float,
+        offset: float,
+        casting_mode: str,
+    ) -> tuple[Tensor, ...]:
+        ctx.ops, ctx.options = select("rms_norm", x, residual), (eps, offset, casting_mode)
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        qkv, s, rstd = _norm_linear_forward(
+            ctx.ops, x, residual, norm_weight, weight, bias, ctx.options
+        )
+        # In place: `qkv` was made just above and nobody else holds it.
+        qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
+        ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
+        q, k, v = split_qkv(qkv, *heads)
+        return (q, k, v) if residual is None else (q, k, v, s)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_s: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("norm_qkv_rope")
+        *saved, cos, sin = ctx.saved_tensors
+        grad_qkv = select("rope", saved[0]).rope_backward(grad_q, grad_k, grad_v, cos, sin)
+        grads = _norm_linear_backward(ctx, grad_qkv, grad_s, *saved)
+        return *grads, None, None, None, None, None, None
+
+
+def _linear_operands(
+    op: str, x_name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Weight and bias, checked, as autocast would cast them."""
-    check_floating(op, "weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != width:
-        raise ValueError(
-            f"{op}: weight {tuple(weight.shape)} does not fit {name} {tuple(x.shape)}; expected "
-            f"(out, {width})"
-        )
+    check_linear_weight(op, x_name, x, width, weight)
     weight, bias = cast_operands(x, weight, bias)
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"{op}: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
-            f"{tuple(weight.shape)} {weight.dtype}; expected ({len(weight)},) {weight.dtype}"
-        )
+    if bias is not None:
+        check_linear_bias(op, weight, bias)
     return weight, bias
 
 
@@ -116,13 +193,13 @@ def norm_linear(
     Raises: ValueError where shapes do not agree, for another casting_mode, for tensors that are not
         floating point or a bias of another dtype than the weight.
     """
-    check_norm("norm_linear", x, norm_weight, casting_mode, weight_name="norm_weight")
+    check_rms_norm("norm_linear", x, norm_weight, casting_mode, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_linear", x, residual)
-    weight, bias = _operands("norm_linear", "x", x, x.shape[-1], weight, bias)
+    weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, None, None, None, eps, offset, casting_mode
+            x, residual, norm_weight, weight, bias, eps, offset, casting_mode
         )
     return (outputs[0], x) if residual is None else outputs
 
@@ -150,14 +227,14 @@ def norm_qkv_rope(
         cos and sin are not differentiated.
     Raises: ValueError as `norm_linear` and `rope`.
     """
-    check_norm("norm_qkv_rope", x, norm_weight, casting_mode, weight_name="norm_weight")
+    check_rms_norm("norm_qkv_rope", x, norm_weight, casting_mode, weight_name="norm_weight")
     if residual is not None:
         check_residual("norm_qkv_rope", x, residual)
-    weight, bias = _operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
+    weight, bias = _linear_operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        outputs = _NormLinear.apply(
+        outputs = _NormQKVRope.apply(
             x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
         )
     return (*outputs, x) if residual is None else outputs
@@ -165,7 +242,9 @@ def norm_qkv_rope(
 
 class _GLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, weight, bias, activation):
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    ) -> Tensor:
         ctx.ops = select("glu", gate_up)
         ctx.save_for_backward(gate_up, weight)
         ctx.activation = activation
@@ -173,21 +252,21 @@ class _GLULinear(torch.autograd.Function):
         return F.linear(y, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("glu_linear")
         gate_up, weight = ctx.saved_tensors
-        ops, activation, needs = ctx.ops, ctx.activation, ctx.needs_input_grad
+        ops, activation, needs_grad = ctx.ops, ctx.activation, ctx.needs_input_grad
         grad_gate_up = y = None
         with without_autocast(gate_up):
-            if needs[0]:
-                grad_y = grad_out @ weight
-                grad_gate_up, y = ops.glu_backward(gate_up, grad_y, activation, needs[1])
+            if needs_grad[0]:
+                grad_y = grad_output @ weight
+                grad_gate_up, y = ops.glu_backward(gate_up, grad_y, activation, needs_grad[1])
                 del grad_y
-            elif needs[1]:
+            elif needs_grad[1]:
                 y = ops.glu_forward(gate_up, activation)
             if y is not None:
                 y = y.to(weight.dtype)
-            grad_weight, grad_bias = _linear_grads(grad_out, y, needs[1], needs[2])
+            grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[1], needs_grad[2])
         return grad_gate_up, grad_weight, grad_bias, None
 
 
@@ -202,8 +281,8 @@ def glu_linear(
     Raises: ValueError where shapes do not agree, for a weight that is not floating point or a bias
         of another dtype, and as `glu`.
     """
-    check_glu(gate_up, activation)
+    check_glu("glu_linear", gate_up, activation)
     width = gate_up.shape[-1] // 2
-    weight, bias = _operands("glu_linear", "gate_up", gate_up, width, weight, bias)
+    weight, bias = _linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
         return _GLULinear.apply(gate_up, weight, bias, activation)

@@ -1,34 +1,49 @@
 """RMS norm of every query and key head, then rotary embedding, fused each way."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.checks import check_floating, check_rms_norm, check_rope
 from ligermodels.kernels.dispatch import refuse_double_backward, select
-from ligermodels.kernels.rms_norm import check_norm
-from ligermodels.kernels.rope import check_rope, split_qkv
+from ligermodels.kernels.rope import split_qkv
 
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting_mode):
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        eps: float,
+        offset: float,
+        casting_mode: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.ops = select("qk_norm_rope", qkv)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.options = eps, offset, casting_mode
         q, k, v = split_qkv(qkv, *heads)
-        out = ctx.ops.qk_norm_rope_forward(
+        turned = ctx.ops.qk_norm_rope_forward(
             q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode
         )
-        return *out.split(heads, dim=-2), v
+        return *turned.split(heads, dim=-2), v
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("qk_norm_rope")
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         q, k, _ = split_qkv(qkv, grad_q.shape[2], grad_k.shape[2])
-        want_weights = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        needs_weight_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        inputs = q, k, q_weight, k_weight, cos, sin
         grads = ctx.ops.qk_norm_rope_backward(
-            grad_q, grad_k, grad_v, q, k, q_weight, k_weight, cos, sin, *ctx.options, want_weights
+            grad_q, grad_k, grad_v, *inputs, *ctx.options, needs_weight_grads
         )
         return *grads, *[None] * 6
 
@@ -61,6 +76,6 @@ def qk_norm_rope(
     check_floating(op, "qkv", qkv)
     heads = check_rope(op, qkv.shape, cos, sin, num_heads, num_kv_heads)
     q, k, _ = split_qkv(qkv, *heads)
-    check_norm(op, q, q_weight, casting_mode, "q", "q_weight")
-    check_norm(op, k, k_weight, casting_mode, "k", "k_weight")
+    check_rms_norm(op, q, q_weight, casting_mode, "q", "q_weight")
+    check_rms_norm(op, k, k_weight, casting_mode, "k", "k_weight")
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting_mode)

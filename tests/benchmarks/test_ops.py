@@ -87,7 +87,7 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
     """All of it but the clocks, which need a GPU."""
     table, sweep = TINY[op]
     build = cases.OPS[op].build
-    monkeypatch.setitem(ops.OPS, op, Op(build, table, [table], [sweep]))
+    monkeypatch.setitem(ops.OPS, op, Op("", build, table, [table], [sweep]))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
     monkeypatch.setattr(ops, "copy_bandwidth", lambda: 1e9)
@@ -140,7 +140,7 @@ def test_of_several_rounds_the_best_counts(tmp_path, monkeypatch):
         case.implementations = {n: case.implementations[n] for n in ("eager", "ligermodels")}
         return case
 
-    monkeypatch.setitem(ops.OPS, "rms_norm", Op(build_two, None, [sizes], [], rounds=2))
+    monkeypatch.setitem(ops.OPS, "rms_norm", Op("", build_two, sizes, [sizes], [], rounds=2))
     monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
     monkeypatch.setattr(ops, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(ops, "measure", measure)
@@ -165,7 +165,7 @@ def test_host_times_of_all_ops(tmp_path, monkeypatch):
         ("rms_norm", True, 3.0),  # the output and two gradients
         ("swiglu", True, 2.0),
     ]
-    assert all(row["sizes"] == cases.OPS[row["op"]].host for row in rows)
+    assert all(row["sizes"] == cases.OPS[row["op"]].small for row in rows)
     absent = [row for row in rows if "error" in row]
     assert absent and all("host us" not in row for row in absent)
 

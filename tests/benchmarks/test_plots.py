@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import plots
 from benchmarks.cases import OPS, Random
-from tests.benchmarks.sizes import TINY
 
 
 def timing(ms: float, op: str) -> dict:
@@ -32,10 +31,7 @@ def result() -> dict:
     """The n-th implementation takes n + 2 ms; ours 1, and a second of the host's microseconds."""
     rows = []
     for op, entry in OPS.items():
-        sizes = dict(TINY[op])
-        if "entropy" in sizes:
-            sizes["entropy"] = False
-        names = list(entry.build(Random("cpu"), **sizes).implementations)
+        names = list(entry.build(Random("cpu"), **entry.small).implementations)
         for place, name in enumerate(names):
             ms = 1.0 if name == plots.OURS else place + 2.0
             for size in entry.table + entry.sweep:
@@ -47,7 +43,7 @@ def result() -> dict:
                     row["forward"] = timing(ms / 2, op)
                 rows.append(row)
             if entry.host:
-                host = {"op": op, "sizes": entry.host, "implementation": name, "host": True}
+                host = {"op": op, "sizes": entry.small, "implementation": name, "host": True}
                 rows.append(host | {"host us": 100.0 * ms})
     ops = {op: {"copy GB/s": 4000.0, "seconds": 1.0} for op in OPS}
     ops["rope"]["error"] = "stopped after 150 s"
@@ -65,7 +61,7 @@ def lines_of(table: str) -> list[dict[str, str]]:
 
 def test_the_table_has_a_line_for_each_size_and_a_cell_for_each_peer(result):
     lines = lines_of(plots.op_table(result, "forward + backward"))
-    assert len(lines) == sum(len(OPS[op].table) for op in plots.LABELS)
+    assert len(lines) == sum(len(entry.table) for entry in OPS.values())
     first = lines[0]
     assert first == {
         "op": "RMSNorm",

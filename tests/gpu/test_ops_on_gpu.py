@@ -1,4 +1,4 @@
-"""What only a GPU can show of every op: CUDA graphs, no host synchronisation, 64-bit offsets."""
+"""What only a GPU can show of every op: real sizes, CUDA graphs, 64-bit offsets and the like."""
 
 from __future__ import annotations
 
@@ -7,19 +7,46 @@ import torch
 from torch import Tensor
 
 from tests.gpu.synchronisation import no_synchronisation
-from tests.kernels.checks import as_tuple
+from tests.kernels.checks import as_tuple, compare
 from tests.kernels.conftest import Place
-from tests.kernels.ops_table import CASES, gradients, leaves, upstreams
+from tests.kernels.ops_table import CASES, Inputs, gradients, leaves, upstreams
 
 pytestmark = pytest.mark.gpu
 
 BFLOAT16 = Place("cuda", torch.bfloat16)
 SIZE = (2, 50), 64
+# The linear heads have tests of their own for real sizes and for more than 2^31 logits, in chunks.
+ALL_BUT_HEADS = {n: case for n, case in CASES.items() if not case.op.startswith("linear_")}
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
 def place(request: pytest.FixtureRequest) -> Place:
     return Place("cuda", request.param)
+
+
+def elements_of_a_row(made: Inputs, rows: int) -> int:
+    """Elements that the widest of the inputs has of each of its rows, whose shape is (1, rows)."""
+    tensors = [x for x in made.values() if isinstance(x, Tensor)]
+    return max(x.numel() for x in tensors if x.shape[:2] == (1, rows)) // rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ALL_BUT_HEADS)
+def test_real_sizes(name, dtype) -> None:
+    """At every size that a case of the op names, in more rows than all programs take at once."""
+    case = CASES[name]
+    sizes = max((other.sizes for other in CASES.values() if other.op == case.op), key=len)
+    for size in sizes:
+        rows = min(1501, 2**22 // elements_of_a_row(case.inputs((1, 1), **size), 1))
+        compare(
+            case.function,
+            case.formula,
+            case.inputs((2, rows), **size),
+            Place("cuda", dtype),
+            constant=case.constant,
+            outputs=case.outputs,
+            exact_place="cuda",
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,39 +115,14 @@ def test_a_gpu_that_is_not_the_current_one(place, name) -> None:
 LAST = 3
 """Rows at the end that hold something; all before are zero and get no upstream gradient."""
 
-# The length of a row and how many elements the largest tensor has of each.
-LONG_ROWS = {
-    "rms_norm": (16384, 16384),
-    "add_rms_norm": (16384, 16384),
-    "layer_norm": (16384, 16384),
-    "add_layer_norm": (16384, 16384),
-    "glu": (8192, 2 * 8192),
-    "swiglu": (8192, 2 * 8192),
-    "geglu": (8192, 2 * 8192),
-    "rope": (64, 5 * 2 * 64),
-    "qk_norm_rope": (64, 5 * 2 * 64),
-    "norm_linear": (16384, 16384),
-    "norm_qkv_rope": (16384, 16384),
-    "glu_linear": (8192, 2 * 8192),
-    "cross_entropy": (128256, 128256),
-    "cross_entropy of each row": (128256, 128256),
-}
 
-
-def test_every_op_has_long_rows() -> None:
-    """But the linear heads, whose logits past 2^31 elements are tested with their chunks."""
-    ops = {case.op for case in CASES.values() if not case.op.startswith("linear_")}
-    assert {CASES[name].op for name in LONG_ROWS} == ops
-
-
-@pytest.mark.parametrize("name", LONG_ROWS)
+@pytest.mark.parametrize("name", ALL_BUT_HEADS)
 def test_past_two_to_the_31_elements(name) -> None:
     """The last rows of more than 2^31 elements give what they give alone, forward and backward."""
     torch.cuda.empty_cache()
     case = CASES[name]
-    width, elements = LONG_ROWS[name]
-    rows = 2**31 // elements + 2 * LAST
-    last = leaves(case, case.inputs((1, LAST), width), BFLOAT16)
+    last = leaves(case, case.inputs((1, LAST), **case.sizes[-1]), BFLOAT16)
+    rows = 2**31 // elements_of_a_row(last, LAST) + 2 * LAST
 
     def is_of_rows(x: object) -> bool:
         return isinstance(x, Tensor) and x.shape[:2] == (1, LAST)

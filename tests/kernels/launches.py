@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.kernels.launch import Launch, Table, launch_for
+from ligermodels.kernels.launch import Launch, Launches, launch_for
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -87,7 +87,7 @@ class _Recorder:
 
 class Recording(NamedTuple):
     launches: list[Recorded]
-    settings: set[tuple[str, int | None]]  # op and limit of the rows of the table that were taken
+    configs: set[tuple[str, int | None]]  # name and largest row length of those that were taken
 
 
 def modules() -> list[ModuleType]:
@@ -109,14 +109,26 @@ def kernels_of(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def recorder(monkeypatch: Any, table: Table) -> Recording:
-    """Patch every launcher to record instead of launch, with the launch settings of `table`."""
-    recording = Recording([], set())
+def launch_configs() -> dict[str, Launches]:
+    """The launch configs of every module of launchers, found by their type and not listed."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}.{name}": value
+        for module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Launches)
+    }
 
-    def launch(op: str, length: int) -> Launch:
-        fits = (limit for limit, _ in table[op] if limit is None or length <= limit)
-        recording.settings.add((op, next(fits)))
-        return launch_for(table, op, length)
+
+def recorder(monkeypatch: Any, vendor: str) -> Recording:
+    """Patch every launcher to record instead of launch, with the configs of "nvidia" or "amd"."""
+    recording = Recording([], set())
+    names = {id(value): name for name, value in launch_configs().items()}
+
+    def launch(launches: Launches, length: int) -> Launch:
+        table = getattr(launches, vendor)
+        fits = (limit for limit, _ in table if limit is None or length <= limit)
+        recording.configs.add((names[id(launches)], next(fits)))
+        return launch_for(table, length)
 
     for module in modules():
         kernels = kernels_of(module)

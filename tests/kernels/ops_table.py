@@ -1,13 +1,15 @@
-"""Every op once, with a formula and inputs of any size: what the tests of all ops go through.
+"""Every op with its formula, inputs of any size, and real sizes: what all ops are tested with.
 
-A new op is tested for precision, layouts, frozen inputs, autocast, torch.compile, CUDA graphs and
-host synchronisation by adding it here, and `test_grid.py` fails until it is.
+An entry here is tested for precision, layouts, frozen inputs, autocast, torch.compile, CUDA graphs,
+host synchronisation and 64-bit offsets, and its kernels are compiled for every architecture at the
+real sizes. `test_grid.py` fails for an op that has no entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,12 @@ class Case(NamedTuple):
     """An op with one set of options."""
 
     op: str  # its name in ligermodels.kernels
-    formula: Callable[..., Any]
-    inputs: Callable[[tuple[int, ...], int], Inputs]  # of leading dimensions and a row's length
+    formula: Callable[..., Any]  # the same in eager PyTorch
+    inputs: Callable[..., Inputs]  # of the leading dimensions and the length of a row
+    sizes: tuple[Inputs, ...]  # more arguments of inputs: the sizes of models, the largest last
     constant: tuple[str, ...] = ()  # float32 tensors without a gradient
     outputs: int | None = None  # how many of the outputs the formula gives, where not all
+    flags: tuple[Inputs, ...] = ()  # what else of inputs changes a kernel, all of it last
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -66,9 +70,14 @@ def batch_and_seq(leading: tuple[int, ...]) -> tuple[int, int]:
     return batch, seq
 
 
-def rope(leading: tuple[int, ...], half: int, each_row: bool = False) -> Inputs:
+def rope(
+    leading: tuple[int, ...],
+    half: int,
+    heads: int = 3,
+    kv_heads: int = 1,
+    each_row: bool = False,
+) -> Inputs:
     """Heads of 2 * half columns."""
-    heads, kv_heads = 3, 1
     columns = (heads + 2 * kv_heads) * 2 * half
     return {
         "qkv": random(*batch_and_seq(leading), columns, seed=6, scale=3.0),
@@ -78,9 +87,11 @@ def rope(leading: tuple[int, ...], half: int, each_row: bool = False) -> Inputs:
     }
 
 
-def qk_norm_rope(leading: tuple[int, ...], half: int, **options: Any) -> Inputs:
+def qk_norm_rope(
+    leading: tuple[int, ...], half: int, heads: int = 3, kv_heads: int = 1, **options: Any
+) -> Inputs:
     weights = {f"{name}_weight": random(2 * half, seed=i) for i, name in enumerate("qk")}
-    return rope(leading, half) | weights | {"eps": 1e-5} | options
+    return rope(leading, half, heads, kv_heads) | weights | {"eps": 1e-5} | options
 
 
 def glu(leading: tuple[int, ...], width: int, **options: Any) -> Inputs:
@@ -109,8 +120,14 @@ def norm_linear(
     return made | linear(width, out, full)
 
 
-def norm_qkv_rope(leading: tuple[int, ...], width: int, full: bool = True) -> Inputs:
-    heads, kv_heads, half = 3, 1, 4
+def norm_qkv_rope(
+    leading: tuple[int, ...],
+    width: int,
+    half: int = 4,
+    heads: int = 3,
+    kv_heads: int = 1,
+    full: bool = True,
+) -> Inputs:
     out = (heads + 2 * kv_heads) * 2 * half
     made = norm_linear(batch_and_seq(leading), width, out, full)
     return made | angles(leading, half) | {"num_heads": heads, "num_kv_heads": kv_heads}
@@ -136,25 +153,26 @@ def loss_options(vocab: int) -> Inputs:
 
 
 def cross_entropy(
-    leading: tuple[int, ...], vocab: int, full: bool = False, **options: Any
+    leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
 ) -> Inputs:
+    """With those of the loss options whose names are given."""
     made = {
         "logits": random(*leading, vocab, seed=11, scale=2.0),
         "targets": targets(leading, vocab),
         **options,
     }
-    return made | loss_options(vocab) if full else made
+    return made | {k: value for k, value in loss_options(vocab).items() if k in given}
 
 
 def linear_cross_entropy(
-    leading: tuple[int, ...], vocab: int, full: bool = False, **options: Any
+    leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
 ) -> Inputs:
     """A vocabulary of a row's length, over a few hidden columns, in several chunks."""
     hidden = 32
-    made = cross_entropy(leading, vocab, full, **options)
+    made = cross_entropy(leading, vocab, given, **options)
     del made["logits"]
     made["hidden"] = random(*leading, hidden, seed=12)
-    return made | linear(hidden, vocab, full) | {"chunk_size": 2}
+    return made | linear(hidden, vocab, bias=bool(given)) | {"chunk_size": 2}
 
 
 def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
@@ -167,91 +185,161 @@ def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
 
 
+def each(name: str, *values: int) -> tuple[Inputs, ...]:
+    """One size for each value of an argument."""
+    return tuple({name: value} for value in values)
+
+
+HIDDEN = each("width", 576, 1024, 2048, 2304, 3072, 3584, 4096, 5120, 8192, 16384)
+INTERMEDIATE = each("width", 1536, 8192, 14336, 28672)
+VOCAB = each("vocab", 2048, 32000, 128256, 151936, 256000, 262208)
+QKV = ({"width": 4096, "half": 64, "heads": 32, "kv_heads": 8}, *HIDDEN[-1:])
+HEADS = tuple(
+    {"half": head_dim // 2, "heads": heads, "kv_heads": kv_heads}
+    for heads, kv_heads, head_dim in (
+        (9, 3, 64),
+        (32, 8, 64),
+        (4, 1, 256),
+        (8, 4, 256),
+        (16, 8, 128),
+        (32, 16, 128),
+        (64, 8, 128),
+        (32, 8, 128),
+    )
+)
+
 ANGLES, GEMMA = ("cos", "sin"), {"casting_mode": "gemma", "offset": 1.0}
 WEIGHTS = ("class_weights",)
+LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale", *WEIGHTS)
+# The kernel has variants for these: all combinations, and statistics of each row with none and all.
+LOSS_FLAGS = tuple(
+    {"given": given}
+    for count in range(4)
+    for given in combinations(("label_smoothing", "softcap", "class_weights"), count)
+)
+TOKEN_FLAGS = tuple(
+    {"reduction": reduction, "return_token_stats": True, "given": given}
+    for given in ((), LOSS_OPTIONS)
+    for reduction in ("none", "mean")
+)
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
 
+# Where an op has several cases, those whose kernels hold less than another's have one size alone.
 CASES = {
-    "rms_norm": Case("rms_norm", formulas.rms_norm, norm),
-    "rms_norm of Gemma": Case("rms_norm", formulas.rms_norm, partial(norm, **GEMMA)),
-    "add_rms_norm": Case("add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True)),
-    "add_rms_norm of Gemma": Case(
-        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True, **GEMMA)
+    "rms_norm": Case("rms_norm", formulas.rms_norm, norm, HIDDEN),
+    "rms_norm of Gemma": Case("rms_norm", formulas.rms_norm, partial(norm, **GEMMA), HIDDEN[-1:]),
+    "add_rms_norm": Case(
+        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True), HIDDEN
     ),
-    "layer_norm": Case("layer_norm", formulas.layer_norm, layer_norm),
+    "add_rms_norm of Gemma": Case(
+        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True, **GEMMA), HIDDEN[-1:]
+    ),
+    "layer_norm": Case("layer_norm", formulas.layer_norm, layer_norm, HIDDEN),
     "layer_norm without bias": Case(
-        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="weight")
+        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="weight"), HIDDEN[-1:]
     ),
     "layer_norm without weight": Case(
-        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="bias")
+        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="bias"), HIDDEN[-1:]
     ),
-    "layer_norm alone": Case("layer_norm", formulas.layer_norm, partial(layer_norm, affine="")),
+    "layer_norm alone": Case(
+        "layer_norm", formulas.layer_norm, partial(layer_norm, affine=""), HIDDEN[-1:]
+    ),
     "add_layer_norm": Case(
-        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True)
+        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True), HIDDEN
     ),
     "add_layer_norm alone": Case(
-        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True, affine="")
+        "add_layer_norm",
+        formulas.add_layer_norm,
+        partial(layer_norm, residual=True, affine=""),
+        HIDDEN[-1:],
     ),
-    "glu": Case("glu", formulas.glu, partial(glu, activation="gelu")),
-    "swiglu": Case("swiglu", formulas.glu, glu),
-    "geglu": Case("geglu", partial(formulas.glu, activation="gelu_tanh"), glu),
-    "rope": Case("rope", formulas.rope, rope, ANGLES),
+    "glu": Case("glu", formulas.glu, partial(glu, activation="gelu"), INTERMEDIATE),
+    "swiglu": Case("swiglu", formulas.glu, glu, INTERMEDIATE),
+    "geglu": Case("geglu", partial(formulas.glu, activation="gelu_tanh"), glu, INTERMEDIATE),
+    "rope": Case("rope", formulas.rope, rope, HEADS, ANGLES),
     "rope with angles of each row": Case(
-        "rope", formulas.rope, partial(rope, each_row=True), ANGLES
+        "rope", formulas.rope, partial(rope, each_row=True), HEADS[-1:], ANGLES
     ),
-    "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, ANGLES),
+    "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, HEADS, ANGLES),
     "qk_norm_rope of Gemma": Case(
-        "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), ANGLES
+        "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), HEADS[-1:], ANGLES
     ),
-    "norm_linear": Case("norm_linear", formulas.norm_linear, norm_linear),
+    "norm_linear": Case("norm_linear", formulas.norm_linear, norm_linear, HIDDEN),
     "norm_linear of Gemma": Case(
-        "norm_linear", formulas.norm_linear, partial(norm_linear, **GEMMA)
+        "norm_linear", formulas.norm_linear, partial(norm_linear, **GEMMA), HIDDEN[-1:]
     ),
     # Without a residual the sum is x itself, a leaf, which has no gradient of its own.
     "norm_linear alone": Case(
-        "norm_linear", formulas.norm_linear, partial(norm_linear, full=False), outputs=1
+        "norm_linear", formulas.norm_linear, partial(norm_linear, full=False), HIDDEN, outputs=1
     ),
-    "norm_qkv_rope": Case("norm_qkv_rope", formulas.norm_qkv_rope, norm_qkv_rope, ANGLES),
+    "norm_qkv_rope": Case("norm_qkv_rope", formulas.norm_qkv_rope, norm_qkv_rope, QKV, ANGLES),
     "norm_qkv_rope alone": Case(
-        "norm_qkv_rope", formulas.norm_qkv_rope, partial(norm_qkv_rope, full=False), ANGLES, 3
+        "norm_qkv_rope",
+        formulas.norm_qkv_rope,
+        partial(norm_qkv_rope, full=False),
+        QKV,
+        ANGLES,
+        outputs=3,
     ),
-    "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear),
+    "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear, INTERMEDIATE),
+    "glu_linear with gelu": Case(
+        "glu_linear", formulas.glu_linear, partial(glu_linear, activation="gelu"), INTERMEDIATE[-1:]
+    ),
     "glu_linear with gelu_tanh": Case(
-        "glu_linear", formulas.glu_linear, partial(glu_linear, bias=False, activation="gelu_tanh")
+        "glu_linear",
+        formulas.glu_linear,
+        partial(glu_linear, bias=False, activation="gelu_tanh"),
+        INTERMEDIATE[-1:],
     ),
-    "cross_entropy": Case("cross_entropy", formulas.cross_entropy, cross_entropy, outputs=2),
+    "cross_entropy": Case(
+        "cross_entropy",
+        formulas.cross_entropy,
+        cross_entropy,
+        VOCAB,
+        outputs=2,
+        flags=LOSS_FLAGS + TOKEN_FLAGS,
+    ),
     "cross_entropy of each row": Case(
         "cross_entropy",
         formulas.cross_entropy,
-        partial(cross_entropy, full=True, reduction="none"),
+        partial(cross_entropy, given=LOSS_OPTIONS, reduction="none"),
+        VOCAB,
         WEIGHTS,
-        2,
+        outputs=2,
     ),
     "linear_cross_entropy": Case(
-        "linear_cross_entropy", LINEAR_CROSS_ENTROPY, linear_cross_entropy, outputs=2
+        "linear_cross_entropy",
+        LINEAR_CROSS_ENTROPY,
+        linear_cross_entropy,
+        VOCAB,
+        outputs=2,
+        flags=LOSS_FLAGS + TOKEN_FLAGS,
     ),
     "linear_cross_entropy with options": Case(
         "linear_cross_entropy",
         LINEAR_CROSS_ENTROPY,
-        partial(linear_cross_entropy, full=True),
+        partial(linear_cross_entropy, given=LOSS_OPTIONS),
+        VOCAB,
         WEIGHTS,
-        2,
+        outputs=2,
     ),
     "linear_cross_entropy of each row": Case(
         "linear_cross_entropy",
         LINEAR_CROSS_ENTROPY,
-        partial(linear_cross_entropy, full=True, reduction="none"),
+        partial(linear_cross_entropy, given=LOSS_OPTIONS, reduction="none"),
+        VOCAB[-1:],
         WEIGHTS,
-        2,
+        outputs=2,
     ),
     "linear_log_probs": Case(
         "linear_log_probs",
         LINEAR_LOG_PROBS,
         partial(linear_log_probs, entropy=True, softcap=4.0, logit_scale=1.7),
+        VOCAB,
     ),
     "linear_log_probs without entropy": Case(
-        "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, outputs=1
+        "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
     ),
 }
 NOT_FUSED = {"split_qkv"}  # views, no arithmetic

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import geglu, glu, swiglu
-from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.checks import ACTIVATIONS
 from tests.kernels.checks import random
 
 

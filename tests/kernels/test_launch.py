@@ -3,15 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels.launch import (
-    AMD,
-    NVIDIA,
-    Launch,
-    launch_for,
-    num_programs,
-)
+from ligermodels.kernels.launch import Launch, Launches, launch_for, num_programs
+from tests.kernels.launches import launch_configs
 
-TABLE = {"op": ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))}
+TABLE = ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))
 
 
 @pytest.mark.parametrize(
@@ -27,16 +22,18 @@ TABLE = {"op": ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128
     ],
 )
 def test_first_fit_wins_and_block_0_is_the_row(length, expected) -> None:
-    assert launch_for(TABLE, "op", length) == expected
+    assert launch_for(TABLE, length) == expected
 
 
-@pytest.mark.parametrize("table", [NVIDIA, AMD], ids=["nvidia", "amd"])
-def test_norms_hold_a_whole_row(table) -> None:
-    norms = [op for op in table if "_norm_" in op and not op.startswith("qk_norm_rope")]
+@pytest.mark.parametrize("vendor", Launches._fields)
+def test_norms_hold_a_whole_row(vendor) -> None:
+    pytest.importorskip("triton")
+    configs = launch_configs()
+    norms = [op for op in configs if op.startswith(("rms_norm.", "layer_norm."))]
     assert len(norms) >= 6
     for op in norms:
         for width in (1, 576, 4096, 4097, 16384, 65536):
-            block = launch_for(table, op, width).block
+            block = launch_for(getattr(configs[op], vendor), width).block
             assert block >= width and block & (block - 1) == 0
 
 

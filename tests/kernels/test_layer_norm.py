@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import add_layer_norm, layer_norm
-from ligermodels.kernels.launch import NVIDIA, launch_for, num_programs
+from ligermodels.kernels.launch import Launch, launch_for, num_programs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
@@ -35,11 +35,18 @@ def off_centre(shape: tuple[int, ...], residual: bool) -> dict:
     return made | {"x": made["x"] + 3.0}
 
 
+def nvidia_backward(residual: bool, width: int) -> Launch:
+    """The launch of the backward kernel for rows of a length."""
+    launchers = pytest.importorskip("ligermodels.kernels.triton.layer_norm")
+    configs = launchers.ADD_BACKWARD if residual else launchers.BACKWARD
+    return launch_for(configs.nvidia, width)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
     """Rows too long for the registers: the kernel reads them again after its reductions."""
     op, formula, _ = OPS[residual]
-    assert launch_for(NVIDIA, f"{op.__name__}_backward", 8200).reload
+    assert nvidia_backward(residual, 8200).reload
     compare(op, formula, off_centre((5, 8200), residual), float32_place)
 
 
@@ -47,7 +54,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
 def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
     """Rows of 16 bits, more than two passes of all programs: the next ones are already loaded."""
     op, formula, width = OPS[residual]
-    setting = launch_for(NVIDIA, f"{op.__name__}_backward", width)
+    setting = nvidia_backward(residual, width)
     assert setting.num_stages > 1
     programs = num_programs(setting, 10**9, torch.device(float32_place.device, 0))
     made = off_centre((2 * programs * setting.rows + 1, width), residual)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ligermodels.kernels.checks import ACTIVATIONS
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.glu import ACTIVATIONS
 from ligermodels.kernels.loss_options import CrossEntropyOptions
 from ligermodels.kernels.reference import (
     cross_entropy,

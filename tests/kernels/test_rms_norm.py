@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import add_rms_norm, rms_norm
-from ligermodels.kernels.launch import NVIDIA, launch_for, num_programs
+from ligermodels.kernels.launch import Launch, launch_for, num_programs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
@@ -26,11 +26,18 @@ def test_casting_without_its_offset(place, casting_mode, offset) -> None:
     compare(rms_norm, formulas.rms_norm, inputs((3, 33), False) | options, place)
 
 
+def nvidia_backward(residual: bool, width: int) -> Launch:
+    """The launch of the backward kernel for rows of a length."""
+    launchers = pytest.importorskip("ligermodels.kernels.triton.rms_norm")
+    configs = launchers.ADD_BACKWARD if residual else launchers.BACKWARD
+    return launch_for(configs.nvidia, width)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
     """Rows too long for the registers: the kernel reads them again after its reduction."""
     op, formula = OPS[residual]
-    assert launch_for(NVIDIA, f"{op.__name__}_backward", 8200).reload
+    assert nvidia_backward(residual, 8200).reload
     compare(op, formula, inputs((5, 8200), residual) | {"offset": 1.0}, float32_place)
 
 
@@ -38,7 +45,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
 def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
     """Rows of 16 bits, more than two passes of all programs: the next ones are already loaded."""
     op, formula = OPS[residual]
-    setting = launch_for(NVIDIA, f"{op.__name__}_backward", 33)
+    setting = nvidia_backward(residual, 33)
     assert setting.num_stages > 1
     programs = num_programs(setting, 10**9, torch.device(float32_place.device, 0))
     made = inputs((2 * programs * setting.rows + 1, 33), residual) | {"offset": 1.0}

@@ -23,12 +23,12 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    gate_up: Tensor, grad: Tensor, activation: str, want_out: bool
+    gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if wanted."""
+    """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if asked for."""
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
-    grad = cast(grad, dtype)
+    grad = cast(grad_output, dtype)
     # The activation is gate * phi(gate); slope is the derivative of phi.
     if activation == "silu":
         phi = torch.sigmoid(gate)
@@ -43,5 +43,5 @@ def glu_backward(
         slope = torch.exp(-(gate**2) / 2) / math.sqrt(2 * math.pi)
     activated = gate * phi
     grad_gate = grad * up * (phi + gate * slope)
-    out = cast(activated * up, gate_up.dtype) if want_out else None
+    out = cast(activated * up, gate_up.dtype) if recompute_output else None
     return cast(torch.cat((grad_gate, grad * activated), -1), gate_up.dtype), out

@@ -45,7 +45,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of `layer_norm_forward` with respect to s (grad_s of the residual stream included).
 
-    Args: as there; weight_dtype, bias_dtype None where that gradient is not wanted.
+    Args: as there; weight_dtype, bias_dtype None where that gradient is not needed.
     Returns: grad of s in s's dtype, grads of weight and bias in those dtypes, or None.
     """
     dtype = compute_dtype(s)

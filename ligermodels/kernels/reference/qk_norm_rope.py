@@ -48,7 +48,7 @@ def qk_norm_rope_backward(
     eps: float,
     offset: float,
     casting_mode: str,
-    want_weights: bool,
+    needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
 
@@ -62,7 +62,7 @@ def qk_norm_rope_backward(
         rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + eps)
         grad = rotate_halves(cast(grad, dtype), cos, -sin)
         grad_x, grad_weight, _ = rms_norm_backward(
-            grad, None, x, weight, rstd, offset, casting_mode, want_weights, False
+            grad, None, x, weight, rstd, offset, casting_mode, needs_weight_grads, False
         )
         return grad_x, grad_weight
 

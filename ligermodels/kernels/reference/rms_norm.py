@@ -43,8 +43,8 @@ def rms_norm_backward(
     rstd: Tensor,
     offset: float,
     casting_mode: str,
-    want_weight: bool,
-    want_y: bool,
+    needs_weight_grad: bool,
+    recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of `rms_norm_forward` with respect to s (grad_s of the residual stream included).
 
@@ -61,8 +61,8 @@ def rms_norm_backward(
         grad_x = grad_x + cast(grad_s, dtype)
     rounded = cast(cast(normed, s.dtype), dtype) if casting_mode == "llama" else normed
     grad_weight = y = None
-    if want_weight:
+    if needs_weight_grad:
         grad_weight = cast((grad * rounded).sum_to_size(weight.shape), weight.dtype)
-    if want_y:
+    if recompute_y:
         y = cast(rounded * scaled, grad_y.dtype)
     return cast(grad_x, s.dtype), grad_weight, y

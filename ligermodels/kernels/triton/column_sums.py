@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+
+COLUMN_SUMS = Launches(
+    nvidia=((None, Launch(16, 4, rows=64)),),
+    amd=((None, Launch(32, 4, rows=64)),),
+)
 
 
 @triton.jit
@@ -35,7 +40,7 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
     dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
     out = x.new_empty(columns, dtype=dtype)
     if columns:
-        setting = launch("column_sums", columns)
+        setting = launch(COLUMN_SUMS, columns)
         column_sums_kernel[(cdiv(columns, setting.block),)](
             x,
             out,

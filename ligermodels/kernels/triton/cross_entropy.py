@@ -5,10 +5,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import launch
+from ligermodels.kernels.launch import Launch, Launches, launch
 from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 from ligermodels.kernels.triton.mean_loss import mean_loss
 from ligermodels.kernels.triton.scaled import scaled
+
+# The one kernel, by what is asked of it.
+LOSS = Launches(
+    nvidia=((None, Launch(1024, 4, pieces=4)),),
+    amd=((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+)
+STATISTICS = Launches(
+    nvidia=((4096, Launch(1024, 4)), (None, Launch(2048, 8, pieces=2))),
+    amd=((4096, Launch(1024, 4)), (None, Launch(2048, 8))),
+)
+GRADIENT = Launches(
+    nvidia=((4096, Launch(1024, 4)), (None, Launch(4096, 16))),
+    amd=((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+)
+LOSS_AND_GRADIENT = Launches(
+    nvidia=(
+        (4096, Launch(1024, 4)),
+        (65536, Launch(2048, 8, pieces=4)),
+        (None, Launch(4096, 16, pieces=4)),
+    ),
+    amd=((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
+)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -260,13 +282,13 @@ def cross_entropy_rows(
     elif stats is not None:
         entropy = stats.entropy
     if stats is not None:
-        setting = launch("cross_entropy_statistics", columns)
+        setting = launch(STATISTICS, columns)
     elif grad is None:
-        setting = launch("cross_entropy_loss", columns)
+        setting = launch(LOSS, columns)
     elif have_lse:
-        setting = launch("cross_entropy_gradient", columns)
+        setting = launch(GRADIENT, columns)
     else:
-        setting = launch("cross_entropy_both", columns)
+        setting = launch(LOSS_AND_GRADIENT, columns)
     cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),

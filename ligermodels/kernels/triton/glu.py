@@ -5,7 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+
+# On AMD a lane takes eight elements: HIP counts threads of a launch in 32 bits, which reach 2^35
+# elements so.
+FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+BACKWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 
 
 @triton.jit
@@ -49,7 +54,7 @@ def glu_forward_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BL
 @triton.jit
 def glu_backward_kernel(
     gate_up_ptr,
-    grad_ptr,
+    grad_output_ptr,
     grad_gate_up_ptr,
     out_ptr,
     width,
@@ -62,7 +67,7 @@ def glu_backward_kernel(
     at = row * 2 * width + column
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
     phi, slope = _gate(gate, ACTIVATION)
     activation = gate * phi
     grad_gate = grad * up * (phi + gate * slope)
@@ -81,7 +86,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel() == 0:
         return out
-    setting = launch("glu_forward", width)
+    setting = launch(FORWARD, width)
     glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         out,
@@ -95,19 +100,19 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    gate_up: Tensor, grad: Tensor, activation: str, want_out: bool
+    gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.glu_backward` on the GPU."""
-    gate_up, grad = gate_up.contiguous(), grad.contiguous()
-    width = grad.shape[-1]
+    gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
+    width = grad_output.shape[-1]
     grad_gate_up = torch.empty_like(gate_up)
-    out = gate_up.new_empty(grad.shape) if want_out else None
-    if grad.numel() == 0:
+    out = gate_up.new_empty(grad_output.shape) if recompute_output else None
+    if grad_output.numel() == 0:
         return grad_gate_up, out
-    setting = launch("glu_backward", width)
-    glu_backward_kernel[(grad.numel() // width * cdiv(width, setting.block),)](
+    setting = launch(BACKWARD, width)
+    glu_backward_kernel[(grad_output.numel() // width * cdiv(width, setting.block),)](
         gate_up,
-        grad,
+        grad_output,
         grad_gate_up,
         out,
         width,

@@ -5,9 +5,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, check_norm_width, launch, num_programs
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
-from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
+from ligermodels.kernels.triton.norm_tile import (
+    AMD_BACKWARD,
+    AMD_FORWARD,
+    _parameter,
+    _statistic,
+    _tile,
+    check_width,
+)
+
+FORWARD = Launches(
+    nvidia=(
+        (768, Launch(0, 1, rows=2)),
+        (2048, Launch(0, 2)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
+    ),
+    amd=AMD_FORWARD,
+)
+BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, 1, rows=4, programs=4)),
+        (2048, Launch(0, 8, 1, rows=4, programs=2)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
+)
+# The same kernel with a gradient of the sum, too.
+ADD_BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 16, rows=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
+)
 
 
 @triton.jit
@@ -71,8 +109,8 @@ def layer_norm_backward_kernel(
     partial_ptr,
     rows,
     columns,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
+    NEEDS_WEIGHT_GRAD: tl.constexpr,
+    NEEDS_BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -123,9 +161,9 @@ def layer_norm_backward_kernel(
             grad_normed = grad.to(tl.float32)
             if weight_ptr is not None:
                 grad_normed *= _parameter(weight_ptr, column, columns, "")
-        if WANT_WEIGHT:
+        if NEEDS_WEIGHT_GRAD:
             grad_weight += tl.sum(grad.to(tl.float32) * normed, 0, keep_dims=True)
-        if WANT_BIAS:
+        if NEEDS_BIAS_GRAD:
             grad_bias += tl.sum(grad.to(tl.float32), 0, keep_dims=True)
         grad_x = (grad_normed - grad_mean - normed * slope) * rstd
         if grad_s_ptr is not None:
@@ -137,11 +175,11 @@ def layer_norm_backward_kernel(
         row += step
         if PREFETCH:
             s, grad, grad_s, mean, rstd = next_s, next_grad, next_grad_s, next_mean, next_rstd
-    partial_ptr += program * columns * (WANT_WEIGHT + WANT_BIAS)
-    if WANT_WEIGHT:
+    partial_ptr += program * columns * (NEEDS_WEIGHT_GRAD + NEEDS_BIAS_GRAD)
+    if NEEDS_WEIGHT_GRAD:
         tl.store(partial_ptr + column, grad_weight, mask=inside)
         partial_ptr += columns
-    if WANT_BIAS:
+    if NEEDS_BIAS_GRAD:
         tl.store(partial_ptr + column, grad_bias, mask=inside)
 
 
@@ -161,8 +199,8 @@ def layer_norm_forward(
         s = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     if rows == 0:
         return y, s, mean, rstd
-    check_norm_width("layer_norm", columns)
-    setting = launch("layer_norm_forward", columns)
+    check_width("layer_norm", columns)
+    setting = launch(FORWARD, columns)
     layer_norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
@@ -201,8 +239,7 @@ def layer_norm_backward(
     columns = s.shape[-1]
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
-    op = "layer_norm_backward" if grad_s is None else "add_layer_norm_backward"
-    setting = launch(op, columns)
+    setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
@@ -218,8 +255,8 @@ def layer_norm_backward(
             partial,
             rows,
             columns,
-            WANT_WEIGHT=weight_dtype is not None,
-            WANT_BIAS=bias_dtype is not None,
+            NEEDS_WEIGHT_GRAD=weight_dtype is not None,
+            NEEDS_BIAS_GRAD=bias_dtype is not None,
             ROWS=setting.rows,
             BLOCK=setting.block,
             PREFETCH=setting.prefetch and s.element_size() <= 2,

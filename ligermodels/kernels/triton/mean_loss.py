@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import launch
+from ligermodels.kernels.launch import Launch, Launches, launch
+
+MEAN_LOSS = Launches(nvidia=((None, Launch(4096, 8)),), amd=((None, Launch(4096, 8)),))
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def mean_loss(
         targets, divisor = targets.contiguous(), loss.new_empty(())
     else:
         targets = class_weights = None
-    setting = launch("mean_loss", len(loss))
+    setting = launch(MEAN_LOSS, len(loss))
     mean_loss_kernel[(1,)](
         loss,
         z_loss,

@@ -1,10 +1,36 @@
-"""What RMSNorm and LayerNorm read of a tile of rows.
+"""What the kernels of RMSNorm and LayerNorm share: reads of a tile of rows, and limits.
 
 EVICTION, a policy of tl.load, has no default: Triton 3.6 does not take strings there.
 """
 
 import triton
 import triton.language as tl
+
+from ligermodels.kernels.launch import Launch, Table
+
+MAX_WIDTH = 65536
+
+# AMD's backwards of both norms have registers for one tile only; more programs hide the latency.
+AMD_BACKWARD: Table = (
+    (1024, Launch(0, 2, 1, programs=4)),
+    (4096, Launch(0, 8, 1, programs=4)),
+    (None, Launch(0, 16, 1, programs=4)),
+)
+AMD_FORWARD: Table = (
+    (1024, Launch(0, 2)),
+    (4096, Launch(0, 4)),
+    (8192, Launch(0, 8)),
+    (None, Launch(0, 16)),
+)
+
+
+def check_width(op: str, columns: int) -> None:
+    """Raise ValueError for rows longer than the norms' kernels hold at once."""
+    if columns > MAX_WIDTH:
+        raise ValueError(
+            f"{op}: rows of {columns} elements; the kernel holds a row at once and takes "
+            f"at most {MAX_WIDTH}"
+        )
 
 
 @triton.jit

@@ -8,8 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, launch, num_programs
+from ligermodels.kernels.launch import Launch, Launches, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
+
+# A row is the pairs of one head; a block is those of as many heads as fit.
+FORWARD = Launches(
+    nvidia=((64, Launch(512, 4)), (None, Launch(1024, 2))),
+    amd=((None, Launch(512, 4)),),
+)
+BACKWARD = Launches(
+    nvidia=((None, Launch(512, 1, programs=8)),),
+    amd=((None, Launch(512, 4, programs=8)),),
+)
 
 
 @triton.jit
@@ -156,7 +166,7 @@ def _backward_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LLAMA: tl.constexpr,
-    WANT_WEIGHTS: tl.constexpr,
+    NEEDS_WEIGHT_GRADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -175,7 +185,7 @@ def _backward_heads(
         turned_b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
         grad_a = turned_a * cos + turned_b * sin
         grad_b = turned_b * cos - turned_a * sin
-        if WANT_WEIGHTS:
+        if NEEDS_WEIGHT_GRADS:
             grad_weight_a += grad_a * rounded_a
             grad_weight_b += grad_b * rounded_b
         grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
@@ -334,7 +344,7 @@ def qk_norm_rope_forward(
         return out
     q, k = _with_whole_heads(q, k)
     cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch("qk_norm_rope_forward", head_dim // 2)
+    setting = launch(FORWARD, head_dim // 2)
     block_heads, block_half = _tile(setting, heads, head_dim // 2)
     qk_norm_rope_forward_kernel[(batch * seq,)](
         q,
@@ -375,17 +385,17 @@ def qk_norm_rope_backward(
     eps: float,
     offset: float,
     casting_mode: str,
-    want_weights: bool,
+    needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.qk_norm_rope_backward` on the GPU."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
     tokens = batch * seq
-    setting = launch("qk_norm_rope_backward", head_dim // 2)
+    setting = launch(BACKWARD, head_dim // 2)
     programs = num_programs(setting, tokens, q.device)
     partial = None
-    if want_weights:
+    if needs_weight_grads:
         partial = q.new_empty((programs, 2 * head_dim), dtype=torch.float32)
     if tokens:
         grad_q, grad_k, grad_v, q, k = _with_whole_heads(grad_q, grad_k, grad_v, q, k)

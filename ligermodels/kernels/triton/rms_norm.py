@@ -5,9 +5,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, check_norm_width, launch, num_programs
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
-from ligermodels.kernels.triton.norm_tile import _parameter, _statistic, _tile
+from ligermodels.kernels.triton.norm_tile import (
+    AMD_BACKWARD,
+    AMD_FORWARD,
+    _parameter,
+    _statistic,
+    _tile,
+    check_width,
+)
+
+FORWARD = Launches(
+    nvidia=(
+        (768, Launch(0, 2, rows=2)),
+        (2048, Launch(0, 2)),
+        (4096, Launch(0, 8)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
+    ),
+    amd=AMD_FORWARD,
+)
+BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, rows=4, programs=3, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
+)
+# The same kernel with a gradient of the sum, too.
+ADD_BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
+)
 
 
 @triton.jit
@@ -150,8 +189,8 @@ def rms_norm_forward(
         s = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     if rows == 0:
         return y, s, rstd
-    check_norm_width("rms_norm", columns)
-    setting = launch("rms_norm_forward", columns)
+    check_width("rms_norm", columns)
+    setting = launch(FORWARD, columns)
     rms_norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
@@ -180,8 +219,8 @@ def rms_norm_backward(
     rstd: Tensor,
     offset: float,
     casting_mode: str,
-    want_weight: bool,
-    want_y: bool,
+    needs_weight_grad: bool,
+    recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.rms_norm_backward` on the GPU."""
     grad_y = grad_y.contiguous()
@@ -191,14 +230,13 @@ def rms_norm_backward(
     columns = s.shape[-1]
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
-    y = torch.empty_like(grad_y) if want_y else None
+    y = torch.empty_like(grad_y) if recompute_y else None
     if rows == 0:
-        return grad_x, torch.zeros_like(weight) if want_weight else None, y
-    op = "rms_norm_backward" if grad_s is None else "add_rms_norm_backward"
-    setting = launch(op, columns)
+        return grad_x, torch.zeros_like(weight) if needs_weight_grad else None, y
+    setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)
     programs = num_programs(setting, rows, s.device)
     partial = None
-    if want_weight:
+    if needs_weight_grad:
         partial = s.new_empty((programs, columns), dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
         grad_y,

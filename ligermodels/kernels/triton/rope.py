@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import launch
+from ligermodels.kernels.launch import Launch, Launches, launch
+
+# Of both kernels; a row is all pairs of the query heads of a token.
+ROPE = Launches(
+    nvidia=((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
+    amd=((None, Launch(1024, 4)),),
+)
 
 
 @triton.jit
@@ -140,7 +146,7 @@ def rope_forward(
         return out
     cos, sin = cos.contiguous(), sin.contiguous()
     half = cos.shape[-1]
-    setting = launch("rope", num_heads * half)
+    setting = launch(ROPE, num_heads * half)
     rope_forward_kernel[(batch * seq,)](
         qkv,
         cos,
@@ -173,7 +179,7 @@ def rope_backward(
     grads = (grad_q, grad_k, grad_v)
     grad_q, grad_k, grad_v = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
     cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch("rope", heads * head_dim // 2)
+    setting = launch(ROPE, heads * head_dim // 2)
     rope_backward_kernel[(batch * seq,)](
         grad_q,
         grad_k,

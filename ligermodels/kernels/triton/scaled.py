@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+
+SCALED = Launches(nvidia=((None, Launch(4096, 8)),), amd=((None, Launch(4096, 8)),))
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     if out.numel() == 0:
         return out
-    setting = launch("scaled", x.numel())
+    setting = launch(SCALED, x.numel())
     scaled_kernel[(cdiv(x.numel(), setting.block),)](
         x,
         scale,
