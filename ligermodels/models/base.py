@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
@@ -28,6 +28,7 @@ from ligermodels.layers.attention_mask import (
     document_ids,
     positions_from_cu_seqlens,
 )
+from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models import hf_io as checkpoints
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.kernel_report import kernels_of
@@ -71,7 +72,7 @@ class DecoderModel(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
-        **loss_options: Any,
+        **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Hidden states after the final norm, or with labels the head's output. Never logits.
 
@@ -88,7 +89,8 @@ class DecoderModel(nn.Module):
                 position_ids, positions count the padding, as in HF. With a cache it covers the
                 cached tokens too.
             cache: a `ligermodels.KVCache`, for inference.
-            loss_options: as in `LossHead.forward` (normalizer, reduction, label_smoothing, ...).
+            loss_options: as in `LossHead.forward` (normalizer, or by its other name
+                num_items_in_batch, reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
             ValueError: inputs that contradict each other or cannot be honoured.

@@ -63,40 +63,43 @@ def linear_cross_entropy(
     """Cross entropy of softcap(logit_scale * (hidden weight^T + bias)) within a scratch budget.
 
     softcap(x) = c tanh(x / c) (Gemma 2). Label smoothing and class weights follow
-    `torch.nn.functional.cross_entropy`. The z-loss, z * logsumexp(logits)^2 for each
-    token (PaLM, arXiv:2204.02311), is part of the loss.
+    `torch.nn.functional.cross_entropy`. The z-loss, z * logsumexp(logits)^2 for each token (PaLM,
+    arXiv:2204.02311), is part of the loss.
 
     Args:
         hidden: (..., in), float.
         weight: (vocab, in), hidden's dtype (autocast casts both).
-        targets: (...) int64, aligned with hidden: no shift here.
+        targets: (...) int64, aligned with hidden: nothing is shifted here.
         bias: (vocab), weight's dtype.
         reduction: "mean" divides the sum by the normalizer, "sum" by nothing, "none" gives a loss
             for each token, 0 where the target is ignored.
-        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor for "mean"; default the number of
-            valid targets, or with class weights the sum of theirs. Not differentiated.
+        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor for "mean". By default it is the
+            exact number of valid targets, or with class weights the sum of theirs. It is not
+            differentiated.
         ignore_index: the target that counts for nothing.
         class_weights: (vocab), not differentiated.
-        chunk_size: rows of logits at a time; overrides the budget.
-        max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients, down to a row
-            of logits and 64 bytes a token (64 more for return_token_stats, as many for
-            skip_ignored). Where it holds no float32 sum of the weight gradient
-            (vocab * in * 4 bytes) beside enough rows, that gradient costs one more product; below
-            twice the hidden gradient, which forward would keep for backward, that one, too.
-            Default: that sum and 2^30 bytes of logits, or all logits where they take at most
-            twice the sum, and the gradients that forward keeps. What autocast casts is not
-            counted, nor what autograd copies for a transposed leaf; a copy of a sliced hidden is.
-            On a CPU plain PyTorch makes several wide copies of a row of logits, which count, too.
-        skip_ignored: leave rows whose target is ignored out of the matrix products. Finding them
-            costs one host synchronisation, and is refused under torch.compile and graph capture,
-            unless max_valid is given.
-        max_valid: an upper bound on the number of targets that are not ignored, known on the
-            host, for skip_ignored; products are made for as many rows. Too small a bound is an
-            error on CPU in eager mode; elsewhere the loss is NaN.
-        return_token_stats: also give log-probability, entropy and correctness of each token.
+        chunk_size: rows of logits at a time; it overrides the budget.
+        max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients. The least is a
+            row of logits and 64 bytes for each token (64 more for return_token_stats, and 64 more
+            for skip_ignored). Where the budget does not hold a float32 sum of the weight gradient
+            (vocab * in * 4 bytes) and enough rows, that gradient costs one more product; where it
+            does not hold twice the hidden gradient, which forward would save for backward, the
+            hidden gradient costs one more, too. By default it is that sum and 2^30 bytes of logits,
+            or all logits where they take at most twice the sum, and the gradients that forward
+            saves. A copy of a sliced hidden counts; what autocast casts does not, nor what autograd
+            copies for a transposed leaf. On a CPU plain PyTorch makes several wide copies of a row
+            of logits, which count, too.
+        skip_ignored: whether to leave the rows whose target is ignored out of the matrix products.
+            Finding them costs one host synchronisation, and is refused under torch.compile and
+            graph capture, unless max_valid is given.
+        max_valid: for skip_ignored, an upper bound on the number of targets that are not ignored,
+            known on the host; products are made for as many rows. Too small a bound is an error on
+            CPU in eager mode; elsewhere the loss is NaN.
+        return_token_stats: whether to give the log-probability, entropy and correctness of each
+            token as well.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
-        "none" the log-probabilities and the entropy as well. All targets ignored: loss 0, zero
-        gradients. The weight gradient is accumulated in float32.
+        "none" the log-probabilities and the entropy are as well. Where all targets are ignored, the
+        loss is 0 and the gradients are zero. The weight gradient is accumulated in float32.
     Raises:
         ValueError: shapes, dtypes or options that do not fit, a budget too small.
         RuntimeError: skip_ignored without max_valid under torch.compile or graph capture.
@@ -133,10 +136,10 @@ def linear_cross_entropy(
         return reduce_tokens(_token_outputs(head, targets), divisor)
     strategy: type[torch.autograd.Function] = GradsInForward
     if plan.vocab_block is not None:
-        # There is no room for a float32 sum of the weight gradient.
+        # There is no room for a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
     elif _few_rows(rows, head.weight, head.args.needs_grad) and rows <= plan.chunk_size:
-        # All logits are smaller than the weight gradient, which would have to be scaled.
+        # All logits fit in one chunk and are smaller than a weight gradient to save and scale.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
         loss, z, *tokens = strategy.apply(*head, divisor)
@@ -160,6 +163,9 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """log p at each target and the entropy of p = softmax(t), both differentiable.
 
+    These are what preference and policy losses are made of. Backward computes the logits again,
+    chunk by chunk: four matrix products in all.
+
     t = softcap(logit_scale * (hidden weight^T + bias)). d log p_y / d t_j = [j = y] - p_j, and with
     H = -sum p_j log p_j, the entropy in nats, d H / d t_j = -p_j (log p_j + H). A class at
     -infinity has probability 0 and adds nothing to either.
@@ -167,9 +173,9 @@ def linear_log_probs(
     Args:
         hidden: (..., in), float.
         weight: (vocab, in), hidden's dtype (autocast casts both).
-        targets: (...) int64, aligned with hidden: no shift here.
-        bias: (vocab).
-        entropy: whether to give it.
+        targets: (...) int64, aligned with hidden: nothing is shifted here.
+        bias: (vocab), weight's dtype.
+        entropy: whether to give the entropy, too.
         logit_scale: as in `linear_cross_entropy`; one over a sampling temperature.
         ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid: as in
             `linear_cross_entropy`.
@@ -200,6 +206,7 @@ def _token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
 
 
 def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tensor]:
+    """Values of each row, in the shape of the targets."""
     index, ignore_index = head.args.row_index, head.args.options.ignore_index
     return [scatter(x, index, targets, ignore_index) for x in rows]
 
@@ -238,16 +245,9 @@ def _head(
     if chunking.chunk_size is not None:
         plan = ChunkPlan(chunking.chunk_size)
     else:
+        skip = chunking.skip_ignored
         sizes = _sizes(
-            hidden,
-            weight,
-            targets.numel(),
-            rows,
-            needs_grad,
-            gathered=index is not None,
-            skip_ignored=chunking.skip_ignored,
-            with_stats=with_stats,
-            one_loss=one_loss,
+            hidden, weight, targets.numel(), rows, needs_grad, skip, with_stats, one_loss
         )
         plan = plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
@@ -304,9 +304,9 @@ def _checked(
 
 
 def _few_rows(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
-    """Whether neither the logits of all rows nor their hidden states take more than the weight.
+    """Whether the logits of all rows, and their hidden states, take no more than the weight.
 
-    Forward then had better save those than a gradient of the weight.
+    Forward then saves those for backward, and no gradient of the weight.
     """
     vocab, width = weight.shape
     return needs_grad.weight and rows <= min(width, vocab)
@@ -318,8 +318,6 @@ def _sizes(
     tokens: int,
     rows: int,
     needs_grad: NeedsGrad,
-    *,
-    gathered: bool,
     skip_ignored: bool,
     with_stats: bool,
     one_loss: bool,
@@ -342,7 +340,7 @@ def _sizes(
         rows,
         vocab,
         logit_bytes=narrow + wide * copies,
-        hidden_bytes=(width * narrow if gathered else 0) + (width * wide if copies else 0),
+        hidden_bytes=(width * narrow if skip_ignored else 0) + (width * wide if copies else 0),
         accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
         single_chunk_bytes=single_chunk,
         saved_weight_bytes=saved_weight,

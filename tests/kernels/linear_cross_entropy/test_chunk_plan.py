@@ -33,17 +33,15 @@ def scratch(sizes: Sizes, plan: ChunkPlan) -> int:
     vocab, logit, hidden = sizes.vocab, sizes.logit_bytes, sizes.hidden_bytes
     beside = sizes.fixed_bytes + (sizes.saved_hidden_bytes if plan.grads_in_forward else 0)
     rows = min(plan.chunk_size, sizes.rows)
-    row_loop = rows * (vocab * logit + 2 * hidden)
+    token_loop = rows * (vocab * logit + 2 * hidden)
     if plan.vocab_block is not None:
-        wide = sizes.accumulator_bytes // vocab if plan.block_chunk_size < sizes.rows else 0
-        columns = (
-            plan.vocab_block * (plan.block_chunk_size * logit + wide)
-            + plan.block_chunk_size * hidden
-        )
-        return beside + max(row_loop, columns)
+        block_rows = plan.block_chunk_size
+        wide = sizes.accumulator_bytes // vocab if block_rows < sizes.rows else 0
+        vocab_loop = plan.vocab_block * (block_rows * logit + wide) + block_rows * hidden
+        return beside + max(token_loop, vocab_loop)
     if plan.chunk_size < sizes.rows:
-        return beside + row_loop + sizes.accumulator_bytes
-    return beside + row_loop + (sizes.saved_weight_bytes if plan.grads_in_forward else 0)
+        return beside + token_loop + sizes.accumulator_bytes
+    return beside + token_loop + (sizes.saved_weight_bytes if plan.grads_in_forward else 0)
 
 
 @pytest.mark.parametrize("gathered", [False, True])

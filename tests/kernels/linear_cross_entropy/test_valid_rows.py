@@ -63,7 +63,7 @@ def test_options_against_the_formula(place, name, reduction, chunk_size, bound) 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("bound", ["counted", "padded"])
 def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
-    """Chunks of gathered rows by blocks of the vocabulary: as many as a budget near the least makes."""
+    """Gathered rows by blocks of the vocabulary: as many as a budget near the least makes."""
     made = inputs(name="everything")
     options = {"skip_ignored": True, "max_valid": BOUNDS[bound], "reduction": reduction}
     budget = small_budget(made, place, extra, **options)
