@@ -7,8 +7,10 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
-from ligermodels.kernels.linear_cross_entropy.functions import linear_cross_entropy
-from ligermodels.kernels.linear_cross_entropy.log_probs import linear_log_probs
+from ligermodels.kernels.linear_cross_entropy.functions import (
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv

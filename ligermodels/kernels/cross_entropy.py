@@ -1,7 +1,6 @@
 """Cross entropy on logits that exist: three passes over them, forward and backward together."""
 
-from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +9,14 @@ from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
-from ligermodels.kernels.target_weights import target_weight_sum
-
-REDUCTIONS = ("none", "sum", "mean")
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOptions,
+    StatsScale,
+    TokenStats,
+    check_classes,
+    check_options,
+    given_divisor,
+)
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -28,25 +31,44 @@ class CrossEntropyOutput(NamedTuple):
     correct: Tensor | None = None
 
 
-def token_upstream(
-    loss: Tensor | None,
-    log_probs: Tensor | None,
+def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
+    """The output of reduction "none" as that of "mean": sum(loss) / divisor, alone differentiable.
+
+    For where the gradients are those of each token; `mean_loss` of the kernels is one launch.
+    """
+    loss, z_loss, _, *stats = tokens
+    detached = [None if x is None else x.detach() for x in stats]
+    loss_sum, z_loss_sum = loss.sum() / divisor, z_loss.sum() / divisor
+    return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)
+
+
+def row_scales(
+    grad_loss: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
     entropy: Tensor | None,
-    entropy_value: Tensor | None,
     lse: Tensor,
 ) -> tuple[Tensor, StatsScale | None]:
-    """row_scale and stats_scale of `reference.cross_entropy_rows` for what upstream there is."""
-    row_scale = lse.new_zeros(1) if loss is None else loss.contiguous()
-    if log_probs is None and entropy is None:
+    """row_scale and stats_scale of `reference.cross_entropy_rows` for what gradients there are."""
+    row_scale = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
+    if grad_log_probs is None and grad_entropy is None:
         return row_scale, None
-    return row_scale, StatsScale(log_probs, entropy, entropy_value)
+    return row_scale, StatsScale(grad_log_probs, grad_entropy, entropy)
 
 
 class _ReducedCrossEntropy(torch.autograd.Function):
     """sum(loss) / divisor, in one node: autograd's own sum and division take longer to launch."""
 
     @staticmethod
-    def forward(ctx, logits, targets, class_weights, divisor, options, with_stats):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        class_weights: Tensor | None,
+        divisor: Tensor | None,
+        options: CrossEntropyOptions,
+        with_stats: bool,
+    ) -> tuple[Tensor, ...]:
         ctx.ops = select("cross_entropy", logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
@@ -62,12 +84,12 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         return mean, z_mean, loss, *(stats or ())
 
     @staticmethod
-    def backward(ctx, upstream, *_):
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross_entropy")
-        if upstream is None:
+        if grad_output is None:
             return (None,) * 6
         logits, targets, lse, class_weights, divisor = ctx.saved_tensors
-        row_scale = (upstream / divisor).view(1)
+        row_scale = (grad_output / divisor).view(1)
         *_, grad = ctx.ops.cross_entropy_rows(
             logits, targets, row_scale, lse, class_weights, ctx.options, False
         )
@@ -75,10 +97,17 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyRows(torch.autograd.Function):
-    """Loss, log-probability and entropy of each row, for any upstream gradient of each."""
+    """Loss, log-probability and entropy of each row, for any gradients with respect to them."""
 
     @staticmethod
-    def forward(ctx, logits, targets, class_weights, options, with_stats):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        class_weights: Tensor | None,
+        options: CrossEntropyOptions,
+        with_stats: bool,
+    ) -> tuple[Tensor, ...]:
         ctx.ops = select("cross_entropy", logits)
         stats = TokenStats.empty(len(targets), logits) if with_stats else None
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
@@ -92,14 +121,19 @@ class _CrossEntropyRows(torch.autograd.Function):
         return loss, z_loss, *(stats or ())
 
     @staticmethod
-    def backward(ctx, grad_loss, _, grad_log_probs=None, grad_entropy=None, __=None):
+    def backward(
+        ctx: Any,
+        grad_loss: Tensor | None,
+        _: None,
+        grad_log_probs: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+        __: None = None,
+    ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross_entropy")
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
             return (None,) * 5
         logits, targets, lse, class_weights, entropy = ctx.saved_tensors
-        row_scale, stats_scale = token_upstream(
-            grad_loss, grad_log_probs, grad_entropy, entropy, lse
-        )
+        row_scale, stats_scale = row_scales(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
         *_, grad = ctx.ops.cross_entropy_rows(
             logits,
             targets,
@@ -178,98 +212,6 @@ def _rows(
     return logits if logits.dim() == 2 else logits.reshape(-1, vocab), targets.flatten()
 
 
-def check_options(
-    options: CrossEntropyOptions,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    **switches: bool,
-) -> None:
-    """Raise ValueError, naming the option, for a value that fits no call."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
-    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
-    if not whole or not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(
-            f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
-        )
-    _check_number("label_smoothing", label_smoothing)
-    _check_number("z_loss", z_loss)
-    _check_number("logit_scale", logit_scale)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
-    if not 0 <= z_loss < float("inf"):
-        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
-    if not 0 < logit_scale < float("inf"):
-        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
-    if softcap is not None:
-        _check_number("softcap", softcap)
-        if not 0 < softcap < float("inf"):
-            raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
-    if normalizer is None:
-        return
-    if reduction != "mean":
-        raise ValueError(
-            f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
-        )
-    if isinstance(normalizer, Tensor):
-        if normalizer.dim() != 0 or normalizer.is_complex():
-            raise ValueError(
-                f"cross entropy: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected "
-                "a number or a real 0-d tensor"
-            )
-    elif (
-        isinstance(normalizer, bool)
-        or not isinstance(normalizer, Real)  # numpy's numbers, too
-        or not 0 <= normalizer < float("inf")
-    ):
-        raise ValueError(
-            f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
-        )
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, Tensor):
-        raise ValueError(
-            f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
-            "logits, multiply hidden by it"
-        )
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
-
-
-def loss_divisor(
-    targets: Tensor,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """What the summed loss is divided by, as a scalar tensor on the targets' device."""
-    divisor = given_divisor(reduction, normalizer, targets.device, dtype)
-    if divisor is None:
-        return target_weight_sum(targets, class_weights, ignore_index, dtype)
-    return divisor
-
-
-def given_divisor(
-    reduction: str, normalizer: float | Tensor | None, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """The divisor as a scalar tensor, or None where it is the sum of the targets' weights."""
-    if isinstance(normalizer, Tensor):
-        total = normalizer.detach().to(device, dtype, non_blocking=True)
-        # With every target ignored in all batches of the normalizer, the loss is 0 / 1.
-        return torch.where(total == 0, 1.0, total)
-    if reduction == "sum" or normalizer is not None:
-        # Filled on the device: a copy from the host would wait for it.
-        return torch.full((), normalizer or 1.0, dtype=dtype, device=device)
-    return None
-
-
 def check_targets(
     targets: Tensor,
     shape: torch.Size,
@@ -288,24 +230,16 @@ def check_targets(
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
-    if vocab == 0:
-        raise ValueError("cross entropy: a vocabulary of 0; expected 1 or more classes")
     if targets.device != device:
         raise ValueError(
             f"cross entropy: targets are on {targets.device}; expected {device}, as the rest"
         )
-    if class_weights is not None:
-        if class_weights.shape != (vocab,):
-            raise ValueError(
-                f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
-            )
-        if class_weights.is_complex():
-            raise ValueError(f"cross entropy: class_weights are {class_weights.dtype}")
-        if class_weights.device != device:
-            raise ValueError(
-                f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
-                "as the rest"
-            )
+    check_classes(vocab, class_weights)
+    if class_weights is not None and class_weights.device != device:
+        raise ValueError(
+            f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
+            "as the rest"
+        )
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if wrong.any():

@@ -1,15 +1,47 @@
-"""What the cross entropy ops are told and tell, beside the loss."""
+"""The options of the cross entropy ops, their checks, and the types that the ops share."""
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.dtypes import compute_dtype
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+class LogProbOptions(TypedDict, total=False):
+    """What `linear_log_probs` takes by keyword besides `entropy`; explained there."""
+
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    chunk_size: int | None
+    max_scratch_bytes: int | None
+    skip_ignored: bool
+    max_valid: int | None
+
+
+class LossOptions(LogProbOptions, total=False):
+    """What `linear_cross_entropy` takes by keyword; explained there."""
+
+    reduction: str
+    normalizer: float | Tensor | None
+    label_smoothing: float
+    z_loss: float
+    class_weights: Tensor | None
+    return_token_stats: bool
+
+
+LOG_PROB_OPTIONS = LogProbOptions.__optional_keys__
+LOSS_OPTIONS = LossOptions.__optional_keys__
 
 
 class CrossEntropyOptions(NamedTuple):
-    """What the cross entropy kernels take beside tensors; `cross_entropy` explains each."""
+    """The numbers in the formula of the loss; `linear_cross_entropy` explains each."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -18,8 +50,191 @@ class CrossEntropyOptions(NamedTuple):
     logit_scale: float = 1.0
 
 
+class ChunkOptions(NamedTuple):
+    """How a loss head goes about its work; the loss depends on none of it beyond rounding."""
+
+    chunk_size: int | None = None
+    max_scratch_bytes: int | None = None
+    skip_ignored: bool = False
+    max_valid: int | None = None
+
+
+def split_options(given: LossOptions) -> tuple[CrossEntropyOptions, ChunkOptions]:
+    """The two groups of options out of all that were given, checked, with their defaults.
+
+    Raises:
+        ValueError: any option that no call could take, whatever its tokens.
+    """
+    options = CrossEntropyOptions(*_values(given, CrossEntropyOptions))
+    check_options(
+        options,
+        given.get("reduction", "mean"),
+        given.get("normalizer"),
+        return_token_stats=given.get("return_token_stats", False),
+    )
+    return options, check_chunk_options(*_values(given, ChunkOptions))
+
+
+def _values(given: LossOptions, group: type[CrossEntropyOptions] | type[ChunkOptions]) -> list:
+    return [given.get(name, group._field_defaults[name]) for name in group._fields]
+
+
+def check_options(
+    options: CrossEntropyOptions,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    **switches: bool,
+) -> None:
+    """Raise ValueError, naming the option, for a value that fits no call."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(
+            f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
+        )
+    _check_number("label_smoothing", label_smoothing)
+    _check_number("z_loss", z_loss)
+    _check_number("logit_scale", logit_scale)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
+    if not 0 < logit_scale < float("inf"):
+        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if not 0 < softcap < float("inf"):
+            raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
+    if normalizer is None:
+        return
+    if reduction != "mean":
+        raise ValueError(
+            f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
+        )
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0 or normalizer.is_complex():
+            raise ValueError(
+                f"cross entropy: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected "
+                "a number or a real 0-d tensor"
+            )
+    elif (
+        isinstance(normalizer, bool)
+        or not isinstance(normalizer, Real)  # numpy's numbers, too
+        or not 0 <= normalizer < float("inf")
+    ):
+        raise ValueError(
+            f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
+        )
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
+            "logits, multiply hidden by it"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
+
+
+def check_chunk_options(
+    chunk_size: int | None,
+    max_scratch_bytes: int | None,
+    skip_ignored: bool,
+    max_valid: int | None,
+) -> ChunkOptions:
+    """The options, numpy's integers as ints; raise ValueError for a value that fits no call."""
+    if not isinstance(skip_ignored, bool):
+        raise ValueError(f"cross entropy: skip_ignored={skip_ignored!r}; expected True or False")
+    if chunk_size is not None:
+        chunk_size = check_count("loss head", "chunk_size", chunk_size, 1)
+    if max_scratch_bytes is not None:
+        max_scratch_bytes = check_count("loss head", "max_scratch_bytes", max_scratch_bytes, 1)
+    if max_valid is not None:
+        if not skip_ignored:
+            raise ValueError(
+                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored; "
+                "set skip_ignored=True"
+            )
+        max_valid = check_count("loss head", "max_valid", max_valid, 0)
+    return ChunkOptions(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
+
+
+def check_classes(vocab: int, class_weights: Tensor | None) -> None:
+    """Raise ValueError for an empty vocabulary, or class weights that do not fit it."""
+    if vocab == 0:
+        raise ValueError("cross entropy: a vocabulary of 0; expected 1 or more classes")
+    if class_weights is None:
+        return
+    if class_weights.shape != (vocab,):
+        raise ValueError(
+            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+        )
+    if class_weights.is_complex():
+        raise ValueError(f"cross entropy: class_weights are {class_weights.dtype}")
+
+
+# --- the divisor of the mean ---------------------------------------------------------------------
+
+
+def loss_divisor(
+    targets: Tensor,
+    reduction: str,
+    normalizer: float | Tensor | None,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the summed loss is divided by, as a scalar tensor on the targets' device."""
+    divisor = given_divisor(reduction, normalizer, targets.device, dtype)
+    if divisor is None:
+        return target_weight_sum(targets, class_weights, ignore_index, dtype)
+    return divisor
+
+
+def given_divisor(
+    reduction: str, normalizer: float | Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """The divisor as a scalar tensor, or None where it is the sum of the targets' weights."""
+    if isinstance(normalizer, Tensor):
+        total = normalizer.detach().to(device, dtype, non_blocking=True)
+        # With every target ignored in all batches of the normalizer, the loss is 0 / 1.
+        return torch.where(total == 0, 1.0, total)
+    if reduction == "sum" or normalizer is not None:
+        # Filled on the device: a copy from the host would wait for it.
+        return torch.full((), normalizer or 1.0, dtype=dtype, device=device)
+    return None
+
+
+def target_weight_sum(
+    targets: Tensor, class_weights: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """The sum of the targets' weights, a scalar: without class weights the number not ignored.
+
+    Where none counts, it is 1.
+    """
+    if class_weights is None:
+        return (targets != ignore_index).sum().clamp_(min=1).to(dtype)
+    total = target_weights(targets, class_weights, ignore_index).to(dtype).sum()
+    return torch.where(total == 0, 1.0, total)
+
+
+def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) -> Tensor:
+    """The class weight of each target (rows); 0 for one ignored or outside the vocabulary."""
+    valid = (targets != ignore_index) & (targets >= 0) & (targets < len(class_weights))
+    return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
+
+
+# --- what is known of each token -----------------------------------------------------------------
+
+
 class TokenStats(NamedTuple):
-    """What is known of each token beside its loss, (rows) each; zeros where it is ignored."""
+    """What is known of each token besides its loss, (rows) each; zeros where it is ignored."""
 
     log_probs: Tensor  # log softmax(t) at the target, float32, or float64 for float64 logits
     entropy: Tensor  # of softmax(t) in nats, same dtype
@@ -37,8 +252,11 @@ class TokenStats(NamedTuple):
 
 
 class StatsScale(NamedTuple):
-    """Upstream gradients of the statistics, (rows) each, and the entropy that the second needs."""
+    """The gradients with respect to the statistics, (rows) each, which scale those of the logits.
+
+    `value` is the entropy itself, from the forward pass: its gradient needs it.
+    """
 
     log_probs: Tensor | None
     entropy: Tensor | None
-    value: Tensor | None  # the entropy itself, from the forward pass
+    value: Tensor | None

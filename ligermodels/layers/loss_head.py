@@ -1,71 +1,67 @@
 """The head: hidden states in, a loss out, logits only where they are asked for by name."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from ligermodels import kernels
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
-    check_options,
-    loss_divisor,
+    reduce_tokens,
     token_cross_entropy,
 )
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     TOKEN_BYTES,
     Sizes,
-    check_cut,
+    chunks,
     plan_chunks,
-)
-from ligermodels.kernels.linear_cross_entropy.functions import (
-    check_loss_options,
-    summed,
     wide_copies,
 )
-from ligermodels.kernels.linear_cross_entropy.loops import parts
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    put_rows,
-    take_rows,
-    take_targets,
+    gather,
+    gather_targets,
+    scatter,
     valid_rows,
 )
-from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.loss_options import (
+    LOG_PROB_OPTIONS,
+    LOSS_OPTIONS,
+    LogProbOptions,
+    LossOptions,
+    check_classes,
+    loss_divisor,
+    split_options,
+)
 from ligermodels.layers.fusion import is_plain
 
 
-def _options_of(op: Callable[..., Any]) -> frozenset[str]:
-    parameters = inspect.signature(op).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+class HeadOptions(LossOptions, total=False):
+    """What `LossHead.forward` takes by keyword, and with labels the forward of a model."""
+
+    return_token_loss: bool
+    num_items_in_batch: float | Tensor | None
 
 
-LOSS_OPTIONS = _options_of(kernels.linear_cross_entropy)
-LOG_PROB_OPTIONS = _options_of(kernels.linear_log_probs) - {"entropy"}
+class HeadOutput(NamedTuple):
+    """What the head returns; tensors on hidden's device.
 
-
-@dataclass
-class HeadOutput:
-    """What the head returns; tensors on hidden's device."""
+    A tuple with the loss first: DeepSpeed, FSDP2 and HF's Trainer look for tensors in one.
+    """
 
     loss: Tensor  # scalar, or targets' shape with reduction "none"; z-loss included
     z_loss: Tensor  # the z-loss within it, not differentiable
-    num_valid: Tensor  # targets that are not ignored, int64 scalar
+    num_valid: Tensor  # exact count of the targets that are not ignored, int64 scalar
     # On request, in targets' shape; differentiable with reduction "none" alone.
     token_loss: Tensor | None = None
     token_log_probs: Tensor | None = None  # log-probability of the target, 0 where ignored
     token_entropy: Tensor | None = None  # of the softmax, in nats, 0 where ignored
     token_correct: Tensor | None = None  # bool: the target has the highest logit
-
-
-# Wrappers look for the tensors of a module's output: FSDP2 hooks its backward to them.
-register_dataclass(HeadOutput)
 
 
 class LossHead(nn.Module):
@@ -103,14 +99,16 @@ class LossHead(nn.Module):
         *,
         bias: bool = False,
         tied_to: nn.Embedding | None = None,
-        **loss_options: Any,
+        **loss_options: Unpack[LossOptions],
     ) -> None:
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        check_loss_options(vocab_size, **loss_options)
+        split_options(loss_options)  # checks them
+        class_weights = loss_options.pop("class_weights", None)
+        check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
         # A buffer follows the head from device to device.
-        self.register_buffer("class_weights", loss_options.pop("class_weights", None), False)
+        self.register_buffer("class_weights", class_weights, False)
         self.loss_options = loss_options
         if tied_to is None:
             self.proj = nn.Linear(hidden_size, vocab_size, bias=bias)
@@ -141,40 +139,56 @@ class LossHead(nn.Module):
         targets: Tensor,
         *,
         return_token_loss: bool = False,
-        **loss_options: Any,
+        num_items_in_batch: float | Tensor | None = None,
+        **loss_options: Unpack[LossOptions],
     ) -> HeadOutput:
         """Loss of targets aligned with hidden: no shift here.
 
-        Args: hidden (..., hidden), targets (...) int64; return_token_loss fills the output's
-            token_loss, the option `return_token_stats` all of its token_*, which cost no second
-            pass over the vocabulary; loss_options as in the constructor, and
-            `normalizer`, a number >= 0 (0 counts as 1) or 0-d tensor dividing the summed loss
-            (FSDP2's mixed precision rounds float arguments: give it an integer tensor or a
-            number there).
-        Raises: what `ligermodels.kernels.linear_cross_entropy` raises; RuntimeError for a tied
-            head under FSDP2 outside the model's forward.
+        Args:
+            hidden: (..., hidden).
+            targets: (...) int64.
+            return_token_loss: whether to fill the output's token_loss. The option
+                `return_token_stats` fills all of its token_*. Neither costs a second pass over the
+                vocabulary.
+            num_items_in_batch: another name of the option `normalizer`, which HF's Trainer uses.
+            loss_options: as in the constructor, and `normalizer`, a number >= 0 (0 counts as 1) or
+                0-d tensor that divides the summed loss. (FSDP2's mixed precision rounds float
+                arguments: give it an integer tensor or a number there.)
+        Raises: what `ligermodels.kernels.linear_cross_entropy` raises; TypeError for an unknown
+            option; ValueError for both names of the normalizer; RuntimeError for a tied head under
+            FSDP2 outside the model's forward.
         """
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        options = {**self.loss_options, "class_weights": self.class_weights, **loss_options}
+        if num_items_in_batch is not None:
+            if loss_options.get("normalizer") is not None:
+                raise ValueError(
+                    "LossHead: normalizer and num_items_in_batch are two names of one option; give "
+                    "one of them"
+                )
+            loss_options["normalizer"] = num_items_in_batch
+        options: LossOptions = {
+            **self.loss_options,
+            "class_weights": self.class_weights,
+            **loss_options,
+        }
         if self._is_linear():
             weight, bias = self._parameters_here()
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
         else:
             made = self._module_loss(hidden, targets, **options)
         num_valid = (targets != options.get("ignore_index", -100)).sum()
-        token_loss = made.token_loss if return_token_loss or made.log_probs is not None else None
-        return HeadOutput(
-            made.loss,
-            made.z_loss,
-            num_valid,
-            token_loss,
-            made.log_probs,
-            made.entropy,
-            made.correct,
-        )
+        loss, z_loss, token_loss, *stats = made
+        if not return_token_loss and made.log_probs is None:
+            return HeadOutput(loss, z_loss, num_valid)
+        return HeadOutput(loss, z_loss, num_valid, token_loss, *stats)
 
     def log_probs(
-        self, hidden: Tensor, targets: Tensor, *, entropy: bool = False, **options: Any
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        entropy: bool = False,
+        **options: Unpack[LogProbOptions],
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of targets aligned with hidden, and the entropy: no shift here.
 
@@ -191,7 +205,7 @@ class LossHead(nn.Module):
         """
         _check_known("LossHead.log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
-        options = {**defaults, **options}
+        options = {**defaults, **options}  # type: ignore[typeddict-item]
         if self._is_linear():
             weight, bias = self._parameters_here()
             return kernels.linear_log_probs(
@@ -234,103 +248,84 @@ class LossHead(nn.Module):
         return weight, None if self._tied else self.proj.bias
 
     def _module_loss(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        chunk_size: int | None = None,
-        max_scratch_bytes: int | None = None,
-        skip_ignored: bool = False,
-        max_valid: int | None = None,
-        return_token_stats: bool = False,
-        class_weights: Tensor | None = None,
-        **scales: Any,
+        self, hidden: Tensor, targets: Tensor, **given: Unpack[LossOptions]
     ) -> CrossEntropyOutput:
-        """The loss through a projection that was swapped, called chunk by chunk.
+        """`linear_cross_entropy` of a projection that was swapped: the module is called by chunks.
 
-        Logits are made again in backward; the projection's gradients are its own affair, their
-        accumulation autograd's. Under skip_ignored the rows that count are gathered at once.
+        The strategy is that of autograd: backward makes the logits of a chunk again, the
+        projection's gradients are its own affair, and autograd accumulates them. The rows that
+        count are gathered at once.
         """
         # Made out here: compiled, a checkpoint cannot take a number from the one before it.
-        options, with_stats = CrossEntropyOptions(**scales), return_token_stats
-        ignore_index = options.ignore_index
-        check_options(
-            options, reduction, normalizer, skip_ignored=skip_ignored, return_token_stats=with_stats
-        )
+        options, chunking = split_options(given)
+        ignore_index, with_stats = options.ignore_index, given.get("return_token_stats", False)
+        reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
         if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"loss head: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
             )
-        chunk_size, max_scratch_bytes = check_cut(chunk_size, max_scratch_bytes)
-        rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
-        taken = valid_rows(row_targets, ignore_index, skip_ignored, max_valid)
-        if taken is not None:
-            rows = take_rows(rows, taken)
-            row_targets = take_targets(row_targets, taken, ignore_index)
+        row_targets = targets.flatten()
+        index = valid_rows(row_targets, ignore_index, chunking)
+        rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
+        row_targets = gather_targets(row_targets, index, ignore_index)
+        chunk_size = chunking.chunk_size
         if chunk_size is None:
-            token_bytes = TOKEN_BYTES * (1 + with_stats + skip_ignored)
-            copied = skip_ignored or not hidden.is_contiguous()
-            wide_bytes = compute_dtype(hidden).itemsize * wide_copies(hidden, with_stats)
-            chunk_size = self._chunk(
-                rows,
-                max_scratch_bytes,
-                # The projection's result, its gradient and float32 copies of either, or the loss's.
-                max(2 * hidden.element_size() + 16, hidden.element_size() + wide_bytes),
-                token_bytes * targets.numel()
-                + (rows.numel() * rows.element_size() if copied else 0),
-            )
+            token_bytes = TOKEN_BYTES * (1 + with_stats + chunking.skip_ignored)
+            copied = chunking.skip_ignored or not hidden.is_contiguous()
+            fixed_bytes = rows.numel() * rows.element_size() if copied else 0
+            fixed_bytes += token_bytes * targets.numel()
+            sizes = self._sizes(rows, fixed_bytes, with_stats, chunking.max_scratch_bytes)
+            chunk_size = plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
 
         def chunk_outputs(
-            part: Tensor, part_targets: Tensor, class_weights: Tensor | None
+            chunk: Tensor, chunk_targets: Tensor, class_weights: Tensor | None
         ) -> tuple[Tensor | None, ...]:
-            logits = self.proj(part)
-            made = token_cross_entropy(logits, part_targets, class_weights, options, with_stats)
+            logits = self.proj(chunk)
+            made = token_cross_entropy(logits, chunk_targets, class_weights, options, with_stats)
             stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
             return made.token_loss, made.z_loss, *stats
 
         made = [
             # Every tensor an argument: one changed before backward is then noticed.
             checkpoint(
-                chunk_outputs, rows[part], row_targets[part], class_weights, use_reentrant=False
+                chunk_outputs, rows[chunk], row_targets[chunk], class_weights, use_reentrant=False
             )
-            for part in parts(len(rows), chunk_size)
+            for chunk in chunks(len(rows), chunk_size)
         ]
-        tokens = [torch.cat(x) for x in zip(*made)]
-        if taken is not None:
-            tokens = [put_rows(x, taken, targets.flatten(), ignore_index) for x in tokens]
-        loss, z_loss, *stats = (x.view(targets.shape) for x in tokens)
+        tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
+        loss, z_loss, *stats = tokens
         out = CrossEntropyOutput(loss, z_loss.detach(), loss, *stats)
         if reduction == "none":
             return out
         divisor = loss_divisor(
-            targets, reduction, normalizer, class_weights, ignore_index, loss.dtype
+            targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
         )
-        return summed(out, divisor)
+        return reduce_tokens(out, divisor)
 
-    def _chunk(
-        self, rows: Tensor, max_scratch_bytes: int | None, logit_bytes: int, fixed_bytes: int
-    ) -> int:
-        """How many rows (rows, hidden) a swapped projection is called with at a time."""
+    def _sizes(
+        self, rows: Tensor, fixed_bytes: int, with_stats: bool, max_scratch_bytes: int | None
+    ) -> Sizes:
+        """What the calls of a swapped projection with rows (rows, hidden) take memory for."""
+        narrow = rows.element_size()
+        wide_bytes = compute_dtype(rows).itemsize * wide_copies(rows, with_stats)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
             sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
             if rows.requires_grad:  # and joins those of the chunks' rows
-                fixed_bytes += rows.numel() * rows.element_size()
-        sizes = Sizes(
+                fixed_bytes += rows.numel() * narrow
+        return Sizes(
             len(rows),
             self.vocab_size,
-            logit_bytes,
+            # The projection's result, its gradient and float32 copies of either, or the loss's.
+            logit_bytes=max(2 * narrow + 16, narrow + wide_bytes),
             accumulator_bytes=sums,
             fixed_bytes=fixed_bytes,
-            second_loop=False,
+            vocab_loop=False,
         )
-        return plan_chunks(sizes, max_scratch_bytes).rows
 
 
-def _check_known(caller: str, options: dict[str, Any], known: frozenset[str]) -> None:
+def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:
     # A list: torch 2.11's Dynamo does not take one set of names from another.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")

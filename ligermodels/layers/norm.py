@@ -48,7 +48,9 @@ class RMSNorm(nn.RMSNorm):
     @overload
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or x + residual.
 
         Args: x, residual (..., hidden_size).
@@ -96,7 +98,9 @@ class LayerNorm(nn.LayerNorm):
     @overload
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or x + residual.
 
         Args: x, residual (..., hidden_size).

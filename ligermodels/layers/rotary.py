@@ -1,10 +1,12 @@
 """Rotary position embedding: the angles of every rope type that HF configs name."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -48,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = self._frequencies()
         self.register_buffer("inv_freq", frequencies.to(torch.empty(0).device), persistent=False)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[override]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         # Derived, never converted: `model.to(torch.bfloat16)` must not round frequencies, and
         # `to_empty` must not leave them unset.

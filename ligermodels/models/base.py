@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
@@ -27,6 +28,7 @@ from ligermodels.layers.attention_mask import (
     positions_from_cu_seqlens,
 )
 from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
@@ -92,7 +94,7 @@ class DecoderModel(HFModel):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
-        **loss_options: Any,
+        **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Hidden states after the final norm, or with labels the head's output. Never logits.
 
@@ -109,7 +111,8 @@ class DecoderModel(HFModel):
                 position_ids, positions count the padding, as in HF. With a cache it covers the
                 cached tokens too.
             cache: a `ligermodels.KVCache`, for inference.
-            loss_options: as in `LossHead.forward` (normalizer, reduction, label_smoothing, ...).
+            loss_options: as in `LossHead.forward` (normalizer, or by its other name
+                num_items_in_batch, reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
             ValueError: inputs that contradict each other or cannot be honoured.

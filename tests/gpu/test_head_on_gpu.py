@@ -249,11 +249,11 @@ def head_for(name: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("budget, in_forward", [(BUDGET, True), (SMALL, False)])
 def test_the_budgets_of_the_steps(monkeypatch, budget, in_forward) -> None:
-    """Each takes the loop by columns; the larger leaves room for gradients between the passes."""
+    """Each takes the vocabulary loop; the larger has room for gradients between the passes."""
     plans = spy_on_the_plan(monkeypatch)
     loss_step(max_scratch_bytes=budget)(*head(512, 64, 1000))
-    assert all(plan.columns is not None and plan.in_forward == in_forward for plan in plans)
-    assert plans
+    (plan,) = plans
+    assert plan.vocab_block is not None and plan.grads_in_forward == in_forward
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -385,5 +385,5 @@ def test_blocks_of_columns_past_two_to_the_31_logits(monkeypatch) -> None:
         grad = torch.autograd.grad(loss, weight)[0]
         results.append((loss, grad[:500], grad[columns - 500 : columns + 500], grad[-500:]))
     close(*results)
-    assert (plans[0].columns, plans[0].column_rows) == (columns, rows)
+    assert (plans[0].vocab_block, plans[0].block_chunk_size) == (columns, rows)
     assert rows * columns > 2**31

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ligermodels.layers import HeadOutput, LossHead
 from tests.layers.heads import (
@@ -90,6 +91,19 @@ def test_the_output_holds_nothing_unasked() -> None:
     assert out.loss.shape == out.z_loss.shape == out.num_valid.shape == ()
     assert out.num_valid.dtype == torch.int64
     assert out.z_loss.item() == 0
+
+
+def test_the_output_is_a_tuple_with_the_loss_first() -> None:
+    """DeepSpeed's and HF's trainers take output[0]; wrappers look for its tensors as a pytree."""
+    head, _ = make()
+    out = head(*data(), return_token_loss=True)
+    assert isinstance(out, tuple) and out[0] is out.loss
+    leaves, structure = tree_flatten(out)
+    assert [x is y for x, y in zip(leaves, out)] == [True] * len(out)
+    assert isinstance(tree_unflatten(leaves, structure), HeadOutput)
+    torch._dynamo.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    assert isinstance(compiled(*data()), HeadOutput)
 
 
 @pytest.mark.parametrize("kind", KINDS)

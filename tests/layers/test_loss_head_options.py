@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
+from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS
 from ligermodels.layers import LossHead
-from ligermodels.layers.loss_head import LOG_PROB_OPTIONS, LOSS_OPTIONS
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
@@ -43,6 +44,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "max_valid": (3, "max_valid=3 bounds the rows taken under skip_ignored"),
     "return_token_stats": (2, "return_token_stats=2; expected True or False"),
 }
+
+
+def test_the_options_are_the_keywords_of_the_ops() -> None:
+    ops = ((linear_cross_entropy, LOSS_OPTIONS), (linear_log_probs, LOG_PROB_OPTIONS | {"entropy"}))
+    for op, options in ops:
+        parameters = inspect.signature(op).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == options
 
 
 @pytest.mark.parametrize("option", sorted(LOSS_OPTIONS))
@@ -147,6 +155,24 @@ def test_devices_that_differ_are_named(kind: str) -> None:
             op(targets, class_weights=elsewhere)
         with pytest.raises(ValueError, match="targets are on meta; expected cpu"):
             op(targets.to("meta"))
+
+
+@pytest.mark.parametrize("kind", ["own", "swapped"])
+@pytest.mark.parametrize("count", [40, torch.tensor(40)], ids=str)
+def test_num_items_in_batch_is_another_name_of_normalizer(kind: str, count: Any) -> None:
+    """HF's Trainer passes it; None stands for nothing, and the call's beats the constructor's."""
+    head, _, _ = build(kind, normalizer=7)
+    hidden, targets = data()
+    expected = head(hidden, targets, normalizer=count).loss
+    for options in ({}, {"normalizer": None}):
+        loss = head(hidden, targets, num_items_in_batch=count, **options).loss
+        assert torch.equal(loss, expected)
+    loss = head(hidden, targets, num_items_in_batch=None).loss
+    assert torch.equal(loss, head(hidden, targets).loss)
+    with pytest.raises(ValueError, match="normalizer and num_items_in_batch are two names"):
+        head(hidden, targets, normalizer=3, num_items_in_batch=count)
+    with pytest.raises(ValueError, match=r"normalizer=-1; expected a number >= 0"):
+        head(hidden, targets, num_items_in_batch=-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

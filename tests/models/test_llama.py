@@ -83,6 +83,17 @@ def test_loss_is_the_forward_loss() -> None:
     assert smooth.item() == pytest.approx((expected + z).item(), rel=1e-5)
 
 
+def test_loss_of_num_items_in_batch() -> None:
+    """As HF's Trainer passes it where steps accumulate gradients."""
+    model = tiny_model()
+    ids, labels = tokens()
+    expected = model(ids, labels=labels, normalizer=50).loss
+    for count in (50, torch.tensor(50)):
+        assert torch.equal(model(ids, labels=labels, num_items_in_batch=count)[0], expected)
+    with pytest.raises(ValueError, match="normalizer and num_items_in_batch"):
+        model(ids, labels=labels, num_items_in_batch=50, normalizer=50)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_mask(side: str) -> None:
     """As in transformers, with position_ids 0, 1, 2, ... whatever the mask."""

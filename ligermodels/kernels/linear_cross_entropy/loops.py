@@ -1,4 +1,10 @@
-"""The loops of the loss head: over rows of tokens, and over columns of the vocabulary."""
+"""The two loops of the loss head: over chunks of tokens, and over blocks of the vocabulary.
+
+Both take a chunk's logits and their gradient from `chunk_logits_grad`. Where the vocabulary is
+split over ranks, each of which holds the weights of a slice of the classes, that function is where
+the ranks' logsumexps and target logits would be reduced over their group, before the gradient is
+made; `token_loop` would reduce one thing more, the product that is a chunk's gradient of hidden.
+"""
 
 from typing import NamedTuple
 
@@ -8,251 +14,183 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy.chunk_plan import Plan
-from ligermodels.kernels.linear_cross_entropy.valid_rows import take_rows
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
+from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
 from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
 
 
-class Wants(NamedTuple):
-    """Which gradients are asked for."""
+class NeedsGrad(NamedTuple):
+    """Which gradients are needed, or made by one loop."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
 
 
-class Task(NamedTuple):
-    """What a head is asked and how it goes about it: all that gets no gradient."""
+class LossArgs(NamedTuple):
+    """All that the loss of a linear head depends on besides hidden, weight and bias."""
 
     targets: Tensor  # (rows) int64
-    taken: Tensor | None  # (rows) positions of the rows taken, or all; see `valid_rows`
+    row_index: Tensor | None  # (rows) positions of the rows to gather, or all; see `valid_rows`
     class_weights: Tensor | None  # (vocab)
     options: CrossEntropyOptions
-    plan: Plan
-    wants: Wants
-    with_stats: bool = False
-    few_rows: bool = False  # whether the gradient of all logits is smaller than one that is wanted
-
-    def holds_logits(self) -> bool:
-        """Whether forward keeps the gradient of the logits, and backward makes the others of it."""
-        return self.few_rows and self.plan.columns is None and len(self.targets) <= self.plan.rows
-
-    def by_columns(self) -> bool:
-        """Whether the gradients of weight and bias are left to `column_loop`."""
-        return self.plan.columns is not None and self.wants.weight
+    plan: ChunkPlan
+    needs_grad: NeedsGrad
+    with_stats: bool
 
 
 class Head(NamedTuple):
-    """A linear head, the hidden states it is given, and its task."""
+    """A linear head, the hidden states that it is given, and the arguments of its loss."""
 
     hidden: Tensor  # (positions, in)
     weight: Tensor  # (vocab, in)
     bias: Tensor | None  # (vocab)
-    task: Task
+    args: LossArgs
 
-    def rows(self, part: slice) -> Tensor:
-        """The hidden states of some rows."""
-        if self.task.taken is None:
-            return self.hidden[part]
-        return take_rows(self.hidden, self.task.taken[part])
-
-    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """The logits of some rows of hidden for some classes."""
-        bias = None if self.bias is None else self.bias[columns]
-        return F.linear(hidden, self.weight[columns], bias)
+    def rows(self, chunk: slice) -> Tensor:
+        """The hidden states of a chunk of tokens, gathered."""
+        index = self.args.row_index
+        return self.hidden[chunk] if index is None else gather(self.hidden, index[chunk])
 
 
-class Upstream(NamedTuple):
-    """Gradients with respect to what the head says of each row; `loss` may be one for all."""
+class OutputGrads(NamedTuple):
+    """Gradients with respect to the loss and the statistics of each row; one may serve all."""
 
     loss: Tensor  # (rows) or (1,)
     stats: StatsScale | None = None
 
-    def part(self, rows: slice) -> "Upstream":
-        """Those of some rows."""
-        loss = self.loss if self.loss.numel() == 1 else self.loss[rows]
+    def rows(self, chunk: slice) -> "OutputGrads":
+        """Those of a chunk of tokens."""
+        loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
         if self.stats is None:
-            return Upstream(loss)
-        return Upstream(loss, StatsScale(*(None if x is None else x[rows] for x in self.stats)))
+            return OutputGrads(loss)
+        return OutputGrads(loss, StatsScale(*(None if x is None else x[chunk] for x in self.stats)))
 
 
-class Rows(NamedTuple):
-    """What the row loop makes; each gradient is None unless it is wanted and made there."""
+class TokenLoss(NamedTuple):
+    """What `token_loop` makes; a gradient is None where it was not asked for."""
 
-    loss: Tensor
+    loss: Tensor  # (rows), like the z-loss
     z_loss: Tensor
-    lse: Tensor
-    grad_hidden: Tensor | None = None
-    grad_weight: Tensor | None = None
-    grad_bias: Tensor | None = None
-    grad_logits: Tensor | None = None
+    lse: Tensor  # (rows, 2), see `reference.cross_entropy_rows`
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
 
 
-def parts(rows: int, chunk: int) -> list[slice]:
-    """The chunks of rows, at least one; compiled, one graph for all `rows` of as many chunks."""
-    starts = [i * chunk for i in range(max(1, -(-rows // chunk)))]  # a range to `rows` would fix it
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], rows])]
-
-
-def row_loop(
+def chunk_logits_grad(
     head: Head,
-    upstream: Upstream | None = None,
+    hidden: Tensor,
+    chunk: slice,
+    grad_output: OutputGrads | None = None,
     lse: Tensor | None = None,
     stats: TokenStats | None = None,
-    hold_logits: bool = False,
-) -> Rows:
-    """Chunk of rows by chunk of rows: the loss and, given upstream, the gradients wanted.
+    block: slice | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss, z-loss and logsumexp of a chunk of tokens, and the gradient of its logits.
 
-    With hold_logits, for a single chunk, the gradient of the logits and no other.
-
-    With an lse from an earlier pass the losses may be anything. The weight gradient comes in the
-    weight's dtype from a single chunk (float32 where that is float16) and as a float32 sum from
-    several; where the plan has columns, it and the bias's are left to `column_loop`. stats is
-    filled where given.
+    Args: hidden, the chunk's rows; grad_output, lse and stats are of all rows; stats is filled
+        where given. block takes some classes alone, which needs an lse of an earlier pass.
+    Returns: (chunk), (chunk), (chunk, 2) and (chunk, classes), or None without grad_output. With
+        an lse the losses may be anything.
     """
-    hidden, weight, _, task = head
-    targets, taken, chunk = task.targets, task.taken, task.plan.rows
-    rows, everything = len(targets), slice(None)
-    ops, dtype = select("cross_entropy", hidden), compute_dtype(hidden)
-    wants = task.wants
-    if upstream is None or hold_logits:
-        wants = Wants(hidden=False, weight=False, bias=False)
-    elif task.plan.columns is not None:
-        wants = Wants(wants.hidden, weight=False, bias=False)
-    if not (any(wants) or hold_logits):
-        upstream = None
-    grad_hidden = grad_weight = grad_bias = grad_logits = None
-    if wants.hidden and taken is None:
+    _, weight, bias, args = head
+    if block is not None:
+        weight, bias = weight[block], None if bias is None else bias[block]
+    grads = None if grad_output is None else grad_output.rows(chunk)
+    return select("cross_entropy", hidden).cross_entropy_rows(
+        F.linear(hidden, weight, bias),
+        args.targets[chunk],
+        None if grads is None else grads.loss,
+        None if lse is None else lse[chunk],
+        args.class_weights,
+        args.options,
+        True,
+        stats=None if stats is None else TokenStats(*(x[chunk] for x in stats)),
+        stats_scale=None if grads is None else grads.stats,
+        first_column=0 if block is None else block.start,
+        vocab=len(head.weight),
+    )
+
+
+def token_loop(
+    head: Head,
+    needs_grad: NeedsGrad,
+    grad_output: OutputGrads | None = None,
+    lse: Tensor | None = None,
+    stats: TokenStats | None = None,
+) -> TokenLoss:
+    """Chunk of tokens by chunk of tokens: the loss and, given grad_output, the gradients needed.
+
+    With an lse of an earlier pass the losses may be anything. A single chunk makes the weight
+    gradient in the weight's dtype (float32 where that is float16); several make a float32 sum.
+    stats is filled where given.
+    """
+    hidden, weight, _, args = head
+    index, chunk_size = args.row_index, args.plan.chunk_size
+    rows, dtype = len(args.targets), compute_dtype(hidden)
+    if grad_output is None or not any(needs_grad):
+        grad_output, needs_grad = None, NeedsGrad()
+    grad_hidden = grad_weight = grad_bias = None
+    if needs_grad.hidden and index is None:
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    elif wants.hidden:
-        grad_hidden = _padded_zeros(hidden)
-    if wants.bias:
+    elif needs_grad.hidden:
+        grad_hidden = zeros_to_scatter_into(hidden)
+    if needs_grad.bias:
         grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
-    losses, z_losses, lses = [], [], []
-    for part in parts(rows, chunk):
-        part_hidden = head.rows(part)
-        logits = head.logits(part_hidden, everything)
-        scale = None if upstream is None else upstream.part(part)
-        loss, z_loss, part_lse, grad = ops.cross_entropy_rows(
-            logits,
-            targets[part],
-            None if scale is None else scale.loss,
-            None if lse is None else lse[part],
-            task.class_weights,
-            task.options,
-            True,
-            stats=None if stats is None else TokenStats(*(x[part] for x in stats)),
-            stats_scale=None if scale is None else scale.stats,
-        )
-        losses.append(loss)
-        z_losses.append(z_loss)
-        lses.append(part_lse)
+    made = []
+    for chunk in chunks(rows, chunk_size):
+        chunk_hidden = head.rows(chunk)
+        *losses, grad = chunk_logits_grad(head, chunk_hidden, chunk, grad_output, lse, stats)
+        made.append(losses)
         if grad is not None:
-            if grad_hidden is not None and taken is None:
-                _product_into(grad_hidden, part, grad, weight)
-            elif grad_hidden is not None and taken is not None:
-                grad_hidden.index_copy_(0, taken[part], grad @ weight)
+            if grad_hidden is not None and index is None:
+                _product_into(grad_hidden, chunk, grad, weight)
+            elif grad_hidden is not None and index is not None:
+                grad_hidden.index_copy_(0, index[chunk], grad @ weight)
             # A float16 sum over the tokens, divided only in backward, could overflow.
-            if wants.weight and chunk >= rows and hidden.dtype != torch.float16:
-                grad_weight = grad.t() @ part_hidden
-            elif wants.weight:
-                grad_weight = add_product(grad_weight, grad.t(), part_hidden)
+            if needs_grad.weight and chunk_size >= rows and hidden.dtype != torch.float16:
+                grad_weight = grad.t() @ chunk_hidden
+            elif needs_grad.weight:
+                grad_weight = add_product(grad_weight, grad.t(), chunk_hidden)
             if grad_bias is not None:
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
-            if hold_logits:
-                grad_logits = grad
-        del part_hidden, logits, grad  # before the next chunk's logits are made
-
-    def join(made: list[Tensor]) -> Tensor:
-        return made[0] if len(made) == 1 else torch.cat(made)
-
+        del chunk_hidden, grad  # before the next chunk's logits are made
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
-    made = grad_hidden, grad_weight, grad_bias, grad_logits
-    return Rows(join(losses), join(z_losses), join(lses), *made)
+    loss, z_loss, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made))
+    return TokenLoss(loss, z_loss, lse, grad_hidden, grad_weight, grad_bias)
 
 
-def _padded_zeros(hidden: Tensor) -> Tensor:
-    """Room for the gradient of hidden, and of the padding among the rows taken behind it."""
-    return hidden.new_zeros(len(hidden) + 1, hidden.shape[1])
-
-
-def held_gradients(
-    grad_logits: Tensor,
-    scale: Tensor,
-    hidden: Tensor,
-    taken: Tensor | None,
-    weight: Tensor | None,
-    want_bias: bool,
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Gradients of hidden, weight and bias from that of all logits, times a scale.
-
-    Nothing of the weight's size is scaled, but the rows of hidden before the product. In float16
-    they could overflow or vanish: there it is the product, made in float32.
-
-    Args: grad_logits (rows, vocab); scale of one element; hidden (positions, in); taken, see
-        `Task`; weight (vocab, in), or None where the gradient of hidden is not wanted.
-    """
-    ops, dtype = select("cross_entropy", hidden), hidden.dtype
-    rows = hidden if taken is None else take_rows(hidden, taken)
-    grad_hidden = grad_bias = None
-    if dtype == torch.float16:
-        grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, dtype)
-    else:
-        grad_weight = grad_logits.t() @ ops.scaled(rows, scale, dtype)
-    del rows
-    if weight is not None:
-        grad_hidden = ops.scaled(grad_logits @ weight, scale, dtype)
-        if taken is not None:
-            padded = _padded_zeros(hidden).index_copy_(0, taken, grad_hidden)
-            grad_hidden = padded[: len(hidden)]
-    if want_bias:
-        grad_bias = ops.scaled(grad_logits.sum(0, dtype=compute_dtype(hidden)), scale, dtype)
-    return grad_hidden, grad_weight, grad_bias
-
-
-def column_loop(head: Head, upstream: Upstream, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tensor, Tensor | None]:
     """Block of classes by block of classes: the gradients of weight and bias, in their dtypes.
 
-    The logits are made once more. No accumulator of the weight's size: a block is finished before
-    the next begins.
+    The logits are computed once more. There is no accumulator of the weight's size: a block is
+    finished before the next begins.
     """
-    hidden, weight, bias, task = head
-    targets, columns, chunk = task.targets, task.plan.columns, task.plan.column_rows
-    rows, vocab = len(targets), len(weight)
-    assert columns is not None, "the plan has no column loop"
-    ops, dtype = select("cross_entropy", hidden), compute_dtype(hidden)
+    hidden, weight, bias, args = head
+    vocab_block, chunk_size = args.plan.vocab_block, args.plan.block_chunk_size
+    assert vocab_block is not None, "the plan has no blocks of the vocabulary"
+    rows, vocab, dtype = len(args.targets), len(weight), compute_dtype(hidden)
     grad_weight = torch.empty_like(weight)  # in its layout: autograd would copy any other
     grad_bias = None
-    if task.wants.bias and bias is not None:
+    if args.needs_grad.bias and bias is not None:
         grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    for first in range(0, vocab, columns):
-        block = slice(first, min(first + columns, vocab))
+    for first in range(0, vocab, vocab_block):
+        block = slice(first, min(first + vocab_block, vocab))
         total = bias_total = None
-        for part in parts(rows, chunk):
-            part_hidden = head.rows(part)
-            logits = head.logits(part_hidden, block)
-            scale = upstream.part(part)
-            *_, grad = ops.cross_entropy_rows(
-                logits,
-                targets[part],
-                scale.loss,
-                lse[part],
-                task.class_weights,
-                task.options,
-                True,
-                stats_scale=scale.stats,
-                first_column=first,
-                vocab=vocab,
-            )
-            if chunk >= rows:
-                _product_into(grad_weight, block, grad.t(), part_hidden)
+        for chunk in chunks(rows, chunk_size):
+            chunk_hidden = head.rows(chunk)
+            *_, grad = chunk_logits_grad(head, chunk_hidden, chunk, grad_output, lse, block=block)
+            assert grad is not None
+            if chunk_size >= rows:
+                _product_into(grad_weight, block, grad.t(), chunk_hidden)
             else:
-                total = add_product(total, grad.t(), part_hidden)
+                total = add_product(total, grad.t(), chunk_hidden)
             if grad_bias is not None:
-                part_bias = grad.sum(0, dtype=dtype)
-                bias_total = part_bias if bias_total is None else bias_total + part_bias
-            del part_hidden, logits, grad  # before the next block's logits are made
+                chunk_bias = grad.sum(0, dtype=dtype)
+                bias_total = chunk_bias if bias_total is None else bias_total + chunk_bias
+            del chunk_hidden, grad  # before the next block's logits are made
         if total is not None:
             grad_weight[block] = total
         if grad_bias is not None and bias_total is not None:

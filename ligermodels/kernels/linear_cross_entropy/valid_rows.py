@@ -3,31 +3,22 @@
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.loss_options import ChunkOptions
 
 
-def valid_rows(
-    targets: Tensor, ignore_index: int, skip_ignored: bool, max_valid: int | None
-) -> Tensor | None:
-    """Positions of the targets that count, or None where all rows are to be taken.
+def valid_rows(targets: Tensor, ignore_index: int, chunking: ChunkOptions) -> Tensor | None:
+    """The positions of the targets that are not ignored, or None where all rows are taken.
 
-    Args: targets (rows) int64; max_valid, an upper bound on how many count that the host knows.
-    Returns: (valid) int64, found with one synchronisation; or (min(max_valid, rows)) without any,
-        `rows` itself behind the valid ones. What a bound too small leaves out is NaN in `put_rows`.
+    Args: targets (rows) int64; chunking.max_valid, an upper bound on how many are not ignored.
+    Returns: int64 (valid), found with one host synchronisation; with max_valid (min(max_valid,
+        rows)) without any, padded with `rows` behind the valid ones. Values of the rows that too
+        small a bound leaves out are NaN in `scatter`.
     Raises:
-        ValueError: max_valid is no count, has nothing to bound, or (on CPU in eager mode) is too
-            small.
+        ValueError: max_valid is too small, found on CPU in eager mode alone.
         RuntimeError: the count would have to be read back under torch.compile or graph capture.
     """
-    if max_valid is not None:
-        if not skip_ignored:
-            raise ValueError(
-                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored; "
-                "set skip_ignored=True"
-            )
-        max_valid = check_count("loss head", "max_valid", max_valid, 0)
-    rows = len(targets)
-    if not skip_ignored or rows == 0:
+    rows, max_valid = len(targets), chunking.max_valid
+    if not chunking.skip_ignored or rows == 0:
         return None
     valid = targets != ignore_index
     compiling = torch.compiler.is_compiling()
@@ -46,25 +37,38 @@ def valid_rows(
     return torch.nonzero_static(valid, size=min(max_valid, rows), fill_value=rows).squeeze(1)
 
 
-def take_targets(targets: Tensor, index: Tensor, ignore_index: int) -> Tensor:
-    """The targets at these positions, ignore_index at the padding behind them."""
+def gather_targets(targets: Tensor, index: Tensor | None, ignore_index: int) -> Tensor:
+    """The targets (rows) at these positions, or all; ignore_index at the padding behind them."""
+    if index is None:
+        return targets
     rows = len(targets)
-    taken = targets[index.clamp(max=rows - 1)]
-    return torch.where(index < rows, taken, ignore_index)
+    gathered = targets[index.clamp(max=rows - 1)]
+    return torch.where(index < rows, gathered, ignore_index)
 
 
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows of x at these positions; padding is zero, whatever the rows left out hold."""
-    taken = x.index_select(0, index.clamp(max=len(x) - 1))
-    return taken.masked_fill(index[:, None] == len(x), 0.0)
+def gather(x: Tensor, index: Tensor | None) -> Tensor:
+    """The rows of x at these positions, or all; padding is zero, whatever the rest of x holds."""
+    if index is None:
+        return x
+    gathered = x.index_select(0, index.clamp(max=len(x) - 1))
+    return gathered.masked_fill(index[:, None] == len(x), 0.0)
 
 
-def put_rows(values: Tensor, index: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """Values of the rows taken, back in the place of each; 0 where the target is ignored.
+def scatter(values: Tensor, index: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
+    """The values of gathered rows, back in the place of each, in the shape of the targets (...).
 
-    Differentiable in values. A valid target that was left out gets NaN.
+    Differentiable in values. A row that was not gathered is 0 where its target is ignored, and NaN
+    where it is not.
     """
-    rows = values.new_zeros(len(targets) + 1)  # one to spare for the padding
+    if index is None:
+        return values.view(targets.shape)
+    flat = targets.flatten()
+    rows = values.new_zeros(len(flat) + 1)  # one to spare for the padding
     if values.is_floating_point():
-        rows[:-1].masked_fill_(targets != ignore_index, float("nan"))
-    return rows.index_copy(0, index, values)[:-1]
+        rows[:-1].masked_fill_(flat != ignore_index, float("nan"))
+    return rows.index_copy(0, index, values)[:-1].view(targets.shape)
+
+
+def zeros_to_scatter_into(hidden: Tensor) -> Tensor:
+    """Zeros of hidden's shape for the gradients of gathered rows, and a row for the padding."""
+    return hidden.new_zeros(len(hidden) + 1, hidden.shape[1])

@@ -4,8 +4,12 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dtypes import cast, compute_dtype
-from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
-from ligermodels.kernels.target_weights import target_weight_sum
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOptions,
+    StatsScale,
+    TokenStats,
+    target_weight_sum,
+)
 
 
 def cross_entropy_rows(

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy
-from ligermodels.kernels.linear_cross_entropy.chunk_plan import Plan
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.linear_cross_entropy.test_functions import (
@@ -26,17 +26,18 @@ from tests.kernels.scratch import peak_scratch
 from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
 
 
-def spy_on_the_plan(monkeypatch) -> list[Plan]:
+def spy_on_the_plan(monkeypatch) -> list[ChunkPlan]:
     """The plans of the calls to come."""
     module = import_module("ligermodels.kernels.linear_cross_entropy.functions")
-    plans: list[Plan] = []
-    inner = module.row_loop
+    plans: list[ChunkPlan] = []
+    inner = module._head
 
-    def spy(head, *args, **kwargs):
-        plans.append(head.task.plan)
-        return inner(head, *args, **kwargs)
+    def spy(*args, **kwargs):
+        head = inner(*args, **kwargs)
+        plans.append(head.args.plan)
+        return head
 
-    monkeypatch.setattr(module, "row_loop", spy)
+    monkeypatch.setattr(module, "_head", spy)
     return plans
 
 
@@ -56,8 +57,8 @@ def test_budget_reaches_the_chunks(place, monkeypatch) -> None:
     linear_cross_entropy(**made, max_scratch_bytes=least)
     linear_cross_entropy(**made, max_scratch_bytes=2**40)
     linear_cross_entropy(**made, max_scratch_bytes=1, chunk_size=9)
-    assert plans[0].rows == 1 and plans[0].columns is not None
-    assert plans[1:] == [Plan(40), Plan(9)]
+    assert plans[0].chunk_size == 1 and plans[0].vocab_block is not None
+    assert plans[1:] == [ChunkPlan(40), ChunkPlan(9)]
 
 
 @pytest.mark.parametrize("extra", [0, 1, 4, 12])
@@ -70,7 +71,7 @@ def test_budgets_without_an_accumulator(place, monkeypatch, name, reduction, ext
     plans = spy_on_the_plan(monkeypatch)
     made |= {"reduction": reduction, "max_scratch_bytes": budget}
     compare(ours, formula, made, place, constant=CONSTANT)
-    assert all(plan.columns is not None for plan in plans)
+    assert all(plan.vocab_block is not None for plan in plans)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -239,10 +240,10 @@ def test_backward_of_one_chunk_stays_in_the_budget(
 
         plans.clear()
         _, backward = peak_scratch(forward, tuple(leaves.values()))
-        if plans[0].columns is None and plans[0].rows >= rows:
+        if plans[0].vocab_block is None and plans[0].chunk_size >= rows:
             held += 1
             # Where backward makes the logits again, plain PyTorch takes copies of them.
-            again = reduction == "none" or not plans[0].in_forward
+            again = reduction == "none" or not plans[0].grads_in_forward
             copies = 8 * 4 * rows * vocab if again else 0
             assert backward <= budget + copies, f"{backward} of {budget}"
     assert held
@@ -250,7 +251,7 @@ def test_backward_of_one_chunk_stays_in_the_budget(
 
 @pytest.mark.skipif(INTERPRETING, reason="each launch keeps copies there")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_budget_with_a_weight_in_columns(place, reduction) -> None:
+def test_a_budget_with_a_weight_in_column_order(place, reduction) -> None:
     """The weight's gradient comes in the weight's own layout, or autograd would copy all of it."""
     hidden = random(200, 64, seed=1).to(place.dtype).to(place.device).requires_grad_()
     weight = random(64, 3000, seed=2).to(place.dtype).to(place.device).t().requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     DEFAULT_LOGITS_BYTES,
     MIN_ACCUMULATED_ROWS,
-    Plan,
+    ChunkPlan,
     Sizes,
     plan_chunks,
 )
@@ -23,24 +23,25 @@ def head(rows: int, width: int, vocab: int, gathered: bool = False) -> Sizes:
         logit_bytes=2,
         hidden_bytes=2 * width if gathered else 0,
         accumulator_bytes=4 * vocab * width,
-        held_bytes=2 * vocab * width,
+        saved_weight_bytes=2 * vocab * width,
         fixed_bytes=64 * rows,
     )
 
 
-def scratch(sizes: Sizes, plan: Plan) -> int:
+def scratch(sizes: Sizes, plan: ChunkPlan) -> int:
     """Bytes that a plan takes at the most, counted anew."""
     vocab, logit, hidden = sizes.vocab, sizes.logit_bytes, sizes.hidden_bytes
-    beside = sizes.fixed_bytes + (sizes.kept_bytes if plan.in_forward else 0)
-    rows = min(plan.rows, sizes.rows)
-    row_loop = rows * (vocab * logit + 2 * hidden)
-    if plan.columns is not None:
-        wide = sizes.accumulator_bytes // vocab if plan.column_rows < sizes.rows else 0
-        columns = plan.columns * (plan.column_rows * logit + wide) + plan.column_rows * hidden
-        return beside + max(row_loop, columns)
-    if plan.rows < sizes.rows:
-        return beside + row_loop + sizes.accumulator_bytes
-    return beside + row_loop + (sizes.held_bytes if plan.in_forward else 0)
+    beside = sizes.fixed_bytes + (sizes.saved_hidden_bytes if plan.grads_in_forward else 0)
+    rows = min(plan.chunk_size, sizes.rows)
+    token_loop = rows * (vocab * logit + 2 * hidden)
+    if plan.vocab_block is not None:
+        block_rows = plan.block_chunk_size
+        wide = sizes.accumulator_bytes // vocab if block_rows < sizes.rows else 0
+        vocab_loop = plan.vocab_block * (block_rows * logit + wide) + block_rows * hidden
+        return beside + max(token_loop, vocab_loop)
+    if plan.chunk_size < sizes.rows:
+        return beside + token_loop + sizes.accumulator_bytes
+    return beside + token_loop + (sizes.saved_weight_bytes if plan.grads_in_forward else 0)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -50,56 +51,56 @@ def scratch(sizes: Sizes, plan: Plan) -> int:
 @pytest.mark.parametrize("rows", [1, 1000, 8192, 131072])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered, keeps) -> None:
-    sizes = head(rows, width, vocab, gathered)._replace(kept_bytes=2 * rows * width * keeps)
+    sizes = head(rows, width, vocab, gathered)._replace(saved_hidden_bytes=2 * rows * width * keeps)
     plan = plan_chunks(sizes, budget * MIB)
     assert scratch(sizes, plan) <= budget * MIB
-    assert plan.in_forward or 2 * sizes.kept_bytes > budget * MIB - sizes.fixed_bytes
-    if plan.columns is not None:
+    assert plan.grads_in_forward or 2 * sizes.saved_hidden_bytes > budget * MIB - sizes.fixed_bytes
+    if plan.vocab_block is not None:
         # A block is as tall as it may be and no narrower than matrix products like, or all there is
-        assert plan.columns >= 128 or plan.column_rows == 1 or not gathered
-        covered = -(-rows // plan.column_rows) * plan.column_rows
+        assert plan.vocab_block >= 128 or plan.block_chunk_size == 1 or not gathered
+        covered = -(-rows // plan.block_chunk_size) * plan.block_chunk_size
         assert covered >= rows
 
 
 def test_one_chunk_where_all_rows_fit() -> None:
     sizes = head(1000, 64, 5000)
     enough = 64 * 1000 + 2 * 1000 * 5000 + 2 * 5000 * 64
-    assert plan_chunks(sizes, enough) == Plan(1000)
-    assert plan_chunks(sizes, enough - 1) != Plan(1000)
-    assert plan_chunks(sizes, None) == Plan(1000)
+    assert plan_chunks(sizes, enough) == ChunkPlan(1000)
+    assert plan_chunks(sizes, enough - 1) != ChunkPlan(1000)
+    assert plan_chunks(sizes, None) == ChunkPlan(1000)
 
 
 def test_the_gradient_held_for_backward_counts() -> None:
     """Few rows: their logits are small, but a single chunk holds a whole weight gradient."""
     sizes = head(16, 4096, 128256)
-    assert plan_chunks(sizes, 100 * MIB).columns is not None
-    assert plan_chunks(sizes._replace(held_bytes=0), 100 * MIB) == Plan(16)
+    assert plan_chunks(sizes, 100 * MIB).vocab_block is not None
+    assert plan_chunks(sizes._replace(saved_weight_bytes=0), 100 * MIB) == ChunkPlan(16)
 
 
 def test_gradients_wait_for_backward_where_forward_could_not_keep_them() -> None:
-    sizes = head(8192, 4096, 128256)._replace(kept_bytes=2 * 8192 * 4096)
-    assert plan_chunks(sizes, 128 * MIB + sizes.fixed_bytes).in_forward
-    assert not plan_chunks(sizes, 127 * MIB).in_forward
-    assert plan_chunks(sizes, None).in_forward
+    sizes = head(8192, 4096, 128256)._replace(saved_hidden_bytes=2 * 8192 * 4096)
+    assert plan_chunks(sizes, 128 * MIB + sizes.fixed_bytes).grads_in_forward
+    assert not plan_chunks(sizes, 127 * MIB).grads_in_forward
+    assert plan_chunks(sizes, None).grads_in_forward
 
 
 def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
     sizes = head(10000, 512, 32000)
     worth = sizes.fixed_bytes + sizes.accumulator_bytes + 2 * 32000 * MIN_ACCUMULATED_ROWS
-    assert plan_chunks(sizes, worth) == Plan(MIN_ACCUMULATED_ROWS)
-    assert plan_chunks(sizes, worth - 1).columns is not None
+    assert plan_chunks(sizes, worth) == ChunkPlan(MIN_ACCUMULATED_ROWS)
+    assert plan_chunks(sizes, worth - 1).vocab_block is not None
     for budget in (worth + 10**7, worth + 10**8):
         plan = plan_chunks(sizes, budget)
-        assert plan.columns is None and plan.rows % 128 == 0
+        assert plan.vocab_block is None and plan.chunk_size % 128 == 0
         assert scratch(sizes, plan) <= budget
-        fewer = -(-10000 // plan.rows) - 1
+        fewer = -(-10000 // plan.chunk_size) - 1
         longer = -(-10000 // (128 * fewer)) * 128
-        assert scratch(sizes, Plan(longer)) > budget
+        assert scratch(sizes, ChunkPlan(longer)) > budget
 
 
 def test_no_weight_gradient_needs_no_second_loop() -> None:
-    sizes = head(10000, 512, 32000)._replace(accumulator_bytes=0, held_bytes=0)
-    assert plan_chunks(sizes, 64 * 10000 + 2 * 32000 * 5) == Plan(5)
+    sizes = head(10000, 512, 32000)._replace(accumulator_bytes=0, saved_weight_bytes=0)
+    assert plan_chunks(sizes, 64 * 10000 + 2 * 32000 * 5) == ChunkPlan(5)
 
 
 def test_default() -> None:
@@ -107,12 +108,12 @@ def test_default() -> None:
     for vocab in (32000, 128256, 151936, 256000):
         for width in (576, 4096, 8192):
             plan = plan_chunks(head(10**6, width, vocab), None)
-            assert plan.columns is None and plan.rows % 128 == 0
-            assert DEFAULT_LOGITS_BYTES * 0.9 < plan.rows * vocab * 2 <= DEFAULT_LOGITS_BYTES
-    assert plan_chunks(head(512, 4096, 128256), None) == Plan(512)
+            assert plan.vocab_block is None and plan.chunk_size % 128 == 0
+            assert DEFAULT_LOGITS_BYTES * 0.9 < plan.chunk_size * vocab * 2 <= DEFAULT_LOGITS_BYTES
+    assert plan_chunks(head(512, 4096, 128256), None) == ChunkPlan(512)
     # Logits of 3.9 GiB: less than twice the float32 sum of a gradient of 256000 x 2304.
-    assert plan_chunks(head(8192, 2304, 256000), None) == Plan(8192)
-    assert plan_chunks(head(16384, 2304, 256000), None).rows < 8192
+    assert plan_chunks(head(8192, 2304, 256000), None) == ChunkPlan(8192)
+    assert plan_chunks(head(16384, 2304, 256000), None).chunk_size < 8192
 
 
 @pytest.mark.parametrize("budget", [None, 300 * MIB, 3000 * MIB])
@@ -120,7 +121,7 @@ def test_default() -> None:
 @pytest.mark.parametrize("rows", [8300, 16800, 34000])
 def test_no_piece_is_much_shorter_than_the_rest(rows, vocab, width, budget) -> None:
     plan = plan_chunks(head(rows, width, vocab), budget)
-    for total, length in ((rows, plan.rows), (vocab, plan.columns or vocab)):
+    for total, length in ((rows, plan.chunk_size), (vocab, plan.vocab_block or vocab)):
         pieces = -(-total // length)
         last = total - (pieces - 1) * length
         assert length - last < 128 * pieces
@@ -129,7 +130,7 @@ def test_no_piece_is_much_shorter_than_the_rest(rows, vocab, width, budget) -> N
 
 
 def test_a_row_larger_than_the_default_still_works() -> None:
-    assert plan_chunks(Sizes(10, 2**30, 2), None) == Plan(1)
+    assert plan_chunks(Sizes(10, 2**30, 2), None) == ChunkPlan(1)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -140,11 +141,11 @@ def test_too_small_a_budget_names_the_least(vocab, width, gathered) -> None:
         plan_chunks(sizes, 1)
     least = int(str(error.value).split()[-1])
     plan = plan_chunks(sizes, least)
-    assert plan.rows >= 1 and scratch(sizes, plan) <= least
+    assert plan.chunk_size >= 1 and scratch(sizes, plan) <= least
     with pytest.raises(ValueError, match=f"at least {least}$"):
         plan_chunks(sizes, least - 1)
 
 
 def test_nothing_to_do() -> None:
-    assert plan_chunks(head(0, 64, 1000), None) == Plan(1)
-    assert plan_chunks(head(0, 64, 1000), 10**6) == Plan(1)
+    assert plan_chunks(head(0, 64, 1000), None) == ChunkPlan(1)
+    assert plan_chunks(head(0, 64, 1000), 10**6) == ChunkPlan(1)

@@ -8,11 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    put_rows,
-    take_rows,
-    take_targets,
+    gather,
+    gather_targets,
+    scatter,
     valid_rows,
 )
+from ligermodels.kernels.loss_options import ChunkOptions
 from tests.kernels.checks import check_repeatable, compare, random
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.linear_cross_entropy.test_functions import (
@@ -62,7 +63,7 @@ def test_options_against_the_formula(place, name, reduction, chunk_size, bound) 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("bound", ["counted", "padded"])
 def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
-    """Tiles of gathered rows by columns: as many as a budget near the least makes."""
+    """Gathered rows by blocks of the vocabulary: as many as a budget near the least makes."""
     made = inputs(name="everything")
     options = {"skip_ignored": True, "max_valid": BOUNDS[bound], "reduction": reduction}
     budget = small_budget(made, place, extra, **options)
@@ -200,7 +201,7 @@ def test_what_a_bound_too_small_leaves_out_is_nan() -> None:
     """What a GPU answers: the parts of the op stand in for it here."""
     targets = torch.tensor([4, -100, 5, 6, -100])
     taken = torch.nonzero_static(targets != -100, size=2, fill_value=5).squeeze(1)
-    values = put_rows(torch.tensor([1.0, 2.0]), taken, targets, -100)
+    values = scatter(torch.tensor([1.0, 2.0]), taken, targets, -100)
     assert values[3].isnan()
     assert values[:3].tolist() == [1.0, 0.0, 2.0] and values[4] == 0
 
@@ -230,19 +231,21 @@ def test_a_bound_too_small_is_nan_on_a_gpu(reduction) -> None:
 
 def test_rows_out_and_back() -> None:
     targets = torch.tensor([-100, 3, -100, 1, 2])
-    taken = valid_rows(targets, -100, True, 4)
+    taken = valid_rows(targets, -100, ChunkOptions(skip_ignored=True, max_valid=4))
     assert taken.tolist() == [1, 3, 4, 5]
-    assert take_targets(targets, taken, -100).tolist() == [3, 1, 2, -100]
+    assert gather_targets(targets, taken, -100).tolist() == [3, 1, 2, -100]
     x = random(5, 2).requires_grad_()
-    out = take_rows(x, taken)
+    out = gather(x, taken)
     assert torch.equal(out[:3], x[[1, 3, 4]]) and (out[3] == 0).all()
     values = random(4, seed=3).requires_grad_()
-    back = put_rows(values, taken, targets, -100)
+    back = scatter(values, taken, targets, -100)
     assert torch.equal(back[[1, 3, 4]], values[:3]) and (back[[0, 2]] == 0).all()
     (grad,) = torch.autograd.grad(back, values, torch.arange(5.0).double())
     assert grad.tolist() == [1, 3, 4, 0]
-    assert valid_rows(targets, -100, False, None) is None
-    assert valid_rows(targets[:0], -100, True, None) is None
+    assert valid_rows(targets, -100, ChunkOptions()) is None
+    assert valid_rows(targets[:0], -100, ChunkOptions(skip_ignored=True)) is None
+    assert gather(x, None) is x and gather_targets(targets, None, -100) is targets
+    assert scatter(x, None, x, -100).shape == x.shape
 
 
 def test_an_ignored_row_may_hold_anything() -> None:

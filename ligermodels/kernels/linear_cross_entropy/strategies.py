@@ -1,0 +1,283 @@
+"""The strategies of the loss head: when each gradient is made, and what is saved until then.
+
+Each is an autograd Function of (hidden, weight, bias, args), the first three of which get
+gradients. The first three strategies return one loss, sum(loss) / divisor; the last one returns
+the loss of each token. `linear_cross_entropy` in functions.py says which is chosen and why.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.cross_entropy import row_scales
+from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.linear_cross_entropy.loops import (
+    Head,
+    LossArgs,
+    NeedsGrad,
+    OutputGrads,
+    add_product,
+    chunk_logits_grad,
+    token_loop,
+    vocab_loop,
+)
+from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
+from ligermodels.kernels.loss_options import TokenStats, target_weights
+
+
+class GradsInForward(torch.autograd.Function):
+    """All gradients are made in forward, from the logits at hand; backward scales them.
+
+    Three matrix products in all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        args: LossArgs,
+        divisor: Tensor,
+    ) -> tuple[Tensor, ...]:
+        head = Head(hidden, weight, bias, args)
+        grad_output, late_scale = _forward_scale(head, divisor)
+        stats = _empty_stats(head)
+        made = token_loop(head, args.needs_grad, grad_output, stats=stats)
+        ctx.save_for_backward(made.grad_hidden, made.grad_weight, made.grad_bias, late_scale)
+        ctx.dtype = hidden.dtype
+        return _mean(ctx, hidden, made.loss, made.z_loss, stats, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("loss head")
+        if grad_output is None:
+            return (None,) * 5
+        *grads, late_scale = ctx.saved_tensors
+        scale = grad_output if late_scale is None else grad_output * late_scale
+        return *(_scaled(grad, scale, ctx.dtype) for grad in grads), None, None
+
+
+class LogitsGradInForward(torch.autograd.Function):
+    """Forward saves the gradient of the logits; backward makes the others of it.
+
+    For a single chunk of few tokens, whose logits take less memory than the weight. Three matrix
+    products in all, and nothing of the weight's size is scaled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        args: LossArgs,
+        divisor: Tensor,
+    ) -> tuple[Tensor, ...]:
+        head = Head(hidden, weight, bias, args)
+        grad_output, late_scale = _forward_scale(head, divisor)
+        stats = _empty_stats(head)
+        everything = slice(0, len(args.targets))
+        loss, z_loss, _, grad_logits = chunk_logits_grad(
+            head, head.rows(everything), everything, grad_output, stats=stats
+        )
+        needed_weight = weight if args.needs_grad.hidden else None
+        ctx.save_for_backward(hidden, needed_weight, args.row_index, grad_logits, late_scale)
+        ctx.needs_bias = args.needs_grad.bias
+        return _mean(ctx, hidden, loss, z_loss, stats, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("loss head")
+        if grad_output is None:
+            return (None,) * 5
+        hidden, weight, index, grad_logits, late_scale = ctx.saved_tensors
+        scale = grad_output if late_scale is None else grad_output * late_scale
+        ops, dtype = select("cross_entropy", hidden), hidden.dtype
+        grad_hidden = grad_bias = None
+        with without_autocast(hidden):
+            rows = gather(hidden, index)
+            if dtype == torch.float16:
+                # Scaled rows could overflow or vanish: the product is scaled, made in float32.
+                grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, dtype)
+            else:
+                grad_weight = grad_logits.t() @ ops.scaled(rows, scale, dtype)
+            del rows
+            if weight is not None:
+                grad_hidden = ops.scaled(grad_logits @ weight, scale, dtype)
+                if index is not None:
+                    padded = zeros_to_scatter_into(hidden).index_copy_(0, index, grad_hidden)
+                    grad_hidden = padded[: len(hidden)]
+            if ctx.needs_bias:
+                bias_sum = grad_logits.sum(0, dtype=compute_dtype(hidden))
+                grad_bias = ops.scaled(bias_sum, scale, dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+class HiddenGradInForward(torch.autograd.Function):
+    """Forward makes the gradient of hidden; backward those of weight and bias, by `vocab_loop`.
+
+    For a budget that holds no float32 sum of the weight gradient. Four matrix products: the logits
+    are computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        args: LossArgs,
+        divisor: Tensor,
+    ) -> tuple[Tensor, ...]:
+        head = Head(hidden, weight, bias, args)
+        grad_output, late_scale = _forward_scale(head, divisor)
+        stats = _empty_stats(head)
+        needs_grad = NeedsGrad(hidden=args.needs_grad.hidden)
+        made = token_loop(head, needs_grad, grad_output, stats=stats)
+        _save_head(ctx, head, made.lse, made.grad_hidden, divisor, late_scale)
+        return _mean(ctx, hidden, made.loss, made.z_loss, stats, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("loss head")
+        if grad_output is None:
+            return (None,) * 5
+        head, lse, grad_hidden, divisor, late_scale = _saved_head(ctx)
+        scale = grad_output if late_scale is None else grad_output * late_scale
+        grad_hidden = _scaled(grad_hidden, scale, head.hidden.dtype)
+        with without_autocast(head.hidden):
+            row_scale = OutputGrads((grad_output / divisor).view(1))
+            grad_weight, grad_bias = vocab_loop(head, row_scale, lse)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+class RecomputeInBackward(torch.autograd.Function):
+    """Loss, log-probability and entropy of each token, for any gradients with respect to them.
+
+    Backward computes the logits again and makes all gradients: four matrix products, or five where
+    the weight gradient takes `vocab_loop`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LossArgs
+    ) -> tuple[Tensor, ...]:
+        head = Head(hidden, weight, bias, args)
+        stats = _empty_stats(head)
+        made = token_loop(head, NeedsGrad(), stats=stats)
+        _save_head(ctx, head, made.lse, None if stats is None else stats.entropy)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(made.z_loss, *(() if stats is None else (stats.correct,)))
+        return made.loss, made.z_loss, *(stats or ())
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_loss: Tensor | None,
+        _: None,
+        grad_log_probs: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+        __: None = None,
+    ) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("loss head")
+        if grad_loss is None and grad_log_probs is None and grad_entropy is None:
+            return (None,) * 4
+        head, lse, entropy = _saved_head(ctx)
+        needs_grad, dtype = head.args.needs_grad, head.weight.dtype
+        grad_output = OutputGrads(
+            *row_scales(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
+        )
+        grad_hidden = grad_weight = grad_bias = None
+        with without_autocast(head.hidden):
+            if head.args.plan.vocab_block is None:
+                made = token_loop(head, needs_grad, grad_output, lse)
+                grad_hidden = made.grad_hidden
+                grad_weight = None if made.grad_weight is None else made.grad_weight.to(dtype)
+                grad_bias = None if made.grad_bias is None else made.grad_bias.to(dtype)
+            else:
+                if needs_grad.hidden:
+                    only_hidden = NeedsGrad(hidden=True)
+                    grad_hidden = token_loop(head, only_hidden, grad_output, lse).grad_hidden
+                grad_weight, grad_bias = vocab_loop(head, grad_output, lse)
+        return grad_hidden, grad_weight, grad_bias, None
+
+
+def _empty_stats(head: Head) -> TokenStats | None:
+    args = head.args
+    return TokenStats.empty(len(args.targets), head.hidden) if args.with_stats else None
+
+
+def _mean(
+    ctx: Any,
+    hidden: Tensor,
+    loss: Tensor,
+    z_loss: Tensor,
+    stats: TokenStats | None,
+    divisor: Tensor,
+) -> tuple[Tensor, ...]:
+    """The outputs of a strategy with one loss, of which that alone is differentiable."""
+    mean, z_mean, _ = select("cross_entropy", hidden).mean_loss(loss, z_loss, divisor)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
+    return mean, z_mean, loss, *(stats or ())
+
+
+def _save_head(ctx: Any, head: Head, *others: Tensor | None) -> None:
+    """Save what the logits are computed from again, and other tensors, for `_saved_head`."""
+    # All of them through autograd, which watches over tensors and lets go of them after backward.
+    args = head.args
+    ctx.save_for_backward(
+        head.hidden,
+        head.weight,
+        head.bias,
+        args.targets,
+        args.row_index,
+        args.class_weights,
+        *others,
+    )
+    ctx.settings = args.options, args.plan, args.needs_grad, args.with_stats
+
+
+def _saved_head(ctx: Any) -> tuple[Any, ...]:
+    hidden, weight, bias, targets, index, class_weights, *others = ctx.saved_tensors
+    return Head(
+        hidden, weight, bias, LossArgs(targets, index, class_weights, *ctx.settings)
+    ), *others
+
+
+def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Out of place: backward may run twice over a retained graph."""
+    return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
+
+
+def _forward_scale(head: Head, divisor: Tensor) -> tuple[OutputGrads | None, Tensor | None]:
+    """What forward scales gradients with, 1 / divisor; and what backward still multiplies.
+
+    float16 gradients of a mean over many tokens would underflow. There forward makes them near 1,
+    and backward divides, where the loss scale of float16 training is at hand.
+    """
+    if not any(head.args.needs_grad):
+        return None, None
+    if head.hidden.dtype != torch.float16:
+        return OutputGrads((1 / divisor).view(1)), None
+    bound = _gradient_bound(head.args, divisor)
+    return OutputGrads((1 / bound).view(1)), bound / divisor
+
+
+def _gradient_bound(args: LossArgs, like: Tensor) -> Tensor:
+    """About the largest gradient of a row's loss with respect to its logits, a scalar like `like`.
+
+    It is near the scale of the logits, times a class weight where there are some.
+    """
+    _, label_smoothing, _, _, logit_scale = args.options
+    bound = torch.full_like(like, logit_scale)
+    if args.class_weights is None or len(args.targets) == 0:
+        return bound
+    weights = args.class_weights.to(like.dtype).abs()
+    largest = target_weights(args.targets, weights, args.options.ignore_index).amax()
+    bound = bound * ((1 - label_smoothing) * largest + label_smoothing * weights.mean())
+    return torch.where(bound == 0, 1.0, bound)
