@@ -8,6 +8,8 @@ from torch import Tensor
 
 from benchmarks.cases import OPS, Absent, Case, Random, base
 from benchmarks.ops import as_tuple, differentiable, training_call
+from ligermodels import kernels
+from tests.kernels.ops_table import NOT_FUSED
 
 # The small size of every op, and the one option that its sizes leave out.
 SMALL = [(op, entry.small) for op, entry in OPS.items()]
@@ -35,6 +37,29 @@ def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float)
         assert result.shape == wanted.shape
         difference = (result.double() - wanted.double()).norm()
         assert difference <= tolerance * wanted.double().norm()
+
+
+def test_every_op_is_measured(monkeypatch) -> None:
+    """By our implementation in some case; glu is through its two names."""
+    called = set()
+
+    def spy(name: str):
+        function = getattr(kernels, name)
+
+        def call(*args, **options):
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    for name in kernels.__all__:
+        monkeypatch.setattr(kernels, name, spy(name))
+    for op, sizes in SMALL:
+        implementation = OPS[op].build(Random("cpu", torch.float32), **sizes)
+        implementation = implementation.implementation("ligermodels")
+        implementation.function(*implementation.inputs())
+    missing = set(kernels.__all__) - NOT_FUSED - {"glu"} - called
+    assert not missing, f"no case in benchmarks/cases: {missing}"
 
 
 def test_every_size_of_an_op_has_the_same_names():
