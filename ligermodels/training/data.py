@@ -10,31 +10,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ligermodels.errors import DataError, LigerError
+from ligermodels.text.tokenizer import Tokenizer
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
-
-
-class TokenizerLike(Protocol):
-    """What this module asks of a tokenizer; `ligermodels.text.tokenizer.Tokenizer` is one."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Any,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_documents(
-    paths: Sequence[str | Path], tokenizer: TokenizerLike, *, separator: str | None = None
+    paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
 ) -> list[Document]:
     """Tokenise files into documents, in file order.
 
@@ -120,19 +106,14 @@ def read_documents(
 
 def split_text(text: str, separator: str | None) -> list[str]:
     """The documents of a text, cut at lines that equal `separator`; empty ones are left out."""
-    if separator is None:
-        documents = [text]
-    else:
-        documents = []
-        lines: list[str] = []
-        for line in text.split("\n"):
-            if line.strip() == separator.strip():
-                documents.append("\n".join(lines))
-                lines = []
-            else:
-                lines.append(line)
-        documents.append("\n".join(lines))
-    return [document.strip("\n") for document in documents if document.strip()]
+    parts: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if separator is not None and line.strip() == separator.strip():
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    documents = ["\n".join(lines).strip("\n") for lines in parts]
+    return [document for document in documents if document.strip()]
 
 
 def _read_text(file: Path) -> str:
@@ -226,7 +207,7 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 class _Encoder:
     """Texts, completions and chats to documents, with the tokenizer's own special tokens."""
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         bare = tokenizer.encode("a", add_special_tokens=False)
         full = tokenizer.encode("a", add_special_tokens=True)
@@ -237,7 +218,7 @@ class _Encoder:
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def text(self, text: str) -> Document:
-        ids = self.prefix + self.tokenizer.encode(text, add_special_tokens=False) + self.end
+        ids = self.prefix + self._encode(text) + self.end
         return _document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:
@@ -294,22 +275,18 @@ class _Encoder:
         it nearly always is; else segment by segment, which is how a prompt meets its answer
         when the model generates.
         """
-        encode = self._encode
-        ids = encode("".join(text for text, _ in segments))
-        ends = []
-        text = ""
-        for segment, _ in segments[:-1]:
-            text += segment
-            head = encode(text)
-            if ids[: len(head)] != head:
-                pieces = [encode(segment) for segment, _ in segments]
-                ids = [token for piece in pieces for token in piece]
-                ends = list(np.cumsum([len(piece) for piece in pieces]))[:-1]
-                break
-            ends.append(len(head))
+        texts = [text for text, _ in segments]
+        ids = self._encode("".join(texts))
+        heads = [self._encode(text) for text in accumulate(texts[:-1])]
+        if all(ids[: len(head)] == head for head in heads):
+            ends = [*map(len, heads), len(ids)]
+        else:
+            pieces = [self._encode(text) for text in texts]
+            ids = [token for piece in pieces for token in piece]
+            ends = list(accumulate(map(len, pieces)))
         loss_mask: list[bool] = []
-        for (_, trained), end in zip(segments, [*ends, len(ids)]):
-            loss_mask += [trained] * (int(end) - len(loss_mask))
+        for (_, trained), end in zip(segments, ends):
+            loss_mask += [trained] * (end - len(loss_mask))
         return ids, loss_mask
 
     def _encode(self, text: str) -> list[int]:

@@ -237,20 +237,14 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
     """
     try:
         with safe_open(file, framework="pt") as checkpoint:
-            names = set(checkpoint.keys())
-            wanted = {
-                f"{kind}.{name}": tuple(parameter.shape)
-                for name, parameter in model.named_parameters()
-                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.step")
-            }
-            wrong = sorted(names.symmetric_difference(wanted))
-            wrong += [
-                name
-                for name in wanted
-                if name in names
-                and not name.startswith("optimizer.step.")
-                and tuple(checkpoint.get_slice(name).get_shape()) != wanted[name]
-            ]
+            held = {name: checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()}
+            wanted: dict[str, list[int]] = {}
+            for name, parameter in model.named_parameters():
+                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+                    wanted[f"{kind}.{name}"] = list(parameter.shape)
+                wanted[f"optimizer.step.{name}"] = []
+            names = sorted(held.keys() | wanted.keys())
+            wrong = [name for name in names if held.get(name) != wanted.get(name)]
             if wrong:
                 raise CheckpointError(
                     f"{file}: {wrong[0]}: the checkpoint is not of this model\n{listing(wrong)}"
