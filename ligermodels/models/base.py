@@ -310,14 +310,9 @@ class DecoderModel(HFModel):
         """`activation_checkpointing_enable` under its older name in transformers."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
-    def gradient_checkpointing_disable(self) -> None:
-        """`activation_checkpointing_disable` under its older name in transformers."""
-        self.activation_checkpointing_disable()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """`is_activation_checkpointing` under its older name in transformers."""
-        return self.is_activation_checkpointing
+    # The older names in transformers of the other two.
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
 
     def kernels(self) -> dict[str, str]:
         """Which implementation each op takes on this model as it is now, and why.
