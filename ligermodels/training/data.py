@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ligermodels.errors import DataError, LigerError
+from ligermodels.errors import DataError, LigerError, first_line
 from ligermodels.text.tokenizer import Tokenizer
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -263,10 +263,9 @@ class _Encoder:
             )
         # A template is a program of the checkpoint's: it raises what it likes.
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if isinstance(error, LigerError) and not messages:
                 raise
-            raise DataError(f"{where}: the chat template fails: {reason}") from error
+            raise DataError(f"{where}: the chat template fails: {first_line(error)}") from error
 
     def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Tokens of the joined segments, and for each whether it lies in a trained one.
