@@ -120,10 +120,10 @@ def compare(
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = text_config(read_config(folder), family.config_class, str(folder / CONFIG_NAME))
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
+    raw = text_config(read_config(folder), family.config_class)
     files = tuple(copied_files(folder))
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
     compared = {key: value for key, value in raw.items() if key not in recast}

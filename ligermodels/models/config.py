@@ -198,7 +198,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         value = getattr(config, name, 1)
         if not _is_size(value) or value > largest:
             yield f"{name} is {shown(value)}; expected an integer from 1 to {largest}"
-    hf_config.check_types(config)
+    yield from hf_config.type_faults(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"

@@ -218,7 +218,7 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
     raw["text_config"] = {**inner, "pad_token_id": None}
     assert parse({**raw, "pad_token_id": 3}).pad_token_id is None
     assert parse({"model_type": "gemma3", "text_config": inner}).dtype == "float32"
-    text = text_config(raw, Gemma3Config, "config.json")
+    text = text_config(raw, Gemma3Config)
     assert "torch_dtype" not in text and raw["text_config"]["torch_dtype"] == "float32"
     assert unknown_keys({**raw, "text_config": {"mine": 1}}, Gemma3Config) == {"mine": 1}
 
