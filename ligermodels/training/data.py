@@ -95,8 +95,11 @@ def read_documents(
     for file in files:
         if file.suffix.lower() in JSONL_SUFFIXES:
             documents += list(_read_jsonl(file, encoder))
-        else:
-            documents += [encoder.text(text) for text in split_text(_read_text(file), separator)]
+            continue
+        text = _read_text(file)
+        if "\0" in text:
+            raise DataError(f"{file}: holds NUL characters, so it is not a text file")
+        documents += [encoder.text(each) for each in split_text(text, separator)]
     documents = [document for document in documents if document.num_targets]
     if not documents:
         names = ", ".join(str(file) for file in files)
@@ -117,35 +120,22 @@ def split_text(text: str, separator: str | None) -> list[str]:
 
 
 def _read_text(file: Path) -> str:
-    data = _read_bytes(file)
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: not UTF-8 text") from None
-    if "\0" in text:
-        raise DataError(f"{file}: holds NUL characters, so it is not a text file")
-    return text.replace("\r\n", "\n")
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
+        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line}: not UTF-8 text") from None
 
 
 def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
-    for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
         where = f"{file}:{number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            raise DataError(f"{where}: not UTF-8 text") from None
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError):
