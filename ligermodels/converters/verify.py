@@ -1,7 +1,6 @@
 """Proving that a checkpoint survives the way in and out, bit for bit; comparing two of them."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,9 +85,8 @@ def verify(
         original.read(entries[name], out)
         return out
 
-    parent = Path(tempfile.mkdtemp(dir=scratch))
-    try:
-        copy = parent / "copy"
+    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as parent:
+        copy = Path(parent) / "copy"
         save(
             copy,
             to_hf(config),
@@ -99,8 +97,6 @@ def verify(
             dtypes=dtypes,
         )
         return compare(folder, copy, family)
-    finally:
-        shutil.rmtree(parent, ignore_errors=True)
 
 
 def compare(
