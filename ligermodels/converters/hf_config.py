@@ -139,25 +139,17 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
     return text
 
 
-def fields_from_hf(
-    raw: dict[str, Any], config_class: type[HFConfig], source: str
-) -> dict[str, Any]:
+def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
     """Keyword arguments for `config_class`; its `extra` gets a copy of `raw`.
 
     Of a wrapper, both come from its text model: see `text_config`.
 
-    Args: raw is the config.json; source is the file that messages name.
+    Args: raw is the config.json.
     Raises:
         ConfigError: another model_type, a key that is not implemented, a value of the wrong type,
             or an unknown rope type. Sizes are checked by `config_class` itself.
     """
-    try:
-        return _fields_from_hf(text_config(raw, config_class), config_class)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-
-
-def _fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
+    raw = text_config(raw, config_class)
     model_type = raw.get("model_type")
     if model_type != config_class.model_type:
         raise ConfigError(
@@ -205,7 +197,7 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     raw = copy.deepcopy(config.extra)
     names = {item.name for item in dataclasses.fields(config_class)} - {"extra"}
     if raw:
-        before = config_class(**fields_from_hf(raw, config_class, CONFIG_NAME))
+        before = config_class(**fields_from_hf(raw, config_class))
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names

@@ -133,13 +133,11 @@ class ModelConfig:
         Raises:
             ConfigError: naming the file and the key that is damaged, unknown or not implemented.
         """
-        source = Path(folder) / "config.json"
         raw = hf_config.read_config(folder)
-        known = hf_config.fields_from_hf(raw, cls, str(source))
         try:
-            return cls(**known)
+            return cls(**hf_config.fields_from_hf(raw, cls))
         except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
+            raise ConfigError(f"{Path(folder) / 'config.json'}: {error}") from None
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:

@@ -17,7 +17,7 @@ from .conftest import BASE, LLAMA3, YARN
 
 
 def parse(raw):
-    return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
+    return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_another_tower_is_unexpected(saved: Path, tmp_path: Path) -> None:
 
 
 def parse(raw: dict[str, Any]) -> Gemma3Config:
-    return Gemma3Config(**fields_from_hf(raw, Gemma3Config, "dir/config.json"))
+    return Gemma3Config(**fields_from_hf(raw, Gemma3Config))
 
 
 def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
@@ -244,4 +244,4 @@ def test_a_wrapper_that_makes_no_sense_is_refused(keys: dict[str, Any], message:
 def test_a_wrapper_of_another_family_is_not_unwrapped() -> None:
     raw = {"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}
     with pytest.raises(ConfigError, match="'model_type' is 'gemma3'; this class reads 'gemma2'"):
-        fields_from_hf(raw, Gemma2Config, "config.json")
+        fields_from_hf(raw, Gemma2Config)
