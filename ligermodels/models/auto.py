@@ -30,9 +30,7 @@ def register(cls: type[Model]) -> type[Model]:
     if cls.__module__.rpartition(".")[0] != models.__name__:
         _import_families()  # so that a clash with one of them is found here
     config_class = cls.config_class
-    types = [config_class.model_type]
-    if config_class.wrapper_type is not None:
-        types.append(config_class.wrapper_type)
+    types = list(filter(None, (config_class.model_type, config_class.wrapper_type)))
     for model_type in types:
         known = _registered.get(model_type)
         if known is not None and _full_name(known) != _full_name(cls):

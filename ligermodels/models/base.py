@@ -132,9 +132,7 @@ class DecoderModel(HFModel):
             raise ValueError(
                 f"labels {tuple(labels.shape)} and input_ids {(batch, seq)} differ in shape"
             )
-        ignore_index = loss_options.get(
-            "ignore_index", self.head.loss_options.get("ignore_index", -100)
-        )
+        ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, document_ids, ignore_index)
         return self.head(hidden, targets, **loss_options)
 
