@@ -52,3 +52,8 @@ def listing(names: Iterable[str], limit: int = 10) -> str:
     if len(names) > limit:
         lines.append(f"  ... and {len(names) - limit} more")
     return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's kind where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -18,7 +18,7 @@ from typing import Any
 from ligermodels import __version__
 from ligermodels.cli import convert, families, finetune, generate, inspect
 from ligermodels.cli.options import Formatter, Parser
-from ligermodels.errors import LigerError
+from ligermodels.errors import LigerError, first_line
 
 COMMANDS = (finetune, generate, inspect, convert, families)
 
@@ -48,16 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except LigerError as error:
-        _say(_first_line(error))
+        _say(first_line(error))
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _say(f"{where}{error.strerror or _first_line(error)}")
+        _say(f"{where}{error.strerror or first_line(error)}")
         return 2
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        _say(f"out of memory: {_first_line(error)}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
+        _say(f"out of memory: {first_line(error)}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
         return 1
     return 0
 
@@ -91,11 +91,6 @@ def _say(text: str) -> None:
 def _show_warning(message: Warning | str, *_: Any) -> None:
     """Show what a warning says, and not where in the code."""
     _say(str(message))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -41,17 +41,16 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.converters.verify import compare, verify
     from ligermodels.models.auto import AutoLiger, family_of
 
-    if given.target is None and not given.verify:
+    target = None if given.target is None else Path(given.target)
+    if target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")
-    if given.target is None and given.dtype:
+    if target is None and given.dtype:
         raise LigerError("convert: --dtype needs TARGET")
-    if given.target is not None:
-        held = Path(given.target) / "config.json"
-        if held.exists() and not given.overwrite:
-            raise LigerError(f"{given.target}: holds a checkpoint; replace it with --overwrite")
+    if target is not None and (target / "config.json").exists() and not given.overwrite:
+        raise LigerError(f"{given.target}: holds a checkpoint; replace it with --overwrite")
     source = resolve(given.source, revision=given.revision)
     family = family_of(source)
-    if given.target is None:
+    if target is None:
         report = verify(
             source,
             family,
@@ -59,7 +58,6 @@ def run(given: argparse.Namespace) -> None:
             allow_nonfinite=given.allow_nonfinite,
         )
     else:
-        target = Path(given.target)
         if given.verify and target.exists() and target.samefile(source):
             raise LigerError("convert: --verify cannot compare a checkpoint with what replaces it")
         loading = loading_options(given)

@@ -27,27 +27,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads stdin")
     add("--chat", action="store_true", help="put the prompt through the chat template")
     add("--system", metavar="TEXT", help="a system message, with --chat")
-    add(
-        "--max-new-tokens",
-        type=number(int, at_least=1),
-        default=256,
-        metavar="N",
-        help="stop after so many",
-    )
-    positive = number(float, more_than=0)
+    count, positive = number(int, at_least=1), number(float, more_than=0)
+    share = number(float, more_than=0, at_most=1)
+    add("--max-new-tokens", type=count, default=256, metavar="N", help="stop after so many")
     add("--temperature", type=positive, metavar="T", help="sample at this temperature (1)")
-    add(
-        "--top-k",
-        type=number(int, at_least=1),
-        metavar="K",
-        help="sample among the K likeliest tokens",
-    )
-    add(
-        "--top-p",
-        type=number(float, more_than=0, at_most=1),
-        metavar="P",
-        help="sample among the likeliest that sum to P",
-    )
+    add("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens")
+    add("--top-p", type=share, metavar="P", help="sample among the likeliest that sum to P")
     add(
         "--repetition-penalty",
         type=positive,

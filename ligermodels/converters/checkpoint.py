@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -200,10 +201,8 @@ class Checkpoint:
         )
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:
-        dtype = DTYPES[self.tensors[entry.spans[0].source].dtype]
-        for span in entry.spans[1:]:
-            dtype = torch.promote_types(dtype, DTYPES[self.tensors[span.source].dtype])
-        return dtype
+        dtypes = (DTYPES[self.tensors[span.source].dtype] for span in entry.spans)
+        return reduce(torch.promote_types, dtypes)
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:

@@ -17,6 +17,7 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_DIR = "additional_chat_templates"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+_PLAIN_NAME = re.compile(r"[^./\\:][^/\\:]*\.safetensors")
 # An export copies these bit for bit from the checkpoint that was loaded, and CHAT_TEMPLATE_DIR.
 COPIED_FILES = (
     GENERATION_CONFIG_NAME,
@@ -100,13 +101,7 @@ def weight_files(
 
 
 def _is_plain_name(name: str) -> bool:
-    return (
-        name.endswith(".safetensors")
-        and not name.startswith(".")
-        and not any(c in name for c in "/\\:")
-        and name.isprintable()
-        and len(name) <= 255
-    )
+    return _PLAIN_NAME.fullmatch(name) is not None and name.isprintable() and len(name) <= 255
 
 
 def _why_no_weights(where: str, names: Collection[str]) -> str:

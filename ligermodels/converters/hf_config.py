@@ -8,7 +8,7 @@ of precedence, and both are written.
 import copy
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Protocol, get_args, get_type_hints
@@ -100,7 +100,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(path, ConfigError)
 
 
-def text_config(raw: dict[str, Any], config_class: type[HFConfig], source: str) -> dict[str, Any]:
+def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
     """The config of the text model alone: of a wrapper its "text_config", else `raw` itself.
 
     What a wrapper says of the dtype, tied heads and special tokens holds for its text model, too.
@@ -112,19 +112,19 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig], source: str) 
     """
     if config_class.wrapper_type is None or raw.get("model_type") != config_class.wrapper_type:
         return raw
-    _refuse_quantised(raw, source)
+    _refuse_quantised(raw)
     given = {} if raw.get("text_config") is None else raw["text_config"]
     if not isinstance(given, dict):
-        raise ConfigError(f"{source}: 'text_config' is {shown(given)}, expected an object")
+        raise ConfigError(f"'text_config' is {shown(given)}, expected an object")
     if given.get("model_type", config_class.model_type) != config_class.model_type:
         raise ConfigError(
-            f"{source}: 'text_config.model_type' is {shown(given['model_type'])}, expected "
+            f"'text_config.model_type' is {shown(given['model_type'])}, expected "
             f"{config_class.model_type!r}"
         )
     if given.get("final_logit_softcapping") is not None:
         # transformers caps the logits of the text model by itself, and not those of the wrapper
         raise ConfigError(
-            f"{source}: 'text_config.final_logit_softcapping' is "
+            "'text_config.final_logit_softcapping' is "
             f"{shown(given['final_logit_softcapping'])}, which a {config_class.wrapper_type!r} "
             "does not apply and an export of its text model would; set it to null"
         )
@@ -139,27 +139,24 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig], source: str) 
     return text
 
 
-def fields_from_hf(
-    raw: dict[str, Any], config_class: type[HFConfig], source: str
-) -> dict[str, Any]:
+def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
     """Keyword arguments for `config_class`; its `extra` gets a copy of `raw`.
 
     Of a wrapper, both come from its text model: see `text_config`.
 
-    Args: raw is the config.json; source is the file that messages name.
+    Args: raw is the config.json.
     Raises:
         ConfigError: another model_type, a key that is not implemented, a value of the wrong type,
             or an unknown rope type. Sizes are checked by `config_class` itself.
     """
-    raw = text_config(raw, config_class, source)
+    raw = text_config(raw, config_class)
     model_type = raw.get("model_type")
     if model_type != config_class.model_type:
         raise ConfigError(
-            f"{source}: 'model_type' is {shown(model_type)}; this class reads "
-            f"{config_class.model_type!r}"
+            f"'model_type' is {shown(model_type)}; this class reads {config_class.model_type!r}"
         )
-    _refuse_quantised(raw, source)
-    _refuse(raw, config_class, source)
+    _refuse_quantised(raw)
+    _refuse(raw, config_class)
     hints = get_type_hints(config_class)
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(config_class):
@@ -169,10 +166,12 @@ def fields_from_hf(
         if raw[name] is None and name == "attention_dropout":
             continue  # In every family this means 0.
         optional = item.default is None or name in config_class.null_is_derived
-        _check_type(name, raw[name], hints[name] | None if optional else hints[name], source)
+        hint = hints[name] | None if optional else hints[name]
+        if fault := _type_fault(name, raw[name], hint):
+            raise ConfigError(fault)
         fields[name] = copy.deepcopy(raw[name])
-    fields |= hf_rope.fields_from_hf(raw, config_class, source)
-    if (dtype := _dtype(raw, source)) is not None:
+    fields |= hf_rope.fields_from_hf(raw, config_class)
+    if (dtype := _dtype(raw)) is not None:
         fields["dtype"] = dtype
     fields["extra"] = copy.deepcopy(raw)
     return fields
@@ -184,7 +183,7 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
     Of a wrapper, these are the keys of its text model.
     """
     known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
-    raw = text_config(raw, config_class, CONFIG_NAME)
+    raw = text_config(raw, config_class)
     return {key: value for key, value in raw.items() if key not in known}
 
 
@@ -198,7 +197,7 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     raw = copy.deepcopy(config.extra)
     names = {item.name for item in dataclasses.fields(config_class)} - {"extra"}
     if raw:
-        before = config_class(**fields_from_hf(raw, config_class, CONFIG_NAME))
+        before = config_class(**fields_from_hf(raw, config_class))
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
@@ -220,24 +219,23 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     return raw
 
 
-def _refuse_quantised(raw: dict[str, Any], source: str) -> None:
+def _refuse_quantised(raw: dict[str, Any]) -> None:
     for key in _QUANTISED:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
-                f"{source}: {key!r}: quantised checkpoints ({shown(method)}) are not supported; "
+                f"{key!r}: quantised checkpoints ({shown(method)}) are not supported; "
                 "load the one it was made from, in float32, bfloat16 or float16"
             )
 
 
-def _refuse(raw: dict[str, Any], config_class: type[HFConfig], source: str) -> None:
+def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
     implemented = {item.name for item in dataclasses.fields(config_class)} - {"attention_dropout"}
     for key, harmless in _REFUSED.items():
         value = raw.get(key)
         if key not in implemented and value is not None and value not in harmless:
             raise ConfigError(
-                f"{source}: {key!r} is {shown(value)}, which changes the maths and is not "
-                "implemented"
+                f"{key!r} is {shown(value)}, which changes the maths and is not implemented"
             )
 
 
@@ -267,39 +265,33 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return (hint,) if hint in _TYPES else get_args(hint) or (hint,)
 
 
-def _check_type(name: str, value: Any, hint: Any, source: str) -> None:
-    """Refuse a value that a field with the annotation `hint` cannot hold."""
+def _type_fault(name: str, value: Any, hint: Any) -> str | None:
+    """Why a field with the annotation `hint` cannot hold a value; None if it can."""
     kinds = _kinds(hint)
     good = any(_TYPES[kind][1](value) for kind in kinds)
     if good and name.endswith("_token_id"):
         tokens = value if isinstance(value, list) else [value]
         good = all(token is None or is_token_id(token) for token in tokens)
-    if not good:
-        expected = " or ".join(_TYPES[kind][0] for kind in kinds)
-        raise ConfigError(f"{source}: {name!r} is {shown(value)}, expected {expected}")
+    expected = " or ".join(_TYPES[kind][0] for kind in kinds)
+    return None if good else f"{name!r} is {shown(value)}, expected {expected}"
 
 
-def check_types(config: HFConfig) -> None:
-    """Refuse a config with a value that the annotation of its field does not allow.
-
-    Raises:
-        ConfigError: the message names the field, its value and what is expected.
-    """
-    hints = get_type_hints(type(config))
-    for name in (item.name for item in dataclasses.fields(config)):
-        if set(_kinds(hints[name])) <= _TYPES.keys():
-            _check_type(name, getattr(config, name), hints[name], "config")
+def type_faults(config: HFConfig) -> Iterator[str]:
+    """The fields whose values their annotations do not allow, and what is expected instead."""
+    for name, hint in get_type_hints(type(config)).items():
+        if name in config.__dataclass_fields__ and set(_kinds(hint)) <= _TYPES.keys():
+            if fault := _type_fault(name, getattr(config, name), hint):
+                yield fault
 
 
-def _dtype(raw: dict[str, Any], source: str) -> str | None:
+def _dtype(raw: dict[str, Any]) -> str | None:
     for key in ("dtype", "torch_dtype"):
         value = raw.get(key)
         if value is not None and value != "auto":
             name = value.removeprefix("torch.") if isinstance(value, str) else value
             if name not in FLOAT_DTYPES.values():
                 raise ConfigError(
-                    f"{source}: {key!r} is {shown(value)}, expected one of "
-                    f"{', '.join(FLOAT_DTYPES.values())}"
+                    f"{key!r} is {shown(value)}, expected one of {', '.join(FLOAT_DTYPES.values())}"
                 )
             return name
     return None

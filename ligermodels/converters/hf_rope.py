@@ -43,21 +43,19 @@ class RopeConfig(Protocol):
     rope_scaling: dict[str, Any] | None
 
 
-def fields_from_hf(
-    raw: Mapping[str, Any], config_class: type[RopeConfig], source: str
-) -> dict[str, Any]:
+def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> dict[str, Any]:
     """The rope fields of `config_class` as a config.json has them.
 
-    Args: raw is the config.json; source is the file that messages name.
+    Args: raw is the config.json.
     Raises:
         ConfigError: the fields describe no rope, or one that is not implemented.
     """
     theta = ("rope_theta", config_class.rope_theta)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), (dict, type(None))):
-            raise ConfigError(f"{source}: {key!r} is {shown(raw[key])}, expected an object or null")
+            raise ConfigError(f"{key!r} is {shown(raw[key])}, expected an object or null")
     if (local_theta := getattr(config_class, "rope_local_base_freq", None)) is not None:
-        return _fields_per_layer_type(raw, theta, ("rope_local_base_freq", local_theta), source)
+        return _fields_per_layer_type(raw, theta, ("rope_local_base_freq", local_theta))
     # A non-empty rope_scaling replaces the whole of rope_parameters, its theta included.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = dict(raw.get(key) or {})
@@ -65,18 +63,18 @@ def fields_from_hf(
     rope_type = given.get("rope_type") or given.get("type")
     if rope_type in _HAS_ORIGINAL_LENGTH and raw.get(length) is not None:
         given[length] = raw[length]
-    rope_theta, scaling = _theta_and_scaling(given, key, raw, theta, source)
+    rope_theta, scaling = _theta_and_scaling(given, key, raw, theta)
     return {"rope_theta": rope_theta, "rope_scaling": scaling}
 
 
 def _fields_per_layer_type(
-    raw: Mapping[str, Any], theta: tuple[str, float], local_theta: tuple[str, float], source: str
+    raw: Mapping[str, Any], theta: tuple[str, float], local_theta: tuple[str, float]
 ) -> dict[str, Any]:
     nested = raw.get("rope_parameters") or {}
     for name, value in nested.items():
         if name not in LAYER_TYPES or not isinstance(value, (dict, type(None))):
             raise ConfigError(
-                f"{source}: 'rope_parameters.{printable(name)}' is {shown(value)}; this family "
+                f"'rope_parameters.{printable(name)}' is {shown(value)}; this family "
                 f"has an object for each of {' and '.join(LAYER_TYPES)}"
             )
     # transformers merges rope_scaling into the object, where "rope_type" wins over "type".
@@ -85,14 +83,14 @@ def _fields_per_layer_type(
         **(nested.get("full_attention") or {"rope_type": "default"}),
         **(raw.get("rope_scaling") or {}),
     }
-    rope_theta, scaling = _theta_and_scaling(full, key, raw, theta, source)
+    rope_theta, scaling = _theta_and_scaling(full, key, raw, theta)
     key = "rope_parameters.sliding_attention"
     sliding = nested.get("sliding_attention") or {}
-    rope_local_base_freq, local_scaling = _theta_and_scaling(sliding, key, raw, local_theta, source)
+    rope_local_base_freq, local_scaling = _theta_and_scaling(sliding, key, raw, local_theta)
     if local_scaling is not None:
         raise ConfigError(
-            f"{source}: '{key}.rope_type' is {local_scaling['rope_type']!r}; scaled rope in "
-            "sliding layers is not implemented"
+            f"'{key}.rope_type' is {local_scaling['rope_type']!r}; scaled rope in sliding layers "
+            "is not implemented"
         )
     return {
         "rope_theta": rope_theta,
@@ -102,11 +100,7 @@ def _fields_per_layer_type(
 
 
 def _theta_and_scaling(
-    given: Mapping[str, Any],
-    key: str,
-    raw: Mapping[str, Any],
-    fallback: tuple[str, float],
-    source: str,
+    given: Mapping[str, Any], key: str, raw: Mapping[str, Any], fallback: tuple[str, float]
 ) -> tuple[float, dict[str, Any] | None]:
     """Split the rope object `given`, which messages call `key`, into theta and the rest.
 
@@ -118,28 +112,25 @@ def _theta_and_scaling(
         theta, theta_key = raw.get(fallback[0]), fallback[0]
     theta = fallback[1] if theta is None else theta
     if not is_number(theta) or theta <= 0:
-        raise ConfigError(f"{source}: {theta_key!r} is {shown(theta)}, expected a positive number")
+        raise ConfigError(f"{theta_key!r} is {shown(theta)}, expected a positive number")
 
     old_spelling = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_spelling)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"{source}: '{key}.rope_type' is {shown(rope_type)}, expected one of "
-            f"{', '.join(ROPE_TYPES)}"
+            f"'{key}.rope_type' is {shown(rope_type)}, expected one of {', '.join(ROPE_TYPES)}"
         )
     if scaling.get("partial_rotary_factor", 1) != 1:
+        value = shown(scaling["partial_rotary_factor"])
         raise ConfigError(
-            f"{source}: '{key}.partial_rotary_factor' is "
-            f"{shown(scaling['partial_rotary_factor'])}, which changes the maths and is not "
+            f"'{key}.partial_rotary_factor' is {value}, which changes the maths and is not "
             "implemented"
         )
     if nested := [name for name, value in scaling.items() if isinstance(value, dict)]:
-        raise ConfigError(
-            f"{source}: '{key}.{printable(nested[0])}': rope per layer type is not implemented"
-        )
+        raise ConfigError(f"'{key}.{printable(nested[0])}': rope per layer type is not implemented")
     if rope_type == "default":
         return theta, None
-    _check(rope_type, scaling, raw, f"{source}: '{key}.")
+    _check(rope_type, scaling, raw, f"'{key}.")
     return theta, {"rope_type": rope_type, **scaling}
 
 

@@ -17,7 +17,7 @@ from ligermodels.converters.checkpoint_files import (
     weight_files,
 )
 from ligermodels.converters.files import read_json
-from ligermodels.errors import CheckpointError, printable
+from ligermodels.errors import CheckpointError, first_line, printable
 
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
@@ -105,7 +105,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
         raise _gated(repo) from fault
     except Exception as fault:  # disk full, connection lost, server trouble
         raise CheckpointError(
-            f"{repo}: could not be downloaded: {_first_line(fault)}; what has come is kept, so "
+            f"{repo}: could not be downloaded: {first_line(fault)}; what has come is kept, so "
             "try again"
         ) from fault
     _remember(Path(snapshot), revision or "main", commit)
@@ -134,7 +134,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     from huggingface_hub import constants
 
     offline = constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if offline else f"no connection ({_first_line(fault)})"
+    reason = "HF_HUB_OFFLINE is set" if offline else f"no connection ({first_line(fault)})"
     way_out = "unset HF_HUB_OFFLINE" if offline else "connect"
     found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, revision=revision)
     if not isinstance(found, str):
@@ -154,8 +154,3 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     if not offline:
         logger.warning("%s: %s; using the cached copy", repo, reason)
     return folder
-
-
-def _first_line(fault: Exception) -> str:
-    text = str(fault).strip().partition("\n")[0]
-    return text or type(fault).__name__

@@ -1,7 +1,6 @@
 """Proving that a checkpoint survives the way in and out, bit for bit; comparing two of them."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,9 +85,8 @@ def verify(
         original.read(entries[name], out)
         return out
 
-    parent = Path(tempfile.mkdtemp(dir=scratch))
-    try:
-        copy = parent / "copy"
+    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as parent:
+        copy = Path(parent) / "copy"
         save(
             copy,
             to_hf(config),
@@ -99,8 +97,6 @@ def verify(
             dtypes=dtypes,
         )
         return compare(folder, copy, family)
-    finally:
-        shutil.rmtree(parent, ignore_errors=True)
 
 
 def compare(
@@ -120,10 +116,10 @@ def compare(
         ConfigError, CheckpointError: one of them cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
-    raw = text_config(read_config(folder), family.config_class, str(folder / CONFIG_NAME))
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
+    raw = text_config(read_config(folder), family.config_class)
     files = tuple(copied_files(folder))
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
     compared = {key: value for key, value in raw.items() if key not in recast}

@@ -5,15 +5,13 @@ Shape legend: B batch, S prompt length, V vocabulary.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.generation.generation_config import (
-    CausalLMConfig,
     read_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
@@ -23,33 +21,12 @@ from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import RepetitionPenalty, Sampling
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.loss_head import LossHead
+from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, TextStream
 
 
-class CausalLM(Protocol):
-    """What generation asks of a model; every `DecoderModel` has it.
-
-    A call takes input_ids (B, S), position_ids, attention_mask and cache, and returns the hidden
-    states (B, S, hidden). `source_folder` is the checkpoint's folder, or None.
-    """
-
-    @property
-    def config(self) -> CausalLMConfig: ...
-    @property
-    def embed_tokens(self) -> nn.Embedding: ...
-    @property
-    def layers(self) -> Iterable[nn.Module]: ...
-    @property
-    def head(self) -> LossHead: ...
-    @property
-    def source_folder(self) -> Path | None: ...
-
-    def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor: ...
-
-
 class GenerateOptions(TypedDict, total=False):
-    """The options of `generate` that `stream` and `stream_text` have, too."""
+    """The options of `generate`, `stream` and `stream_text`, explained in `generate`."""
 
     max_new_tokens: int
     do_sample: bool
@@ -65,21 +42,11 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def generate(
-    model: CausalLM,
+    model: DecoderModel,
     input_ids: Prompts,
     *,
-    max_new_tokens: int = 64,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    eos_token_id: int | Iterable[int] | None = None,
-    pad_token_id: int | None = None,
-    attention_mask: Tensor | None = None,
-    repetition_penalty: float | None = None,
-    generator: torch.Generator | None = None,
-    cache: KVCache | None = None,
     callback: Callable[[Tensor], object] | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Tensor:
     """Continue prompts, greedily unless `do_sample`.
 
@@ -87,9 +54,11 @@ def generate(
         model: any `DecoderModel`.
         input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths, each a list
             or a 1-D tensor; those are padded on the left.
-        max_new_tokens: the most tokens to add; there are fewer when every row has stopped.
+        callback: called after every step with that step's tokens (batch,).
+        max_new_tokens: the most tokens to add, by default 64; there are fewer when every row has
+            stopped.
         do_sample: draw tokens. Whatever generation_config.json says, the default is greedy.
-        temperature, top_k, top_p: as in `Sampling`; only with do_sample.
+        temperature, top_k, top_p: as in `Sampling`, with its defaults; only with do_sample.
         eos_token_id: tokens that end a row; default generation_config.json's, then the config's.
             With an empty list no token ends a row.
         pad_token_id: fills rows that have stopped; default as above, then the first stop token.
@@ -99,7 +68,6 @@ def generate(
         generator: random numbers for the draws, on the model's device.
         cache: a KV cache with room for batch rows of seq + new - 1 tokens; default a `KVCache`.
             Tokens in it are the first columns of input_ids and are not computed again.
-        callback: called after every step with that step's tokens (batch,).
 
     Returns:
         (batch, seq + new) int64 on the model's device; a stop token is kept, padding follows it.
@@ -109,21 +77,7 @@ def generate(
             that contradict each other.
         CheckpointError: generation_config.json is damaged.
     """
-    prompt_BS, steps = _start(
-        model,
-        input_ids,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        attention_mask=attention_mask,
-        repetition_penalty=repetition_penalty,
-        generator=generator,
-        cache=cache,
-    )
+    prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
     for tokens_B in steps:
         columns.append(tokens_B.unsqueeze(1))
@@ -133,7 +87,7 @@ def generate(
 
 
 def stream(
-    model: CausalLM, input_ids: Prompts, **options: Unpack[GenerateOptions]
+    model: DecoderModel, input_ids: Prompts, **options: Unpack[GenerateOptions]
 ) -> Iterator[int]:
     """The new tokens of one prompt as they come; options as in `generate`, without `callback`.
 
@@ -149,7 +103,7 @@ def stream(
 
 
 def stream_text(
-    model: CausalLM, tokenizer: Decoder, input_ids: Prompts, **options: Unpack[GenerateOptions]
+    model: DecoderModel, tokenizer: Decoder, input_ids: Prompts, **options: Unpack[GenerateOptions]
 ) -> Iterator[str]:
     """The continuation of one prompt as pieces of text, which never split a character.
 
@@ -169,7 +123,7 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
 
 
 def _start(
-    model: CausalLM,
+    model: DecoderModel,
     input_ids: Prompts,
     *,
     max_new_tokens: int = 64,
@@ -227,7 +181,7 @@ def _start(
 # Not inference_mode: its tensors cannot go into a training forward, and what is generated may.
 @torch.no_grad()
 def _steps(
-    model: CausalLM,
+    model: DecoderModel,
     ids_BS: Tensor,
     mask_BS: Tensor | None,
     max_new_tokens: int,

@@ -4,20 +4,12 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
 from ligermodels.converters.files import is_token_id, read_json
 from ligermodels.errors import CheckpointError, shown
-
-
-class CausalLMConfig(Protocol):
-    """The fields of a model's config that generation reads."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_id: int | list[int] | None
-    pad_token_id: int | None
+from ligermodels.models.config import ModelConfig
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -67,7 +59,7 @@ def read_generation_config(folder: Path | None) -> dict[str, Any]:
 
 
 def resolve_eos_token_ids(
-    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: CausalLMConfig
+    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: ModelConfig
 ) -> list[int]:
     """The tokens that end a row: those asked for, else the file's, else the model config's.
 
@@ -86,7 +78,7 @@ def resolve_eos_token_ids(
 def resolve_pad_token_id(
     asked: int | None,
     generation_config: Mapping[str, Any],
-    config: CausalLMConfig,
+    config: ModelConfig,
     eos_token_ids: list[int],
 ) -> int:
     """The token for padding: found in the same order, then the first stop token, then 0.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -68,12 +69,10 @@ def _batch(
 
 def _pad_left(rows: list[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor | None]:
     _check_rows(rows)
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, longest - len(row) :] = row
-        mask[i, longest - len(row) :] = 1
+    rows = [row.long().cpu() for row in rows]
+    ones = [torch.ones_like(row) for row in rows]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    mask = pad_sequence(ones, batch_first=True, padding_side="left")
     return ids, None if bool(mask.all()) else mask
 
 

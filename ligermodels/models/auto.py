@@ -30,16 +30,15 @@ def register(cls: type[Model]) -> type[Model]:
     if cls.__module__.rpartition(".")[0] != models.__name__:
         _import_families()  # so that a clash with one of them is found here
     config_class = cls.config_class
-    for model_type in (config_class.model_type, config_class.wrapper_type):
-        known = _registered.get(model_type) if model_type is not None else None
+    types = list(filter(None, (config_class.model_type, config_class.wrapper_type)))
+    for model_type in types:
+        known = _registered.get(model_type)
         if known is not None and _full_name(known) != _full_name(cls):
             raise ConfigError(
                 f"model_type {model_type!r} belongs to {_full_name(known)}; {_full_name(cls)} "
                 "needs another one in its config class"
             )
-    _registered[config_class.model_type] = cls
-    if config_class.wrapper_type is not None:
-        _registered[config_class.wrapper_type] = cls
+    _registered.update(dict.fromkeys(types, cls))
     return cls
 
 

@@ -132,9 +132,7 @@ class DecoderModel(HFModel):
             raise ValueError(
                 f"labels {tuple(labels.shape)} and input_ids {(batch, seq)} differ in shape"
             )
-        ignore_index = loss_options.get(
-            "ignore_index", self.head.loss_options.get("ignore_index", -100)
-        )
+        ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, document_ids, ignore_index)
         return self.head(hidden, targets, **loss_options)
 
@@ -310,14 +308,9 @@ class DecoderModel(HFModel):
         """`activation_checkpointing_enable` under its older name in transformers."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
-    def gradient_checkpointing_disable(self) -> None:
-        """`activation_checkpointing_disable` under its older name in transformers."""
-        self.activation_checkpointing_disable()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """`is_activation_checkpointing` under its older name in transformers."""
-        return self.is_activation_checkpointing
+    # The older names in transformers of the other two.
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
 
     def kernels(self) -> dict[str, str]:
         """Which implementation each op takes on this model as it is now, and why.

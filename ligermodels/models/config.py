@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing_extensions import Self
 
 from ligermodels.converters import hf_config
 from ligermodels.converters import hf_rope as rope
+from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 
 # Far above any published model; a config beyond them is damaged or hostile, and is refused
@@ -110,52 +112,9 @@ class ModelConfig:
         Raises:
             ConfigError: naming the field, its value and what is allowed.
         """
-        for name, largest in _LARGEST.items():
-            value = getattr(self, name, 1)
-            if not _is_size(value) or value > largest:
-                raise ConfigError(
-                    f"config: {name} is {shown(value)}; expected an integer from 1 to {largest}"
-                )
-        hf_config.check_types(self)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"config: head_dim {self.head_dim} is odd; rope rotates pairs")
-        if (name := getattr(self, self.activation_field)) not in _ACTIVATIONS:
-            raise ConfigError(
-                f"config: {self.activation_field} {shown(name)} is not implemented; known: "
-                f"{', '.join(_ACTIVATIONS)}"
-            )
-        if self.attention_dropout:
-            raise ConfigError(
-                f"config: attention_dropout {self.attention_dropout} is not implemented; set 0"
-            )
-        for name in _POSITIVE:
-            value = getattr(self, name, 1.0)
-            if value is None and name.endswith("softcapping"):
-                continue
-            if not 0 < value <= sys.float_info.max:
-                raise ConfigError(f"config: {name} is {shown(value)}; expected a positive number")
-        if not 0 <= self.initializer_range <= sys.float_info.max:
-            raise ConfigError(
-                f"config: initializer_range is {shown(self.initializer_range)}; expected a number "
-                "of at least 0"
-            )
-        _check_layers(self)
-        if self.rope_scaling is not None:
-            names = ("head_dim", "rope_theta", "max_position_embeddings")
-            sizes = {name: getattr(self, name) for name in names}
-            rope.check_scaling(self.rope_scaling, sizes)
-        if self.pad_token_id is not None and not (
-            -self.vocab_size <= self.pad_token_id < self.vocab_size
-        ):
-            raise ConfigError(
-                f"config: pad_token_id {self.pad_token_id} is outside the vocabulary of "
-                f"{self.vocab_size}"
-            )
+        fault = next(_faults(self), None)
+        if fault is not None:
+            raise ConfigError(f"config: {fault}")
 
     @property
     def activation(self) -> str:
@@ -174,13 +133,11 @@ class ModelConfig:
         Raises:
             ConfigError: naming the file and the key that is damaged, unknown or not implemented.
         """
-        source = Path(folder) / "config.json"
         raw = hf_config.read_config(folder)
-        known = hf_config.fields_from_hf(raw, cls, str(source))
         try:
-            return cls(**known)
+            return cls(**hf_config.fields_from_hf(raw, cls))
         except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
+            raise ConfigError(f"{Path(folder) / 'config.json'}: {error}") from None
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
@@ -214,8 +171,8 @@ def sizes(
     }
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_size(value: Any) -> bool:
+    return is_int(value) and value >= 1
 
 
 def windows_from_types(layer_types: list[str], window: int | None) -> list[int | None]:
@@ -233,31 +190,60 @@ def windows_from_types(layer_types: list[str], window: int | None) -> list[int |
     return [window if sliding else None for sliding in slides]
 
 
-def _check_layers(config: ModelConfig) -> None:
-    """`ModelConfig.validate` on what differs from layer to layer."""
+def _faults(config: ModelConfig) -> Iterator[str]:
+    """What no model can have; each check may rely on those before it."""
+    for name, largest in _LARGEST.items():
+        value = getattr(config, name, 1)
+        if not _is_size(value) or value > largest:
+            yield f"{name} is {shown(value)}; expected an integer from 1 to {largest}"
+    yield from hf_config.type_faults(config)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+    if config.head_dim % 2:
+        yield f"head_dim {config.head_dim} is odd; rope rotates pairs"
+    if (name := getattr(config, config.activation_field)) not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        yield f"{config.activation_field} {shown(name)} is not implemented; known: {known}"
+    if config.attention_dropout:
+        yield f"attention_dropout {config.attention_dropout} is not implemented; set 0"
+    for name in _POSITIVE:
+        value = getattr(config, name, 1.0)
+        if value is None and name.endswith("softcapping"):
+            continue
+        if not 0 < value <= sys.float_info.max:
+            yield f"{name} is {shown(value)}; expected a positive number"
+    if not 0 <= config.initializer_range <= sys.float_info.max:
+        value = shown(config.initializer_range)
+        yield f"initializer_range is {value}; expected a number of at least 0"
+    yield from _layer_faults(config)
+    if config.rope_scaling is not None:
+        rope.check_scaling(config.rope_scaling, vars(config))
+    token, vocab = config.pad_token_id, config.vocab_size
+    if token is not None and not -vocab <= token < vocab:
+        yield f"pad_token_id {token} is outside the vocabulary of {vocab}"
+
+
+def _layer_faults(config: ModelConfig) -> Iterator[str]:
+    """What differs from layer to layer."""
+    full, sliding = rope.LAYER_TYPES
     types = getattr(config, "layer_types", None)
     if types is not None:
         if any(kind not in rope.LAYER_TYPES for kind in types):
-            raise ConfigError(
-                f"config: layer_types is {shown(types)}; expected a list of "
-                f"{' and '.join(map(repr, rope.LAYER_TYPES))}"
-            )
-        if len(types) != config.num_hidden_layers:
-            raise ConfigError(
-                f"config: layer_types has {len(types)} entries, expected num_hidden_layers = "
-                f"{config.num_hidden_layers}"
-            )
+            yield f"layer_types is {shown(types)}; expected a list of {full!r} and {sliding!r}"
+        layers = config.num_hidden_layers
+        if len(types) != layers:
+            yield f"layer_types has {len(types)} entries, expected num_hidden_layers = {layers}"
     for window in set(config.sliding_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
-            raise ConfigError(
-                f"config: sliding_window is {shown(window)}; expected an integer from 1 to "
+            yield (
+                f"sliding_window is {shown(window)}; expected an integer from 1 to "
                 f"{_LONGEST_WINDOW}, or None"
             )
     given = None if hasattr(config, "layer_types") else config.extra.get("layer_types")
-    full, sliding = rope.LAYER_TYPES
     made = [full if window is None else sliding for window in config.sliding_windows]
     if given is not None and given != made:
-        raise ConfigError(
-            f"config: layer_types is {shown(given)}, but the layers of this {config.model_type!r} "
-            f"are {shown(made)}"
+        yield (
+            f"layer_types is {shown(given)}, but the layers of this {config.model_type!r} are "
+            f"{shown(made)}"
         )

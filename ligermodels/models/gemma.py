@@ -64,7 +64,7 @@ def weight_map(config: GemmaConfig) -> WeightMap:
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias)
 
 
-def _norm(config: GemmaConfig, size: int) -> RMSNorm:
+def gemma_norm(config: ModelConfig, size: int) -> RMSNorm:
     """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
     return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
@@ -75,7 +75,7 @@ class GemmaBlock(nn.Module):
     def __init__(self, config: GemmaConfig, layer_index: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = _norm(config, hidden)
+        self.input_layernorm = gemma_norm(config, hidden)
         self.self_attn = Attention(
             hidden,
             config.num_attention_heads,
@@ -84,7 +84,7 @@ class GemmaBlock(nn.Module):
             bias=config.attention_bias,
             layer_index=layer_index,
         )
-        self.post_attention_layernorm = _norm(config, hidden)
+        self.post_attention_layernorm = gemma_norm(config, hidden)
         self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
 
     def forward(
@@ -113,6 +113,6 @@ class LigerGemma(DecoderModel):
         super().__init__(config)
         self.build(
             block=GemmaBlock,
-            norm=_norm(config, config.hidden_size),
+            norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
         )

@@ -6,11 +6,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
 from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.gemma import gemma_norm
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ Gemma2Config.presets = {
 }
 
 
-_NORMS = (
+SANDWICH_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -66,12 +67,7 @@ _NORMS = (
 def weight_map(config: Gemma2Config) -> WeightMap:
     """Where each parameter stands in a Gemma 2 checkpoint."""
     bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, norms=_NORMS)
-
-
-def _norm(config: Gemma2Config, size: int) -> RMSNorm:
-    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
-    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, norms=SANDWICH_NORMS)
 
 
 class Gemma2Block(nn.Module):
@@ -80,7 +76,7 @@ class Gemma2Block(nn.Module):
     def __init__(self, config: Gemma2Config, layer_index: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = _norm(config, hidden)
+        self.input_layernorm = gemma_norm(config, hidden)
         self.self_attn = Attention(
             hidden,
             config.num_attention_heads,
@@ -92,10 +88,10 @@ class Gemma2Block(nn.Module):
             softcap=config.attn_logit_softcapping,
             layer_index=layer_index,
         )
-        self.post_attention_layernorm = _norm(config, hidden)
-        self.pre_feedforward_layernorm = _norm(config, hidden)
+        self.post_attention_layernorm = gemma_norm(config, hidden)
+        self.pre_feedforward_layernorm = gemma_norm(config, hidden)
         self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-        self.post_feedforward_layernorm = _norm(config, hidden)
+        self.post_feedforward_layernorm = gemma_norm(config, hidden)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
@@ -125,7 +121,7 @@ class LigerGemma2(DecoderModel):
         super().__init__(config)
         self.build(
             block=Gemma2Block,
-            norm=_norm(config, config.hidden_size),
+            norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
             logit_softcap=config.final_logit_softcapping,
         )

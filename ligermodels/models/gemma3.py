@@ -10,7 +10,6 @@ from ligermodels.layers import (
     Attention,
     AttentionContext,
     GatedMLP,
-    RMSNorm,
     RotaryEmbedding,
     pre_norm,
 )
@@ -18,6 +17,8 @@ from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
 from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.gemma import gemma_norm
+from ligermodels.models.gemma2 import SANDWICH_NORMS
 
 
 @dataclass(kw_only=True)
@@ -74,12 +75,6 @@ Gemma3Config.presets = {
 }
 
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 # What stands beside the text model, and how its tensors are called there: in published checkpoints,
 # and in those that transformers 5 writes.
 _TOWERS = Towers(
@@ -101,13 +96,8 @@ def weight_map(config: Gemma3Config) -> WeightMap:
     """Where each parameter stands in a Gemma 3 checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(
-        config, qkv_bias=bias, out_bias=bias, head_norms=True, norms=_NORMS, towers=_TOWERS
+        config, qkv_bias=bias, out_bias=bias, head_norms=True, norms=SANDWICH_NORMS, towers=_TOWERS
     )
-
-
-def _norm(config: Gemma3Config, size: int) -> RMSNorm:
-    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
-    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
 
 class Gemma3Block(nn.Module):
@@ -116,7 +106,7 @@ class Gemma3Block(nn.Module):
     def __init__(self, config: Gemma3Config, layer_index: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = _norm(config, hidden)
+        self.input_layernorm = gemma_norm(config, hidden)
         self.self_attn = Attention(
             hidden,
             config.num_attention_heads,
@@ -125,14 +115,14 @@ class Gemma3Block(nn.Module):
             bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             sliding_window=config.sliding_windows[layer_index],
-            q_norm=_norm(config, config.head_dim),
-            k_norm=_norm(config, config.head_dim),
+            q_norm=gemma_norm(config, config.head_dim),
+            k_norm=gemma_norm(config, config.head_dim),
             layer_index=layer_index,
         )
-        self.post_attention_layernorm = _norm(config, hidden)
-        self.pre_feedforward_layernorm = _norm(config, hidden)
+        self.post_attention_layernorm = gemma_norm(config, hidden)
+        self.pre_feedforward_layernorm = gemma_norm(config, hidden)
         self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-        self.post_feedforward_layernorm = _norm(config, hidden)
+        self.post_feedforward_layernorm = gemma_norm(config, hidden)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
@@ -162,7 +152,7 @@ class LigerGemma3(DecoderModel):
         super().__init__(config)
         self.build(
             block=Gemma3Block,
-            norm=_norm(config, config.hidden_size),
+            norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
             logit_softcap=config.final_logit_softcapping,
         )

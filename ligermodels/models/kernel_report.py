@@ -83,10 +83,8 @@ def _swapped_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         children: dict[str, type[nn.Module]] = {}
         if isinstance(module, Attention):
-            children = {"qkv_proj": nn.Linear}
-            for name_of_norm in ("q_norm", "k_norm"):
-                if getattr(module, name_of_norm) is not None:
-                    children[name_of_norm] = RMSNorm
+            norms = [each for each in ("q_norm", "k_norm") if getattr(module, each) is not None]
+            children = {"qkv_proj": nn.Linear, **dict.fromkeys(norms, RMSNorm)}
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
         elif hasattr(module, "input_layernorm"):

@@ -113,21 +113,9 @@ def _environment() -> "jinja2.Environment":
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | str | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         # jinja2's own filter escapes HTML, which does not belong in a prompt.
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
@@ -27,16 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Backend(Protocol):
-    """What `Tokenizer` asks of the package that reads a tokenizer file."""
-
-    special_tokens: dict[str, str]
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def id_to_token(self, index: int) -> str | None: ...
-    def size(self) -> int: ...
+# What reads a tokenizer file; both answer the same calls.
+Backend = TokenizersBackend | SentencePieceBackend
 
 
 class Tokenizer:

@@ -154,26 +154,24 @@ def option_types() -> dict[str, type]:
     }
 
 
-def limit_complaint(
-    value: float,
-    *,
-    at_least: float | None = None,
-    more_than: float | None = None,
-    at_most: float | None = None,
-    less_than: float | None = None,
-) -> str | None:
+_LIMITS = {
+    "at_least": operator.ge,
+    "more_than": operator.gt,
+    "at_most": operator.le,
+    "less_than": operator.lt,
+}
+
+
+def limit_complaint(value: float, **limits: float) -> str | None:
     """Say which limit a number breaks, such as "must be at least 2, not 1"; None if it keeps all.
 
-    A number that is not finite breaks every limit that is given.
+    A number that is not finite breaks every limit.
+
+    Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
     """
-    for limit, holds, words in (
-        (at_least, operator.ge, "at least"),
-        (more_than, operator.gt, "more than"),
-        (at_most, operator.le, "at most"),
-        (less_than, operator.lt, "less than"),
-    ):
-        if limit is not None and not (math.isfinite(value) and holds(value, limit)):
-            return f"must be {words} {limit:g}, not {value!r}"
+    for name, limit in limits.items():
+        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
+            return f"must be {name.replace('_', ' ')} {limit:g}, not {value!r}"
     return None
 
 

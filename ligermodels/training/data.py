@@ -10,31 +10,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ligermodels.errors import DataError, LigerError
+from ligermodels.errors import DataError, LigerError, first_line
+from ligermodels.text.tokenizer import Tokenizer
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
-
-
-class TokenizerLike(Protocol):
-    """What this module asks of a tokenizer; `ligermodels.text.tokenizer.Tokenizer` is one."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Any,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_documents(
-    paths: Sequence[str | Path], tokenizer: TokenizerLike, *, separator: str | None = None
+    paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
 ) -> list[Document]:
     """Tokenise files into documents, in file order.
 
@@ -109,8 +95,11 @@ def read_documents(
     for file in files:
         if file.suffix.lower() in JSONL_SUFFIXES:
             documents += list(_read_jsonl(file, encoder))
-        else:
-            documents += [encoder.text(text) for text in split_text(_read_text(file), separator)]
+            continue
+        text = _read_text(file)
+        if "\0" in text:
+            raise DataError(f"{file}: holds NUL characters, so it is not a text file")
+        documents += [encoder.text(each) for each in split_text(text, separator)]
     documents = [document for document in documents if document.num_targets]
     if not documents:
         names = ", ".join(str(file) for file in files)
@@ -120,51 +109,33 @@ def read_documents(
 
 def split_text(text: str, separator: str | None) -> list[str]:
     """The documents of a text, cut at lines that equal `separator`; empty ones are left out."""
-    if separator is None:
-        documents = [text]
-    else:
-        documents = []
-        lines: list[str] = []
-        for line in text.split("\n"):
-            if line.strip() == separator.strip():
-                documents.append("\n".join(lines))
-                lines = []
-            else:
-                lines.append(line)
-        documents.append("\n".join(lines))
-    return [document.strip("\n") for document in documents if document.strip()]
+    parts: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if separator is not None and line.strip() == separator.strip():
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    documents = ["\n".join(lines).strip("\n") for lines in parts]
+    return [document for document in documents if document.strip()]
 
 
 def _read_text(file: Path) -> str:
-    data = _read_bytes(file)
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: not UTF-8 text") from None
-    if "\0" in text:
-        raise DataError(f"{file}: holds NUL characters, so it is not a text file")
-    return text.replace("\r\n", "\n")
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
+        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line}: not UTF-8 text") from None
 
 
 def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
-    for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
         where = f"{file}:{number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            raise DataError(f"{where}: not UTF-8 text") from None
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError):
@@ -226,7 +197,7 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 class _Encoder:
     """Texts, completions and chats to documents, with the tokenizer's own special tokens."""
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         bare = tokenizer.encode("a", add_special_tokens=False)
         full = tokenizer.encode("a", add_special_tokens=True)
@@ -237,7 +208,7 @@ class _Encoder:
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def text(self, text: str) -> Document:
-        ids = self.prefix + self.tokenizer.encode(text, add_special_tokens=False) + self.end
+        ids = self.prefix + self._encode(text) + self.end
         return _document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:
@@ -282,10 +253,9 @@ class _Encoder:
             )
         # A template is a program of the checkpoint's: it raises what it likes.
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if isinstance(error, LigerError) and not messages:
                 raise
-            raise DataError(f"{where}: the chat template fails: {reason}") from error
+            raise DataError(f"{where}: the chat template fails: {first_line(error)}") from error
 
     def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Tokens of the joined segments, and for each whether it lies in a trained one.
@@ -294,22 +264,18 @@ class _Encoder:
         it nearly always is; else segment by segment, which is how a prompt meets its answer
         when the model generates.
         """
-        encode = self._encode
-        ids = encode("".join(text for text, _ in segments))
-        ends = []
-        text = ""
-        for segment, _ in segments[:-1]:
-            text += segment
-            head = encode(text)
-            if ids[: len(head)] != head:
-                pieces = [encode(segment) for segment, _ in segments]
-                ids = [token for piece in pieces for token in piece]
-                ends = list(np.cumsum([len(piece) for piece in pieces]))[:-1]
-                break
-            ends.append(len(head))
+        texts = [text for text, _ in segments]
+        ids = self._encode("".join(texts))
+        heads = [self._encode(text) for text in accumulate(texts[:-1])]
+        if all(ids[: len(head)] == head for head in heads):
+            ends = [*map(len, heads), len(ids)]
+        else:
+            pieces = [self._encode(text) for text in texts]
+            ids = [token for piece in pieces for token in piece]
+            ends = list(accumulate(map(len, pieces)))
         loss_mask: list[bool] = []
-        for (_, trained), end in zip(segments, [*ends, len(ids)]):
-            loss_mask += [trained] * (int(end) - len(loss_mask))
+        for (_, trained), end in zip(segments, ends):
+            loss_mask += [trained] * (end - len(loss_mask))
         return ids, loss_mask
 
     def _encode(self, text: str) -> list[int]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ligermodels import __version__
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def pick_device(name: str | None) -> torch.device:
             raise ConfigError(f"device: cpu or cuda is needed, not {name!r}")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ConfigError(f"device: {name!r} cannot be used: {reason}") from None
     return device
 

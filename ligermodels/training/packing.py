@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -32,15 +32,6 @@ class Batch:
     position_ids: torch.Tensor
     num_tokens: int
     num_targets: int
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on `device`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            labels=self.labels.to(device),
-            position_ids=self.position_ids.to(device),
-        )
 
 
 def hold_out(
@@ -179,28 +170,23 @@ class PackedRows:
         asks nothing (the positions of `input_ids`, unshifted), and restarting `position_ids`."""
         indices = list(indices)
         shape = (len(indices), self.width)
-        input_ids: np.ndarray = np.full(shape, self.pad_id, dtype=np.int64)
-        labels: np.ndarray = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        position_ids: np.ndarray = np.zeros(shape, dtype=np.int64)
+        input_ids = torch.full(shape, self.pad_id)
+        labels = torch.full(shape, IGNORE_INDEX)
+        position_ids = torch.zeros(shape, dtype=torch.int64)
         num_tokens = num_targets = 0
         for at, index in enumerate(indices):
             end = 0
             for i in self.rows[index]:
                 piece = self.pieces[i]
                 start, end = end, end + len(piece)
-                input_ids[at, start:end] = piece.ids
-                labels[at, start:end] = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
-                position_ids[at, start:end] = np.arange(end - start)
+                input_ids[at, start:end] = torch.from_numpy(piece.ids)
+                targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
+                labels[at, start:end] = torch.from_numpy(targets)
+                position_ids[at, start:end] = torch.arange(end - start)
                 num_targets += piece.num_targets
-            position_ids[at, end:] = np.arange(self.width - end)
+            position_ids[at, end:] = torch.arange(self.width - end)
             num_tokens += end
-        return Batch(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            torch.from_numpy(position_ids),
-            num_tokens,
-            num_targets,
-        )
+        return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
 
 
 def row_order(num_rows: int, seed: int) -> Callable[[int], int]:

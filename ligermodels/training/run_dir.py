@@ -40,6 +40,16 @@ OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, LOSS_PLOT)
 Metrics = dict[str, float]
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say which file the disk refuses."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SaveError(f"{path}: cannot be written: {reason}") from error
+
+
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a file beside `path`, then put it in `path`'s place in one step.
 
@@ -48,18 +58,18 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """
     aside = path.with_name(path.name + ".part")
     try:
-        write(aside)
-        # safetensors creates its files readable by their owner alone, whatever the umask says.
-        umask = os.umask(0o077)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
-        sync_file(aside)
-        os.replace(aside, path)
-        sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
+        with _writing(path):
+            write(aside)
+            # safetensors creates its files readable by their owner alone, whatever the umask says.
+            umask = os.umask(0o077)
+            os.umask(umask)
+            os.chmod(aside, 0o666 & ~umask)
+            sync_file(aside)
+            os.replace(aside, path)
+            sync_folder(path.parent)
+    except SaveError:
         aside.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or error
-        raise SaveError(f"{path}: cannot be written: {reason}") from error
+        raise
 
 
 class RunDir:
@@ -111,11 +121,9 @@ class RunDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep other processes from writing to it meanwhile."""
-        try:
+        with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / LOCK_FILE, "w")
-        except OSError as error:
-            raise SaveError(f"{self.path}: cannot be written: {error.strerror}") from None
         with lock:
             try:
                 import fcntl
@@ -158,11 +166,8 @@ class RunDir:
 
     def log(self, entry: Metrics) -> None:
         """Add a line to metrics.jsonl."""
-        try:
-            with open(self.metrics_file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            raise SaveError(f"{self.metrics_file}: cannot be written: {error.strerror}") from None
+        with _writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def read_metrics(self) -> list[Metrics]:
         """The whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
@@ -193,22 +198,16 @@ class RunDir:
         return sorted(self.checkpoint_dir.glob("step-*.safetensors"))
 
     def save_checkpoint(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        keep: int,
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int
     ) -> Path:
         """Write the state after `step` steps, then remove all but the newest `keep` checkpoints."""
         tensors = dict(named_state(model, optimizer))
         file = self.checkpoint_dir / f"step-{step:08d}.safetensors"
-        try:
+        with _writing(file):
             self.checkpoint_dir.mkdir(exist_ok=True)
             if self.metrics_file.is_file():
                 # a checkpoint that survives a power cut must find its metrics there as well
                 sync_file(self.metrics_file)
-        except OSError as error:
-            raise SaveError(f"{file}: cannot be written: {error.strerror}") from None
         atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
         self.prune(keep)
         return file
@@ -237,20 +236,14 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
     """
     try:
         with safe_open(file, framework="pt") as checkpoint:
-            names = set(checkpoint.keys())
-            wanted = {
-                f"{kind}.{name}": tuple(parameter.shape)
-                for name, parameter in model.named_parameters()
-                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.step")
-            }
-            wrong = sorted(names.symmetric_difference(wanted))
-            wrong += [
-                name
-                for name in wanted
-                if name in names
-                and not name.startswith("optimizer.step.")
-                and tuple(checkpoint.get_slice(name).get_shape()) != wanted[name]
-            ]
+            held = {name: checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()}
+            wanted: dict[str, list[int]] = {}
+            for name, parameter in model.named_parameters():
+                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+                    wanted[f"{kind}.{name}"] = list(parameter.shape)
+                wanted[f"optimizer.step.{name}"] = []
+            names = sorted(held.keys() | wanted.keys())
+            wrong = [name for name in names if held.get(name) != wanted.get(name)]
             if wrong:
                 raise CheckpointError(
                     f"{file}: {wrong[0]}: the checkpoint is not of this model\n{listing(wrong)}"

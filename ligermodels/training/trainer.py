@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -93,11 +92,10 @@ class Trainer:
         self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self._row = row_order(len(rows), config.seed)
 
-    def autocast(self) -> AbstractContextManager[object]:
+    def autocast(self) -> torch.autocast:
         """The context of a forward pass."""
-        if self.precision != "bf16-mixed":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        mixed = self.precision == "bf16-mixed"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
     def head_options(self, batch: Batch) -> dict[str, Any]:
         """Options that make the head skip the rows of prompts and padding, where that pays."""
@@ -142,12 +140,11 @@ class Trainer:
 
     def _loss(self, batch: Batch, **options: Any) -> Tensor:
         """The loss of a batch; `options` are those of the loss head."""
-        batch = batch.to(self.device)
         with self.autocast():
             return self.forward(
-                batch.input_ids,
-                labels=batch.labels,
-                position_ids=batch.position_ids,
+                batch.input_ids.to(self.device),
+                labels=batch.labels.to(self.device),
+                position_ids=batch.position_ids.to(self.device),
                 **options,
                 **self.head_options(batch),
             ).loss
@@ -175,7 +172,16 @@ class Trainer:
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
         run_dir.prune(config.save_total_limit)
         run_dir.cut_metrics(done if checkpoint else -1)
-        with _Bar(self.total_steps, done, progress) as bar:
+        # A log file gets a line now and then instead of a bar that redraws itself.
+        interval = 0.1 if sys.stderr.isatty() else 10.0
+        with tqdm(
+            total=self.total_steps,
+            initial=done,
+            unit="step",
+            disable=not progress,
+            mininterval=interval,
+            dynamic_ncols=True,
+        ) as bar:
             if checkpoint is None:
                 self._evaluate(run_dir, 0, bar)
             waiting: list[dict[str, float | Tensor]] = []
@@ -207,19 +213,21 @@ class Trainer:
                         step + 1, self.model, self.optimizer, config.save_total_limit
                     )
 
-    def _evaluate(self, run_dir: RunDir, step: int, bar: _Bar) -> None:
+    def _evaluate(self, run_dir: RunDir, step: int, bar: tqdm[Any]) -> None:
         if self.eval_rows is None:
             return
         found = self.evaluate()
         run_dir.log({"step": step, **found})
-        bar.write(
-            f"step {step}: held-out loss {found['eval_loss']:.4f}, "
-            f"perplexity {found['eval_perplexity']:.3f}"
-        )
+        if not bar.disable:
+            bar.write(
+                f"step {step}: held-out loss {found['eval_loss']:.4f}, "
+                f"perplexity {found['eval_perplexity']:.3f}",
+                file=sys.stderr,
+            )
 
 
 def _log(
-    run_dir: RunDir, waiting: list[dict[str, float | Tensor]], started: float, bar: _Bar
+    run_dir: RunDir, waiting: list[dict[str, float | Tensor]], started: float, bar: tqdm[Any]
 ) -> None:
     """Write the steps whose losses are still on the device: reading a loss waits for the device.
 
@@ -237,38 +245,8 @@ def _log(
                 f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
             )
         run_dir.log(entry)
-    bar.update(entries)
-
-
-class _Bar:
-    """The progress bar on stderr: steps, loss, tokens per second. Silent when not shown."""
-
-    def __init__(self, total: int, done: int, shown: bool) -> None:
-        # A log file gets a line now and then instead of a bar that redraws itself.
-        interval = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit="step",
-            disable=not shown,
-            mininterval=interval,
-            dynamic_ncols=True,
-            file=sys.stderr,
-        )
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def write(self, text: str) -> None:
-        if not self._bar.disable:
-            self._bar.write(text, file=sys.stderr)
-
-    def update(self, entries: list[Metrics]) -> None:
-        seconds = sum(entry["seconds"] for entry in entries)
-        speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
-        loss = f"{entries[-1]['loss']:.4f}"
-        self._bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
-        self._bar.update(len(entries))
+    seconds = sum(entry["seconds"] for entry in entries)
+    speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
+    loss = f"{entries[-1]['loss']:.4f}"
+    bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
+    bar.update(len(entries))

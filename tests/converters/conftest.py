@@ -45,7 +45,7 @@ TOKENIZER = {
 
 
 def llama_config(**changes) -> LlamaConfig:
-    return LlamaConfig(**fields_from_hf({**CONFIG, **changes}, LlamaConfig, "config.json"))
+    return LlamaConfig(**fields_from_hf({**CONFIG, **changes}, LlamaConfig))
 
 
 def random_tensors(config, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from .conftest import BASE, CONFIG, LLAMA3, YARN, llama_config
 
 
 def parse(raw):
-    return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
+    return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
 @pytest.mark.parametrize(

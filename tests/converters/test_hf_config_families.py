@@ -121,7 +121,7 @@ def raw_of(family: str, name: str) -> dict[str, Any]:
 
 def parse(raw: dict[str, Any]) -> ModelConfig:
     cls = families()[raw["model_type"]].config_class
-    return cls(**fields_from_hf(raw, cls, "dir/config.json"))
+    return cls(**fields_from_hf(raw, cls))
 
 
 def ours(config: ModelConfig) -> dict[str, Any]:

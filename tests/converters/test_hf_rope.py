@@ -17,7 +17,7 @@ from .conftest import BASE, LLAMA3, YARN
 
 
 def parse(raw):
-    return LlamaConfig(**fields_from_hf(raw, LlamaConfig, "dir/config.json"))
+    return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_contradiction_stays_as_it_came_and_means_the_same():
     ],
 )
 def test_rope_of_gemma_3(raw, expected):
-    found = hf_rope.fields_from_hf(raw, Gemma3Config, "dir/config.json")
+    found = hf_rope.fields_from_hf(raw, Gemma3Config)
     names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
     assert found == dict(zip(names, expected, strict=True))
 
@@ -151,7 +151,7 @@ def test_longrope_has_its_length_where_transformers_4_reads_it():
     raw = {"rope_scaling": dict(scaling), "max_position_embeddings": 64}
     hf_rope.fields_to_hf(raw, LlamaConfig(rope_scaling=scaling), changed=False)
     assert raw["original_max_position_embeddings"] == 16
-    assert hf_rope.fields_from_hf(raw, LlamaConfig, "config.json")["rope_scaling"] == scaling
+    assert hf_rope.fields_from_hf(raw, LlamaConfig)["rope_scaling"] == scaling
 
 
 def test_a_scaling_that_no_model_can_have_is_refused():

@@ -170,7 +170,7 @@ def test_another_tower_is_unexpected(saved: Path, tmp_path: Path) -> None:
 
 
 def parse(raw: dict[str, Any]) -> Gemma3Config:
-    return Gemma3Config(**fields_from_hf(raw, Gemma3Config, "dir/config.json"))
+    return Gemma3Config(**fields_from_hf(raw, Gemma3Config))
 
 
 def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
@@ -218,7 +218,7 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
     raw["text_config"] = {**inner, "pad_token_id": None}
     assert parse({**raw, "pad_token_id": 3}).pad_token_id is None
     assert parse({"model_type": "gemma3", "text_config": inner}).dtype == "float32"
-    text = text_config(raw, Gemma3Config, "config.json")
+    text = text_config(raw, Gemma3Config)
     assert "torch_dtype" not in text and raw["text_config"]["torch_dtype"] == "float32"
     assert unknown_keys({**raw, "text_config": {"mine": 1}}, Gemma3Config) == {"mine": 1}
 
@@ -244,4 +244,4 @@ def test_a_wrapper_that_makes_no_sense_is_refused(keys: dict[str, Any], message:
 def test_a_wrapper_of_another_family_is_not_unwrapped() -> None:
     raw = {"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}
     with pytest.raises(ConfigError, match="'model_type' is 'gemma3'; this class reads 'gemma2'"):
-        fields_from_hf(raw, Gemma2Config, "config.json")
+        fields_from_hf(raw, Gemma2Config)
