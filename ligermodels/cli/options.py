@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ligermodels.training.config import DTYPES, limit_complaint
+from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,7 +34,7 @@ def loading_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options with which any command loads a checkpoint."""
     add = command.add_argument
     add("--revision", help="branch, tag or commit of a hub checkpoint")
-    add("--dtype", choices=DTYPES, help="(default: the checkpoint's)")
+    add("--dtype", choices=EXPORT_DTYPES, help="(default: the checkpoint's)")
     add("--allow-nonfinite", action="store_true", help="let NaN and infinite weights in")
 
 

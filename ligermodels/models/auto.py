@@ -1,9 +1,11 @@
 """The registry of families: from a config.json's model_type to the class that computes it."""
 
 import functools
+import inspect
 import os
 import pkgutil
 from importlib import import_module
+from types import FunctionType
 from typing import Any, TypeVar
 
 from ligermodels import models
@@ -25,20 +27,31 @@ def register(cls: type[Model]) -> type[Model]:
 
     Returns: the class, unchanged.
     Raises:
-        ConfigError: another class is registered under the same model_type.
+        ConfigError: another class is registered under the same model_type, or the class lacks one
+            of the two.
     """
     if cls.__module__.rpartition(".")[0] != models.__name__:
         _import_families()  # so that a clash with one of them is found here
-    config_class = cls.config_class
-    types = list(filter(None, (config_class.model_type, config_class.wrapper_type)))
-    for model_type in types:
+    config_class = getattr(cls, "config_class", None)
+    if getattr(config_class, "model_type", None) is None:
+        raise ConfigError(
+            f"{_full_name(cls)}: config_class is {config_class!r}; expected a subclass of "
+            "ModelConfig that sets model_type"
+        )
+    if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
+        raise ConfigError(
+            f"{_full_name(cls)}: weight_map is called with the config alone; declare it as "
+            "`weight_map = staticmethod(weight_map)`"
+        )
+    fields = {name: getattr(config_class, name) for name in ("model_type", "wrapper_type")}
+    for field, model_type in fields.items():
         known = _registered.get(model_type)
         if known is not None and _full_name(known) != _full_name(cls):
             raise ConfigError(
                 f"model_type {model_type!r} belongs to {_full_name(known)}; {_full_name(cls)} "
-                "needs another one in its config class"
+                f"needs another {field} in its config class"
             )
-    _registered.update(dict.fromkeys(types, cls))
+    _registered.update({name: cls for name in fields.values() if name is not None})
     return cls
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.checks import check_count
 from ligermodels.layers import (
     AttentionContext,
     HeadOutput,
@@ -56,6 +57,7 @@ class DecoderModel(HFModel):
         block: Callable[[Any, int], nn.Module],
         norm: RMSNorm | LayerNorm,
         embedding_scale: float | None = None,
+        logit_scale: float = 1.0,
         logit_softcap: float | None = None,
     ) -> None:
         """Make embedding, rope, blocks, final norm and head from the config; draw the weights.
@@ -65,6 +67,7 @@ class DecoderModel(HFModel):
                 `layer(x, residual, context)` and returns (x, residual), whose sum is its output.
             norm: the final norm.
             embedding_scale: factor on the embeddings; None for 1.
+            logit_scale: factor on the logits, before the cap.
             logit_softcap: logits become cap * tanh(logits / cap); None for no cap.
         """
         config = self.config
@@ -81,7 +84,9 @@ class DecoderModel(HFModel):
         self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
         self.norm = norm
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LossHead(hidden, vocab, tied_to=tied_to, softcap=logit_softcap)
+        self.head = LossHead(
+            hidden, vocab, tied_to=tied_to, logit_scale=logit_scale, softcap=logit_softcap
+        )
         self.initialize_weights()
 
     def forward(
@@ -136,7 +141,7 @@ class DecoderModel(HFModel):
         targets = next_token_targets(labels, document_ids, ignore_index)
         return self.head(hidden, targets, **loss_options)
 
-    def loss(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    def loss(self, input_ids: Tensor, labels: Tensor, **options: Unpack[HeadOptions]) -> Tensor:
         """`model(input_ids, labels=labels, **options).loss`. Behind a wrapper, call the wrapper."""
         return self(input_ids, labels=labels, **options).loss
 
@@ -272,6 +277,8 @@ class DecoderModel(HFModel):
             ValueError: an argument asks for what is not implemented.
         """
         options = activation_checkpointing_kwargs or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"activation checkpointing: {options!r}; expected a dict or None")
         if unknown := options.keys() - {"use_reentrant"}:
             raise ValueError(
                 f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; the one "
@@ -284,11 +291,9 @@ class DecoderModel(HFModel):
             )
         if offload:
             raise ValueError("activation checkpointing: offload=True is not implemented; set False")
-        if every_n_layers < 1:
-            raise ValueError(
-                f"activation checkpointing: every_n_layers is {every_n_layers}; expected at least 1"
-            )
-        self._checkpoint_every = every_n_layers
+        self._checkpoint_every = check_count(
+            "activation checkpointing", "every_n_layers", every_n_layers, 1
+        )
 
     def activation_checkpointing_disable(self) -> None:
         """Keep the activations of every block for backward."""

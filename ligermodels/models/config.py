@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
-from ligermodels.converters import hf_rope as rope
+from ligermodels.converters import hf_rope
 from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 
@@ -93,6 +93,9 @@ class ModelConfig:
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None  # the checkpoint's, such as "bfloat16"
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __init_subclass__(cls) -> None:
+        cls.presets = {}  # a family's own: another family's sizes are no sizes of it
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
@@ -218,7 +221,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield f"initializer_range is {value}; expected a number of at least 0"
     yield from _layer_faults(config)
     if config.rope_scaling is not None:
-        rope.check_scaling(config.rope_scaling, vars(config))
+        hf_rope.check_scaling(config.rope_scaling, vars(config))
     token, vocab = config.pad_token_id, config.vocab_size
     if token is not None and not -vocab <= token < vocab:
         yield f"pad_token_id {token} is outside the vocabulary of {vocab}"
@@ -226,10 +229,10 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 def _layer_faults(config: ModelConfig) -> Iterator[str]:
     """What differs from layer to layer."""
-    full, sliding = rope.LAYER_TYPES
+    full, sliding = hf_rope.LAYER_TYPES
     types = getattr(config, "layer_types", None)
     if types is not None:
-        if any(kind not in rope.LAYER_TYPES for kind in types):
+        if any(kind not in hf_rope.LAYER_TYPES for kind in types):
             yield f"layer_types is {shown(types)}; expected a list of {full!r} and {sliding!r}"
         layers = config.num_hidden_layers
         if len(types) != layers:

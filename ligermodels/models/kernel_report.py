@@ -5,11 +5,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels import dispatch as backend
+from ligermodels.kernels import dispatch
 from ligermodels.kernels.autocast import autocast_dtype
-from ligermodels.layers import Attention, AttentionMask, GatedMLP, LossHead, RMSNorm
+from ligermodels.layers import (
+    Attention,
+    AttentionMask,
+    GatedMLP,
+    LayerNorm,
+    LossHead,
+    RMSNorm,
+)
 from ligermodels.layers.attention_backend import choose_backend
-from ligermodels.layers.fusion import is_plain
+from ligermodels.layers.fusion import is_plain, pre_norm_names
 
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
@@ -24,12 +31,9 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
 
     Args: weight is a parameter of the device and dtype that the ops will see.
     """
-    name, reason = backend.choose(weight.device, weight.dtype)
+    name, reason = dispatch.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
-    ops = ["rms_norm", "add_rms_norm", "rope", "glu", "cross_entropy"]
-    if any(isinstance(m, Attention) and m.fuses_head_norms for m in model.modules()):
-        ops.insert(3, "qk_norm_rope")
-    report = dict.fromkeys(ops, here)
+    report = dict.fromkeys(_ops(model), here)
     report.update(_attention(model, weight))
     swapped = list(_swapped_modules(model))
     report["norm + linear, linear + rope, glu + linear"] = (
@@ -38,11 +42,26 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
         else f"modules called where swapped: {', '.join(swapped[:10])}"
         + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
     )
-    plain_head = bool(head._tied) or is_plain(head.proj, nn.Linear)
-    report["linear_cross_entropy"] = report["linear_log_probs"] = (
-        f"chunked {here}" if plain_head else "the swapped head.proj is called chunk by chunk"
+        report["linear_cross_entropy"] = report["linear_log_probs"] = (
+        f"chunked {here}" if head.is_linear else "the swapped head.proj is called chunk by chunk"
     )
     return report
+
+
+def _ops(model: nn.Module) -> Iterator[str]:
+    """The ops of the model's layers and of its head."""
+    modules = [*model.modules()]
+    if any(isinstance(m, RMSNorm) for m in modules):
+        yield from ("rms_norm", "add_rms_norm")
+    if any(isinstance(m, LayerNorm) for m in modules):
+        yield from ("layer_norm", "add_layer_norm")
+    if any(isinstance(m, Attention) for m in modules):
+        yield "rope"
+    if any(isinstance(m, Attention) and m.fuses_head_norms for m in modules):
+        yield "qk_norm_rope"
+    if any(isinstance(m, GatedMLP) for m in modules):
+        yield "glu"
+    yield "cross_entropy"
 
 
 def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
@@ -88,10 +107,7 @@ def _swapped_modules(model: nn.Module) -> Iterator[str]:
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
         elif hasattr(module, "input_layernorm"):
-            # HF's name of the norm before the MLP, where there is another one behind attention.
-            sandwich = hasattr(module, "pre_feedforward_layernorm")
-            before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-            children = {"input_layernorm": RMSNorm, before_mlp: RMSNorm}
+            children = dict.fromkeys(pre_norm_names(module), RMSNorm)
         for child, expected in children.items():
             if not is_plain(getattr(module, child), expected):
                 yield f"{name}.{child}"

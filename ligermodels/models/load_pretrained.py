@@ -205,10 +205,8 @@ def _meaning(module: nn.Module, name: str) -> dict[str, str]:
         heads = f"{parent.num_heads} and {parent.num_kv_heads} of size {parent.head_dim}"
         meaning["heads (of queries, of keys)"] = heads
     if child in ("post_attention_layernorm", "pre_feedforward_layernorm"):
-        # HF gives the norm before the MLP the first name, unless one stands behind attention.
-        sandwich = hasattr(parent, "pre_feedforward_layernorm")
-        behind_attention = sandwich and child == "post_attention_layernorm"
-        meaning["its place"] = "behind attention" if behind_attention else "before the MLP"
+        before_mlp = child in pre_norm_names(parent)
+        meaning["its place"] = "before the MLP" if before_mlp else "behind attention"
     return meaning
 
 

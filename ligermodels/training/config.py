@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 from ligermodels.errors import ConfigError
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
-DTYPES = ("float32", "bfloat16", "float16")
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _option(
@@ -42,7 +42,7 @@ _free_option = partial(_option, free_on_resume=True)
 
 @dataclass(kw_only=True)
 class FinetuneConfig:
-    """The options of a fine-tuning run, under the names of transformers' TrainingArguments.
+    """The options of a fine-tuning run. Many have their names in transformers' TrainingArguments.
 
     `ligermodels finetune --help` shows each option with its meaning. `resume=True` continues from
     the last checkpoint in `output_dir`, and starts from the beginning where there is none.
@@ -114,7 +114,7 @@ class FinetuneConfig:
     save_total_limit: int = _free_option(2, "checkpoints to keep", at_least=1)
     logging_steps: int = _free_option(1, "steps between looks at the loss", at_least=1)
     export_dtype: str | None = _free_option(
-        None, "dtype of the export (default: the weights as they were trained)", choices=DTYPES
+        None, "dtype of the export (default: the weights as they were trained)", choices=EXPORT_DTYPES
     )
     max_shard_size: int = _free_option(5 * 10**9, "bytes in one file of the export", at_least=1)
     resume: bool = _free_option(
@@ -165,12 +165,12 @@ _LIMITS = {
 def limit_complaint(value: float, **limits: float) -> str | None:
     """Say which limit a number breaks, such as "must be at least 2, not 1"; None if it keeps all.
 
-    A number that is not finite breaks every limit.
-
     Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
     """
+    if limits and not math.isfinite(value):
+        return f"must be a finite number, not {value!r}"
     for name, limit in limits.items():
-        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
+        if not _LIMITS[name](value, limit):
             return f"must be {name.replace('_', ' ')} {limit:g}, not {value!r}"
     return None
 
