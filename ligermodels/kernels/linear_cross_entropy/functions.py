@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.checks import check_floating, check_linear_bias
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, check_targets, reduce_tokens
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
@@ -288,18 +288,16 @@ def _checked(
             raise ValueError(
                 f"loss head: {name} is on {parameter.device}, hidden on {hidden.device}; move one"
             )
-    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
+    weight, bias = cast_operands(hidden, weight, bias)
+    hidden, _ = cast_operands(hidden, hidden, None)
     if hidden.dtype != weight.dtype:
         # Autocast leaves float64 alone.
         way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
         raise ValueError(
             f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one{way}"
         )
-    if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"loss head: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
-            f"{tuple(weight.shape)} {weight.dtype}; expected ({vocab},) {weight.dtype}"
-        )
+    if bias is not None:
+        check_linear_bias("loss head", weight, bias)
     return hidden, weight, bias
 
 
