@@ -251,12 +251,15 @@ class TokenStats(NamedTuple):
         )
 
 
-class StatsScale(NamedTuple):
-    """The gradients with respect to the statistics, (rows) each, which scale those of the logits.
+class OutputGrads(NamedTuple):
+    """The gradients with respect to what is known of each row, which scale those of the logits."""
 
-    `value` is the entropy itself, from the forward pass: its gradient needs it.
-    """
+    loss: Tensor  # (rows), or (1,) for all of them
+    log_probs: Tensor | None = None  # (rows), like the rest
+    entropy: Tensor | None = None
+    entropy_value: Tensor | None = None  # the entropy, from the forward pass: its gradient needs it
 
-    log_probs: Tensor | None
-    entropy: Tensor | None
-    value: Tensor | None
+    def rows(self, chunk: slice) -> "OutputGrads":
+        """Those of a chunk of tokens."""
+        loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
+        return OutputGrads(loss, *(None if x is None else x[chunk] for x in self[1:]))

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.kernels.checks import ACTIVATIONS, NormOptions
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads
 from ligermodels.kernels.reference import (
     cross_entropy,
     glu,
@@ -136,7 +136,7 @@ def test_cross_entropy(name) -> None:
     for known in (None, lse):
         buffer = logits.detach().clone()
         *_, grad = cross_entropy.cross_entropy_rows(
-            buffer, targets, scale, known, weights, options, True
+            buffer, targets, OutputGrads(scale), known, weights, options, True
         )
         equal(grad, expected)
         assert grad.data_ptr() == buffer.data_ptr()

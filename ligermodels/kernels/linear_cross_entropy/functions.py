@@ -142,7 +142,7 @@ def linear_cross_entropy(
         # All logits fit in one chunk and are smaller than a weight gradient to save and scale.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
-        loss, z, *tokens = strategy.apply(*head, divisor)
+        loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
     return CrossEntropyOutput(loss, z, *_scattered(tokens, head, targets))
 
 
@@ -256,7 +256,7 @@ def _head(
         last = chunks(rows, plan.chunk_size)[-1]
         if last.stop - last.start == 1:
             pass  # to ask is enough
-    args = LossArgs(row_targets, index, class_weights, options, plan, needs_grad, with_stats)
+    args = LossArgs(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats)
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
 
