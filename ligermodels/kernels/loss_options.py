@@ -95,19 +95,14 @@ def check_options(
         raise ValueError(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
-    _check_number("label_smoothing", label_smoothing)
-    _check_number("z_loss", z_loss)
-    _check_number("logit_scale", logit_scale)
-    if not 0.0 <= label_smoothing <= 1.0:
+    if not 0.0 <= _number("label_smoothing", label_smoothing) <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
-    if not 0 <= z_loss < float("inf"):
+    if not 0 <= _number("z_loss", z_loss) < float("inf"):
         raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
-    if not 0 < logit_scale < float("inf"):
+    if not 0 < _number("logit_scale", logit_scale) < float("inf"):
         raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
-    if softcap is not None:
-        _check_number("softcap", softcap)
-        if not 0 < softcap < float("inf"):
-            raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
+    if softcap is not None and not 0 < _number("softcap", softcap) < float("inf"):
+        raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
     if normalizer is None:
@@ -132,7 +127,7 @@ def check_options(
         )
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: float) -> float:
     if isinstance(value, Tensor):
         raise ValueError(
             f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
@@ -140,6 +135,7 @@ def _check_number(name: str, value: object) -> None:
         )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
+    return value
 
 
 def check_chunk_options(
