@@ -258,4 +258,6 @@ class OutputGrads(NamedTuple):
     def rows(self, chunk: slice) -> "OutputGrads":
         """Those of a chunk of tokens."""
         loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
+        if self.log_probs is None and self.entropy is None:
+            return OutputGrads(loss)
         return OutputGrads(loss, *(None if x is None else x[chunk] for x in self[1:]))
