@@ -1,7 +1,6 @@
 """torch.autocast for the fused ops: operands are cast before the op, nothing inside it."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -20,20 +19,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-@overload
-def cast_operands(x: Tensor, a: Tensor, b: Tensor | None, /) -> tuple[Tensor, Tensor | None]: ...
-@overload
-def cast_operands(
-    x: Tensor, a: Tensor, b: Tensor, c: Tensor | None, /
-) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-
-def cast_operands(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands of a matmul with x as autocast would cast them, differentiably; None stays."""
+def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear of x as autocast would cast them, differentiably."""
     dtype = autocast_dtype(x)
     if dtype is None:
-        return operands
-    return tuple(None if operand is None else operand.to(dtype) for operand in operands)
+        return weight, bias
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

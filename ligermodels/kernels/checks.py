@@ -5,6 +5,7 @@ and what is expected.
 """
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from torch import Tensor
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASTING_MODES = ("llama", "gemma")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+class NormOptions(NamedTuple):
+    """The options of an RMS norm; `rms_norm` explains each."""
+
+    eps: float
+    offset: float
+    casting_mode: str
 
 
 def check_floating(op: str, name: str, x: Tensor) -> None:

@@ -11,7 +11,7 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
-    StatsScale,
+    OutputGrads,
     TokenStats,
     check_classes,
     check_options,
@@ -42,18 +42,18 @@ def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOu
     return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)
 
 
-def row_scales(
+def output_grads(
     grad_loss: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
     lse: Tensor,
-) -> tuple[Tensor, StatsScale | None]:
-    """row_scale and stats_scale of `reference.cross_entropy_rows` for what gradients there are."""
-    row_scale = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
+) -> OutputGrads:
+    """What gradients autograd has for each row, as `cross_entropy_rows` takes them."""
+    loss = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
     if grad_log_probs is None and grad_entropy is None:
-        return row_scale, None
-    return row_scale, StatsScale(grad_log_probs, grad_entropy, entropy)
+        return OutputGrads(loss)
+    return OutputGrads(loss, grad_log_probs, grad_entropy, entropy)
 
 
 class _ReducedCrossEntropy(torch.autograd.Function):
@@ -89,9 +89,9 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         logits, targets, lse, class_weights, divisor = ctx.saved_tensors
-        row_scale = (grad_output / divisor).view(1)
+        grads = OutputGrads((grad_output / divisor).view(1))
         *_, grad = ctx.ops.cross_entropy_rows(
-            logits, targets, row_scale, lse, class_weights, ctx.options, False
+            logits, targets, grads, lse, class_weights, ctx.options, False
         )
         return grad, *[None] * 5
 
@@ -133,16 +133,9 @@ class _CrossEntropyRows(torch.autograd.Function):
         if grad_loss is None and grad_log_probs is None and grad_entropy is None:
             return (None,) * 5
         logits, targets, lse, class_weights, entropy = ctx.saved_tensors
-        row_scale, stats_scale = row_scales(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
+        grads = output_grads(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
         *_, grad = ctx.ops.cross_entropy_rows(
-            logits,
-            targets,
-            row_scale,
-            lse,
-            class_weights,
-            ctx.options,
-            False,
-            stats_scale=stats_scale,
+            logits, targets, grads, lse, class_weights, ctx.options, False
         )
         return grad, *[None] * 4
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.checks import (
+    NormOptions,
     check_glu,
     check_linear_bias,
     check_linear_weight,
@@ -20,10 +21,9 @@ from ligermodels.kernels.checks import (
     check_rms_norm,
     check_rope,
 )
-from ligermodels.kernels.dispatch import Implementation, refuse_double_backward, select
+from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.rms_norm import grads_of_summands
 from ligermodels.kernels.rope import split_qkv
-
-NormOptions = tuple[float, float, str]  # eps, offset, casting_mode
 
 
 def _linear_backward(
@@ -40,17 +40,19 @@ def _linear_backward(
 
 
 def _norm_linear_forward(
-    ops: Implementation,
+    ctx: Any,
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     options: NormOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The linear's output, and what backward needs: the sum and 1 / rms of each row."""
-    y, s, rstd = ops.rms_norm_forward(x, residual, norm_weight, *options, weight.dtype)
-    return F.linear(y, weight, bias), s, rstd
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The linear's output, and what `_norm_linear_backward` takes, the sum first."""
+    ctx.ops, ctx.options = select("rms_norm", x, residual), options
+    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
+    return F.linear(y, weight, bias), (s, norm_weight, rstd, weight)
 
 
 def _norm_linear_backward(
@@ -62,37 +64,20 @@ def _norm_linear_backward(
     rstd: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, residual, norm_weight, weight and bias, the first inputs of both Functions.
-
-    ctx has ops, the norm's options, the dtypes of x and residual, and which gradients are needed.
-    """
+    """Gradients of x, residual, norm_weight, weight and bias, both Functions' first inputs."""
     needs_grad = ctx.needs_input_grad
     grad = grad_norm_weight = y = None
     with without_autocast(s):
         if any(needs_grad[:3]):
-            _, offset, casting_mode = ctx.options
             grad_y = grad_output @ weight
             grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
-                grad_y,
-                grad_s,
-                s,
-                norm_weight,
-                rstd,
-                offset,
-                casting_mode,
-                needs_grad[2],
-                needs_grad[3],
+                grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
             )
             del grad_y
         elif needs_grad[3]:
-            y, _, _ = ctx.ops.rms_norm_forward(s, None, norm_weight, *ctx.options, weight.dtype)
+            y, _, _ = ctx.ops.rms_norm_forward(s, None, norm_weight, ctx.options, weight.dtype)
         grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
-    grad_x = grad_residual = None
-    if grad is not None:
-        x_dtype, residual_dtype = ctx.dtypes
-        grad_x = grad.to(x_dtype) if needs_grad[0] else None
-        grad_residual = grad.to(residual_dtype) if needs_grad[1] else None
-    return grad_x, grad_residual, grad_norm_weight, grad_weight, grad_bias
+    return *grads_of_summands(ctx, grad), grad_norm_weight, grad_weight, grad_bias
 
 
 class _NormLinear(torch.autograd.Function):
@@ -104,17 +89,11 @@ class _NormLinear(torch.autograd.Function):
         norm_weight: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
-        offset: float,
-        casting_mode: str,
+        options: NormOptions,
     ) -> tuple[Tensor, ...]:
-        ctx.ops, ctx.options = select("rms_norm", x, residual), (eps, offset, casting_mode)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        output, s, rstd = _norm_linear_forward(
-            ctx.ops, x, residual, norm_weight, weight, bias, ctx.options
-        )
-        ctx.save_for_backward(s, norm_weight, rstd, weight)
-        return (output,) if residual is None else (output, s)
+        output, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
+        ctx.save_for_backward(*saved)
+        return (output,) if residual is None else (output, saved[0])
 
     @staticmethod
     def backward(
@@ -122,7 +101,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_linear")
         grads = _norm_linear_backward(ctx, grad_output, grad_s, *ctx.saved_tensors)
-        return *grads, None, None, None
+        return *grads, None
 
 
 class _NormQKVRope(torch.autograd.Function):
@@ -137,20 +116,14 @@ class _NormQKVRope(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         heads: tuple[int, int],
-        eps: float,
-        offset: float,
-        casting_mode: str,
+        options: NormOptions,
     ) -> tuple[Tensor, ...]:
-        ctx.ops, ctx.options = select("rms_norm", x, residual), (eps, offset, casting_mode)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        qkv, s, rstd = _norm_linear_forward(
-            ctx.ops, x, residual, norm_weight, weight, bias, ctx.options
-        )
+        qkv, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
         # In place: `qkv` was made just above and nobody else holds it.
         qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
-        ctx.save_for_backward(s, norm_weight, rstd, weight, cos, sin)
-        q, k, v = split_qkv(qkv, *heads)
-        return (q, k, v) if residual is None else (q, k, v, s)
+        ctx.save_for_backward(*saved, cos, sin)
+        heads_of_qkv = split_qkv(qkv, *heads)
+        return heads_of_qkv if residual is None else (*heads_of_qkv, saved[0])
 
     @staticmethod
     def backward(
@@ -160,7 +133,15 @@ class _NormQKVRope(torch.autograd.Function):
         *saved, cos, sin = ctx.saved_tensors
         grad_qkv = select("rope", saved[0]).rope_backward(grad_q, grad_k, grad_v, cos, sin)
         grads = _norm_linear_backward(ctx, grad_qkv, grad_s, *saved)
-        return *grads, None, None, None, None, None, None
+        return *grads, *[None] * 4
+
+
+def _check_norm(
+    op: str, x: Tensor, residual: Tensor | None, norm_weight: Tensor, options: NormOptions
+) -> None:
+    check_rms_norm(op, x, norm_weight, options.casting_mode, weight_name="norm_weight")
+    if residual is not None:
+        check_residual(op, x, residual)
 
 
 def _linear_operands(
@@ -193,14 +174,11 @@ def norm_linear(
     Raises: ValueError where shapes do not agree, for another casting_mode, for tensors that are not
         floating point or a bias of another dtype than the weight.
     """
-    check_rms_norm("norm_linear", x, norm_weight, casting_mode, weight_name="norm_weight")
-    if residual is not None:
-        check_residual("norm_linear", x, residual)
+    options = NormOptions(eps, offset, casting_mode)
+    _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
-        outputs = _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, eps, offset, casting_mode
-        )
+        outputs = _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
     return (outputs[0], x) if residual is None else outputs
 
 
@@ -227,15 +205,14 @@ def norm_qkv_rope(
         cos and sin are not differentiated.
     Raises: ValueError as `norm_linear` and `rope`.
     """
-    check_rms_norm("norm_qkv_rope", x, norm_weight, casting_mode, weight_name="norm_weight")
-    if residual is not None:
-        check_residual("norm_qkv_rope", x, residual)
+    options = NormOptions(eps, offset, casting_mode)
+    _check_norm("norm_qkv_rope", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
         outputs = _NormQKVRope.apply(
-            x, residual, norm_weight, weight, bias, cos, sin, heads, eps, offset, casting_mode
+            x, residual, norm_weight, weight, bias, cos, sin, heads, options
         )
     return (*outputs, x) if residual is None else outputs
 

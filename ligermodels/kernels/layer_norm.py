@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import check_residual, check_row_parameter, check_rows
 from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.rms_norm import grads_of_summands
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -41,12 +42,7 @@ class _LayerNorm(torch.autograd.Function):
             grad, grad_weight, grad_bias = ctx.ops.layer_norm_backward(
                 grad_y, grad_s, s, weight, mean, rstd, weight_dtype, bias_dtype
             )
-        grad_x = grad_residual = None
-        if grad is not None:
-            x_dtype, residual_dtype = ctx.dtypes
-            grad_x = grad.to(x_dtype) if needs_grad[0] else None
-            grad_residual = grad.to(residual_dtype) if needs_grad[1] else None
-        return grad_x, grad_residual, grad_weight, grad_bias, None
+        return *grads_of_summands(ctx, grad), grad_weight, grad_bias, None
 
 
 def layer_norm(

@@ -95,19 +95,14 @@ def check_options(
         raise ValueError(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
-    _check_number("label_smoothing", label_smoothing)
-    _check_number("z_loss", z_loss)
-    _check_number("logit_scale", logit_scale)
-    if not 0.0 <= label_smoothing <= 1.0:
+    if not 0.0 <= _number("label_smoothing", label_smoothing) <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
-    if not 0 <= z_loss < float("inf"):
+    if not 0 <= _number("z_loss", z_loss) < float("inf"):
         raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
-    if not 0 < logit_scale < float("inf"):
+    if not 0 < _number("logit_scale", logit_scale) < float("inf"):
         raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
-    if softcap is not None:
-        _check_number("softcap", softcap)
-        if not 0 < softcap < float("inf"):
-            raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
+    if softcap is not None and not 0 < _number("softcap", softcap) < float("inf"):
+        raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
     if normalizer is None:
@@ -132,7 +127,7 @@ def check_options(
         )
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: float) -> float:
     if isinstance(value, Tensor):
         raise ValueError(
             f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
@@ -140,6 +135,7 @@ def _check_number(name: str, value: object) -> None:
         )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
+    return value
 
 
 def check_chunk_options(
@@ -251,12 +247,17 @@ class TokenStats(NamedTuple):
         )
 
 
-class StatsScale(NamedTuple):
-    """The gradients with respect to the statistics, (rows) each, which scale those of the logits.
+class OutputGrads(NamedTuple):
+    """The gradients with respect to what is known of each row, which scale those of the logits."""
 
-    `value` is the entropy itself, from the forward pass: its gradient needs it.
-    """
+    loss: Tensor  # (rows), or (1,) for all of them
+    log_probs: Tensor | None = None  # (rows), like the rest
+    entropy: Tensor | None = None
+    entropy_value: Tensor | None = None  # the entropy, from the forward pass: its gradient needs it
 
-    log_probs: Tensor | None
-    entropy: Tensor | None
-    value: Tensor | None
+    def rows(self, chunk: slice) -> "OutputGrads":
+        """Those of a chunk of tokens."""
+        loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
+        if self.log_probs is None and self.entropy is None:
+            return OutputGrads(loss)
+        return OutputGrads(loss, *(None if x is None else x[chunk] for x in self[1:]))

@@ -5,7 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floating, check_rms_norm, check_rope
+from ligermodels.kernels.checks import (
+    NormOptions,
+    check_floating,
+    check_rms_norm,
+    check_rope,
+)
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.rope import split_qkv
 
@@ -20,17 +25,13 @@ class _QKNormRope(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         heads: tuple[int, int],
-        eps: float,
-        offset: float,
-        casting_mode: str,
+        options: NormOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.ops = select("qk_norm_rope", qkv)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
-        ctx.options = eps, offset, casting_mode
+        ctx.options = options
         q, k, v = split_qkv(qkv, *heads)
-        turned = ctx.ops.qk_norm_rope_forward(
-            q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode
-        )
+        turned = ctx.ops.qk_norm_rope_forward(q, k, q_weight, k_weight, cos, sin, options)
         return *turned.split(heads, dim=-2), v
 
     @staticmethod
@@ -43,9 +44,9 @@ class _QKNormRope(torch.autograd.Function):
         needs_weight_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         inputs = q, k, q_weight, k_weight, cos, sin
         grads = ctx.ops.qk_norm_rope_backward(
-            grad_q, grad_k, grad_v, *inputs, *ctx.options, needs_weight_grads
+            grad_q, grad_k, grad_v, *inputs, ctx.options, needs_weight_grads
         )
-        return *grads, *[None] * 6
+        return *grads, *[None] * 4
 
 
 def qk_norm_rope(
@@ -78,4 +79,5 @@ def qk_norm_rope(
     q, k, _ = split_qkv(qkv, *heads)
     check_rms_norm(op, q, q_weight, casting_mode, "q", "q_weight")
     check_rms_norm(op, k, k_weight, casting_mode, "k", "k_weight")
-    return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, casting_mode)
+    options = NormOptions(eps, offset, casting_mode)
+    return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, options)

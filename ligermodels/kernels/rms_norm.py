@@ -5,27 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_residual, check_rms_norm
+from ligermodels.kernels.checks import NormOptions, check_residual, check_rms_norm
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        offset: float,
-        casting_mode: str,
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, options: NormOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.ops = select("rms_norm", x, residual)
-        y, s, rstd = ctx.ops.rms_norm_forward(
-            x, residual, weight, eps, offset, casting_mode, x.dtype
-        )
+        ctx.ops, ctx.options = select("rms_norm", x, residual), options
+        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, weight, options, x.dtype)
         ctx.save_for_backward(s, weight, rstd)
-        ctx.options = offset, casting_mode
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, s)
@@ -36,18 +27,25 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("rms_norm")
         s, weight, rstd = ctx.saved_tensors
-        needs_grad = ctx.needs_input_grad
         grad, grad_weight = grad_s, None
         if grad_y is not None:
             grad, grad_weight, _ = ctx.ops.rms_norm_backward(
-                grad_y, grad_s, s, weight, rstd, *ctx.options, needs_grad[2], False
+                grad_y, grad_s, s, weight, rstd, ctx.options, ctx.needs_input_grad[2], False
             )
-        grad_x = grad_residual = None
-        if grad is not None:
-            x_dtype, residual_dtype = ctx.dtypes
-            grad_x = grad.to(x_dtype) if needs_grad[0] else None
-            grad_residual = grad.to(residual_dtype) if needs_grad[1] else None
-        return grad_x, grad_residual, grad_weight, None, None, None
+        return *grads_of_summands(ctx, grad), grad_weight, None
+
+
+def grads_of_summands(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and residual, a Function's first two inputs, from that of their sum.
+
+    Each is in its input's dtype, which ctx.dtypes has, or None where it is not needed.
+    """
+    if grad is None:
+        return None, None
+    x_dtype, residual_dtype = ctx.dtypes
+    needs_grad = ctx.needs_input_grad
+    grad_x = grad.to(x_dtype) if needs_grad[0] else None
+    return grad_x, grad.to(residual_dtype) if needs_grad[1] else None
 
 
 def rms_norm(
@@ -69,7 +67,7 @@ def rms_norm(
     Source: arXiv:1910.07467.
     """
     check_rms_norm("rms_norm", x, weight, casting_mode)
-    return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode)
+    return _RMSNorm.apply(x, None, weight, NormOptions(eps, offset, casting_mode))
 
 
 def add_rms_norm(
@@ -91,4 +89,4 @@ def add_rms_norm(
     """
     check_rms_norm("add_rms_norm", x, weight, casting_mode)
     check_residual("add_rms_norm", x, residual)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode)
+    return _RMSNorm.apply(x, residual, weight, NormOptions(eps, offset, casting_mode))

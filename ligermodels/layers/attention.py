@@ -159,58 +159,31 @@ class Attention(nn.Module):
         """Return rotated q (batch, seq, heads, head_dim) and k, v (batch, seq, kv heads, head_dim),
         and of a norm the sum x + residual."""
         heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
-        if self.q_norm is not None or self.k_norm is not None:
-            qkv, total = norm_then_linear(x, self.qkv_proj)
-            return *self._normed_heads(qkv, context), total
-        if isinstance(x, PendingNorm) and is_plain(self.qkv_proj, nn.Linear) and x.x.numel():
+        q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
+        with_head_norms = q_norm is not None or k_norm is not None
+        fuses_norm = not with_head_norms and is_plain(linear, nn.Linear)
+        if fuses_norm and isinstance(x, PendingNorm) and x.x.numel():
             return kernels.norm_qkv_rope(
-                x.x,
-                x.residual,
-                x.weight,
-                self.qkv_proj.weight,
-                self.qkv_proj.bias,
-                *angles,
-                *heads,
-                eps=x.eps,
-                offset=x.offset,
-                casting_mode=x.casting_mode,
+                x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads, **x.options
             )
-        qkv, total = norm_then_linear(x, self.qkv_proj)
-        return *kernels.rope(qkv, *angles, *heads), total
-
-    def _normed_heads(
-        self, qkv: Tensor, context: AttentionContext
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (self.num_heads, self.num_kv_heads)
-        q_norm, k_norm = self.q_norm, self.k_norm
+        qkv, total = norm_then_linear(x, linear)
         if self.fuses_head_norms and qkv.numel():
             assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
-            return kernels.qk_norm_rope(
-                qkv,
-                q_norm.weight,
-                k_norm.weight,
-                context.cos,
-                context.sin,
-                *heads,
-                eps=q_norm.eps,
-                offset=q_norm.offset,
-                casting_mode=q_norm.casting_mode,
-            )
-        q, k, v = kernels.split_qkv(qkv, *heads)
-        q = q if q_norm is None else q_norm(q)
-        k = k if k_norm is None else k_norm(k)
-        packed = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
-        return kernels.rope(packed, context.cos, context.sin, *heads)
+            weights = q_norm.weight, k_norm.weight
+            return *kernels.qk_norm_rope(qkv, *weights, *angles, *heads, **q_norm.options), total
+        if with_head_norms:
+            q, k, v = kernels.split_qkv(qkv, *heads)
+            q = q if q_norm is None else q_norm(q)
+            k = k if k_norm is None else k_norm(k)
+            qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
+        return *kernels.rope(qkv, *angles, *heads), total
 
     @property
     def fuses_head_norms(self) -> bool:
         """Whether q and k have plain RMSNorms that differ in their weights alone."""
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
-            isinstance(q_norm, RMSNorm)
-            and isinstance(k_norm, RMSNorm)
-            and is_plain(q_norm, RMSNorm)
+            is_plain(q_norm, RMSNorm)
             and is_plain(k_norm, RMSNorm)
-            and (q_norm.eps, q_norm.offset, q_norm.casting_mode)
-            == (k_norm.eps, k_norm.offset, k_norm.casting_mode)
+            and q_norm.options == k_norm.options
         )

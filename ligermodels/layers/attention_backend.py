@@ -46,9 +46,8 @@ def choose_backend(
     """
     if softcap is None and mask.is_causal(window):
         return "sdpa"
-    if device.type != "cuda" or mask.mask is not None or dtype == torch.float64:
-        return "dense"
-    if mask.queries == 1:
+    on_gpu = device.type == "cuda" and dtype != torch.float64
+    if not on_gpu or mask.mask is not None or mask.queries == 1:
         return "dense"
     if (
         softcap is None
@@ -102,7 +101,11 @@ def attend(
     if backend == "varlen":
         return _varlen(q, k, v, mask, scale, window)
     if backend == "flex":
-        return _flex(q, k, v, mask, scale, window, softcap, key_positions)
+        score_mod = None if softcap is None else _softcap_mod(softcap)
+        blocks = mask.block_mask(window, q.shape[0], q.device, key_positions)
+        return compiled(flex_attention)(
+            q, k, v, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=True
+        )
     visible = None
     if not mask.hides_nothing(window, key_positions):
         visible = mask.dense(window, q.device, key_positions)
@@ -153,27 +156,6 @@ def _capped(
         weights = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1)
         weights = weights.masked_fill(hidden, 0.0)
     return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
-
-
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    key_positions: Tensor | None,
-) -> Tensor:
-    return compiled(flex_attention)(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else _softcap_mod(softcap),
-        block_mask=mask.block_mask(window, q.shape[0], q.device, key_positions),
-        scale=scale,
-        enable_gqa=True,
-    )
 
 
 @cache

@@ -60,26 +60,19 @@ class AttentionMask:
         """How many keys come before the first query."""
         return self.keys - self.queries
 
+    @property
+    def _is_only_causal(self) -> bool:
+        """Whether nothing but causality and a window hides a key."""
+        return self.document_ids is None and self.padding_mask is None and self.mask is None
+
     def is_causal(self, window: int | None) -> bool:
         """Whether every query sees exactly the keys up to its own within this window."""
-        return (
-            self.document_ids is None
-            and self.padding_mask is None
-            and self.mask is None
-            and self.past == 0
-            and (window is None or window >= self.keys)
-        )
+        return self._is_only_causal and self.past == 0 and (window is None or window >= self.keys)
 
     def hides_nothing(self, window: int | None, key_positions: Tensor | None = None) -> bool:
         """Whether there is one query, and it sees every key that is held."""
         held = self.keys if key_positions is None else len(key_positions)
-        return (
-            self.queries == 1
-            and self.document_ids is None
-            and self.padding_mask is None
-            and self.mask is None
-            and (window is None or held <= window)
-        )
+        return self.queries == 1 and self._is_only_causal and (window is None or held <= window)
 
     def dense(
         self, window: int | None, device: torch.device, key_positions: Tensor | None = None
@@ -127,6 +120,7 @@ class AttentionMask:
             position = torch.arange(self.keys, device=device)
             position = position if key_positions is None else key_positions
             ids, padding = self.document_ids, self.padding_mask
+            rows = 1 if ids is None and padding is None else batch
             if ids is None:
                 ids = torch.zeros(1, self.keys, dtype=torch.int64, device=device)
             if padding is None:
@@ -138,7 +132,6 @@ class AttentionMask:
                 near = (other <= at) & (other > at - reach)
                 return near & (ids[b, at] == ids[b, other]) & padding[b, other]
 
-            rows = batch if self.document_ids is not None or self.padding_mask is not None else 1
             blocks = compiled(create_block_mask)(
                 sees, rows, None, self.queries, len(position), device=device
             )
@@ -162,19 +155,10 @@ class AttentionMask:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
         """The same mask for tensors on another device, with nothing made yet."""
-
-        def moved(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device, non_blocking=non_blocking)
-
-        return AttentionMask(
-            self.queries,
-            self.keys,
-            document_ids=moved(self.document_ids),
-            padding_mask=moved(self.padding_mask),
-            cu_seqlens=moved(self.cu_seqlens),
-            max_seqlen=self.max_seqlen,
-            mask=moved(self.mask),
-        )
+        names = ("document_ids", "padding_mask", "cu_seqlens", "mask")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in given.items()}
+        return AttentionMask(self.queries, self.keys, max_seqlen=self.max_seqlen, **moved)
 
 
 def document_ids_from_positions(position_ids: Tensor) -> Tensor:

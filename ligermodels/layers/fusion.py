@@ -1,14 +1,16 @@
 """When a layer may fuse across modules, and how a norm reaches the projection that follows it."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import RMSNorm, RMSNormOptions
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether calling `module` does exactly what `kind` does, so that its weight may be used alone.
 
     It is False for a subclass or wrapper (LoRA, float8), for a module with hooks or with a
@@ -37,16 +39,14 @@ class PendingNorm(NamedTuple):
     x: Tensor  # (..., hidden)
     residual: Tensor | None  # (..., hidden), or None for zero
     weight: Tensor  # (hidden)
-    eps: float
-    offset: float
-    casting_mode: str
+    options: RMSNormOptions
 
     def apply(self) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual)."""
-        x, residual, weight, eps, offset, mode = self
+        x, residual, weight, options = self
         if residual is None:
-            return kernels.rms_norm(x, weight, eps, offset=offset, casting_mode=mode), x
-        return kernels.add_rms_norm(x, residual, weight, eps, offset=offset, casting_mode=mode)
+            return kernels.rms_norm(x, weight, **options), x
+        return kernels.add_rms_norm(x, residual, weight, **options)
 
 
 class AppliedNorm(NamedTuple):
@@ -73,8 +73,7 @@ def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreN
     Args: norm, a module called as `RMSNorm.forward`; x, residual (..., hidden).
     """
     if is_plain(norm, RMSNorm):
-        assert isinstance(norm, RMSNorm)
-        return PendingNorm(x, residual, norm.weight, norm.eps, norm.offset, norm.casting_mode)
+        return PendingNorm(x, residual, norm.weight, norm.options)
     if residual is None:
         return AppliedNorm(norm(x), x)
     return AppliedNorm(*norm(x, residual))
@@ -88,16 +87,8 @@ def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, 
     if isinstance(x, Tensor):
         return linear(x), None
     if isinstance(x, PendingNorm) and is_plain(linear, nn.Linear):
-        assert isinstance(linear, nn.Linear)
         return kernels.norm_linear(
-            x.x,
-            x.residual,
-            x.weight,
-            linear.weight,
-            linear.bias,
-            eps=x.eps,
-            offset=x.offset,
-            casting_mode=x.casting_mode,
+            x.x, x.residual, x.weight, linear.weight, linear.bias, **x.options
         )
     y, total = x.apply()
     return linear(y), total

@@ -16,13 +16,7 @@ from ligermodels.kernels.cross_entropy import (
     token_cross_entropy,
 )
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
-    TOKEN_BYTES,
-    Sizes,
-    chunks,
-    plan_chunks,
-    wide_copies,
-)
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     gather,
     gather_targets,
@@ -270,12 +264,12 @@ class LossHead(nn.Module):
         row_targets = gather_targets(row_targets, index, ignore_index)
         chunk_size = chunking.chunk_size
         if chunk_size is None:
-            token_bytes = TOKEN_BYTES * (1 + with_stats + chunking.skip_ignored)
+            token_bytes = chunk_plan.TOKEN_BYTES * (1 + with_stats + chunking.skip_ignored)
             copied = chunking.skip_ignored or not hidden.is_contiguous()
             fixed_bytes = rows.numel() * rows.element_size() if copied else 0
             fixed_bytes += token_bytes * targets.numel()
             sizes = self._sizes(rows, fixed_bytes, with_stats, chunking.max_scratch_bytes)
-            chunk_size = plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
+            chunk_size = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
 
         def chunk_outputs(
             chunk: Tensor, chunk_targets: Tensor, class_weights: Tensor | None
@@ -290,7 +284,7 @@ class LossHead(nn.Module):
             checkpoint(
                 chunk_outputs, rows[chunk], row_targets[chunk], class_weights, use_reentrant=False
             )
-            for chunk in chunks(len(rows), chunk_size)
+            for chunk in chunk_plan.chunks(len(rows), chunk_size)
         ]
         tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
         loss, z_loss, *stats = tokens
@@ -304,17 +298,17 @@ class LossHead(nn.Module):
 
     def _sizes(
         self, rows: Tensor, fixed_bytes: int, with_stats: bool, max_scratch_bytes: int | None
-    ) -> Sizes:
+    ) -> chunk_plan.Sizes:
         """What the calls of a swapped projection with rows (rows, hidden) take memory for."""
         narrow = rows.element_size()
-        wide_bytes = compute_dtype(rows).itemsize * wide_copies(rows, with_stats)
+        wide_bytes = compute_dtype(rows).itemsize * chunk_plan.wide_copies(rows, with_stats)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
             sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
             if rows.requires_grad:  # and joins those of the chunks' rows
                 fixed_bytes += rows.numel() * narrow
-        return Sizes(
+        return chunk_plan.Sizes(
             len(rows),
             self.vocab_size,
             # The projection's result, its gradient and float32 copies of either, or the loss's.

@@ -1,11 +1,19 @@
 """The norms as modules, with the residual add fused in where a residual is given."""
 
-from typing import overload
+from typing import TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
+
+
+class RMSNormOptions(TypedDict):
+    """What the ops with an RMS norm in them take by keyword."""
+
+    eps: float
+    offset: float
+    casting_mode: str
 
 
 class RMSNorm(nn.RMSNorm):
@@ -37,6 +45,11 @@ class RMSNorm(nn.RMSNorm):
         self.casting_mode = casting_mode
         self.reset_parameters()
 
+    @property
+    def options(self) -> RMSNormOptions:
+        """All that the norm depends on besides its weight."""
+        return {"eps": self.eps, "offset": self.offset, "casting_mode": self.casting_mode}
+
     def reset_parameters(self) -> None:
         """Set the factor, offset + weight, to one."""
         # nn.RMSNorm calls this before the offset is known.
@@ -56,14 +69,9 @@ class RMSNorm(nn.RMSNorm):
         Args: x, residual (..., hidden_size).
         Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
         """
-        offset, casting_mode = self.offset, self.casting_mode
         if residual is None:
-            return kernels.rms_norm(
-                x, self.weight, self.eps, offset=offset, casting_mode=casting_mode
-            )
-        return kernels.add_rms_norm(
-            x, residual, self.weight, self.eps, offset=offset, casting_mode=casting_mode
-        )
+            return kernels.rms_norm(x, self.weight, **self.options)
+        return kernels.add_rms_norm(x, residual, self.weight, **self.options)
 
     def extra_repr(self) -> str:
         """Show offset and casting_mode beside what nn.RMSNorm shows."""

@@ -5,7 +5,7 @@ import torch
 
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import select
-from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads
 from tests.kernels import formulas
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
 
@@ -143,10 +143,10 @@ def test_target_out_of_range_poisons_its_row_alone(place, target, weights) -> No
     """What a GPU answers: NaN, and no read out of bounds. The kernel stands in for the op here."""
     logits = random(3, 5, seed=2).to(place.dtype).to(place.device)
     targets = torch.tensor([1, target, -100], device=place.device)
-    scale = torch.ones(1, device=place.device)
+    grads = OutputGrads(torch.ones(1, device=place.device))
     class_weights = torch.ones(5, device=place.device) if weights else None
     loss, z, _, grad = select("cross_entropy", logits).cross_entropy_rows(
-        logits, targets, scale, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
+        logits, targets, grads, None, class_weights, CrossEntropyOptions(z_loss=0.1), False
     )
     for x in (loss, z):
         assert x[1].isnan() and x[0].isfinite() and x[2] == 0

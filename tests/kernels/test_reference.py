@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels.checks import ACTIVATIONS
+from ligermodels.kernels.checks import ACTIVATIONS, NormOptions
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads
 from ligermodels.kernels.reference import (
     cross_entropy,
     glu,
@@ -33,17 +33,18 @@ def test_rms_norm(casting_mode, offset, residual) -> None:
     x, r, weight = (random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3))
     s = (x + r if residual else x).requires_grad_()
     weight.requires_grad_()
-    y, _, _ = rms_norm.rms_norm_forward(s, None, weight, 1e-5, offset, casting_mode, s.dtype)
+    options = NormOptions(1e-5, offset, casting_mode)
+    y, _, _ = rms_norm.rms_norm_forward(s, None, weight, options, s.dtype)
     equal(y, formulas.rms_norm(s, weight, 1e-5, offset, casting_mode))
     with_residual, total, rstd = rms_norm.rms_norm_forward(
-        x.detach(), r if residual else None, weight, 1e-5, offset, casting_mode, s.dtype
+        x.detach(), r if residual else None, weight, options, s.dtype
     )
     equal(with_residual, y)
     equal(total, s)
     grad_y, grad_s = random(3, 8, seed=4), random(3, 8, seed=5)
     expected = torch.autograd.grad((y, s * 1.0), (s, weight), (grad_y, grad_s))
     grad_x, grad_weight, again = rms_norm.rms_norm_backward(
-        grad_y, grad_s, s, weight, rstd, offset, casting_mode, True, True
+        grad_y, grad_s, s, weight, rstd, options, True, True
     )
     equal(grad_x, expected[0])
     equal(grad_weight, expected[1])
@@ -85,22 +86,22 @@ def test_rope_and_its_gradient() -> None:
 @pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0)])
 def test_qk_norm_rope(casting_mode, offset) -> None:
     made = qk_norm_rope_inputs(2, 3, 4, 2, 8)
-    options = {"eps": 1e-5, "offset": offset, "casting_mode": casting_mode}
+    options = NormOptions(1e-5, offset, casting_mode)
     for name in ("qkv", "q_weight", "k_weight"):
         made[name].requires_grad_()
-    expected = formulas.qk_norm_rope(**made, **options)
+    expected = formulas.qk_norm_rope(**made, **options._asdict())
     q, k, _ = split_qkv(made["qkv"], 4, 2)
     weights = (made["q_weight"], made["k_weight"], made["cos"], made["sin"])
-    out = qk_norm_rope.qk_norm_rope_forward(q, k, *weights, *options.values())
+    out = qk_norm_rope.qk_norm_rope_forward(q, k, *weights, options)
     equal(out, torch.cat(expected[:2], -2))
     grads = [random(*x.shape, seed=i) for i, x in enumerate(expected)]
     wanted = torch.autograd.grad(
         expected, [made[n] for n in ("qkv", "q_weight", "k_weight")], grads
     )
-    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), True)
+    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, options, True)
     for ours, want in zip(got, wanted):
         equal(ours, want)
-    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, *options.values(), False)
+    got = qk_norm_rope.qk_norm_rope_backward(*grads, q, k, *weights, options, False)
     assert got[1] is None and got[2] is None
 
 
@@ -135,7 +136,7 @@ def test_cross_entropy(name) -> None:
     for known in (None, lse):
         buffer = logits.detach().clone()
         *_, grad = cross_entropy.cross_entropy_rows(
-            buffer, targets, scale, known, weights, options, True
+            buffer, targets, OutputGrads(scale), known, weights, options, True
         )
         equal(grad, expected)
         assert grad.data_ptr() == buffer.data_ptr()

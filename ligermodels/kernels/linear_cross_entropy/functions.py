@@ -11,18 +11,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.checks import check_floating
+from ligermodels.kernels.autocast import autocast_is_on, cast_operands, without_autocast
+from ligermodels.kernels.checks import check_floating, check_linear_bias
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, check_targets, reduce_tokens
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
-    TOKEN_BYTES,
-    ChunkPlan,
-    Sizes,
-    chunks,
-    plan_chunks,
-    wide_copies,
-)
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.loops import Head, LossArgs, NeedsGrad
 from ligermodels.kernels.linear_cross_entropy.strategies import (
     GradsInForward,
@@ -142,7 +135,7 @@ def linear_cross_entropy(
         # All logits fit in one chunk and are smaller than a weight gradient to save and scale.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
-        loss, z, *tokens = strategy.apply(*head, divisor)
+        loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
     return CrossEntropyOutput(loss, z, *_scattered(tokens, head, targets))
 
 
@@ -243,20 +236,20 @@ def _head(
     row_targets = gather_targets(row_targets, index, options.ignore_index)
     rows = len(row_targets)
     if chunking.chunk_size is not None:
-        plan = ChunkPlan(chunking.chunk_size)
+        plan = chunk_plan.ChunkPlan(chunking.chunk_size)
     else:
         skip = chunking.skip_ignored
         sizes = _sizes(
             hidden, weight, targets.numel(), rows, needs_grad, skip, with_stats, one_loss
         )
-        plan = plan_chunks(sizes, chunking.max_scratch_bytes)
+        plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
         # A last chunk of one row makes the length a constant. torch 2.11 traces that only where
         # it shows before the Function whose outputs have the length.
-        last = chunks(rows, plan.chunk_size)[-1]
+        last = chunk_plan.chunks(rows, plan.chunk_size)[-1]
         if last.stop - last.start == 1:
             pass  # to ask is enough
-    args = LossArgs(row_targets, index, class_weights, options, plan, needs_grad, with_stats)
+    args = LossArgs(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats)
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
 
@@ -288,18 +281,17 @@ def _checked(
             raise ValueError(
                 f"loss head: {name} is on {parameter.device}, hidden on {hidden.device}; move one"
             )
-    hidden, weight, bias = cast_operands(hidden, hidden, weight, bias)
+    weight, bias = cast_operands(hidden, weight, bias)
+    if autocast_is_on(hidden):
+        hidden, _ = cast_operands(hidden, hidden, None)
     if hidden.dtype != weight.dtype:
         # Autocast leaves float64 alone.
         way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
         raise ValueError(
             f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one{way}"
         )
-    if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"loss head: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
-            f"{tuple(weight.shape)} {weight.dtype}; expected ({vocab},) {weight.dtype}"
-        )
+    if bias is not None:
+        check_linear_bias("loss head", weight, bias)
     return hidden, weight, bias
 
 
@@ -321,11 +313,11 @@ def _sizes(
     skip_ignored: bool,
     with_stats: bool,
     one_loss: bool,
-) -> Sizes:
+) -> chunk_plan.Sizes:
     """What the head takes of each kind of memory, for `rows` of its `tokens`."""
     vocab, width = weight.shape
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
-    copies = wide_copies(hidden, with_stats)
+    copies = chunk_plan.wide_copies(hidden, with_stats)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # its weight gradient comes in float32
@@ -336,7 +328,7 @@ def _sizes(
     # What forward makes is saved until backward hands out scaled copies, with a row to spare for
     # padding. (Not hidden.nbytes: torch.compile has none for a number of rows that is a symbol.)
     saved_hidden = (hidden.numel() + width) * narrow if one_loss and needs_grad.hidden else 0
-    return Sizes(
+    return chunk_plan.Sizes(
         rows,
         vocab,
         logit_bytes=narrow + wide * copies,
@@ -345,7 +337,7 @@ def _sizes(
         single_chunk_bytes=single_chunk,
         saved_weight_bytes=saved_weight,
         saved_hidden_bytes=saved_hidden,
-        fixed_bytes=TOKEN_BYTES * tokens * (1 + with_stats + skip_ignored)
+        fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + with_stats + skip_ignored)
         + (3 * wide * vocab if needs_grad.bias else 0)
         + (0 if hidden.is_contiguous() else hidden.numel() * narrow),
     )

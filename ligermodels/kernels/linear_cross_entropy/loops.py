@@ -16,7 +16,7 @@ from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
 
 
 class NeedsGrad(NamedTuple):
@@ -33,6 +33,7 @@ class LossArgs(NamedTuple):
     targets: Tensor  # (rows) int64
     row_index: Tensor | None  # (rows) positions of the rows to gather, or all; see `valid_rows`
     class_weights: Tensor | None  # (vocab)
+    divisor: Tensor | None  # of the summed loss, a scalar; None for the loss of each row
     options: CrossEntropyOptions
     plan: ChunkPlan
     needs_grad: NeedsGrad
@@ -51,20 +52,6 @@ class Head(NamedTuple):
         """The hidden states of a chunk of tokens, gathered."""
         index = self.args.row_index
         return self.hidden[chunk] if index is None else gather(self.hidden, index[chunk])
-
-
-class OutputGrads(NamedTuple):
-    """Gradients with respect to the loss and the statistics of each row; one may serve all."""
-
-    loss: Tensor  # (rows) or (1,)
-    stats: StatsScale | None = None
-
-    def rows(self, chunk: slice) -> "OutputGrads":
-        """Those of a chunk of tokens."""
-        loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
-        if self.stats is None:
-            return OutputGrads(loss)
-        return OutputGrads(loss, StatsScale(*(None if x is None else x[chunk] for x in self.stats)))
 
 
 class TokenLoss(NamedTuple):
@@ -97,17 +84,15 @@ def chunk_logits_grad(
     _, weight, bias, args = head
     if block is not None:
         weight, bias = weight[block], None if bias is None else bias[block]
-    grads = None if grad_output is None else grad_output.rows(chunk)
     return select("cross_entropy", hidden).cross_entropy_rows(
         F.linear(hidden, weight, bias),
         args.targets[chunk],
-        None if grads is None else grads.loss,
+        None if grad_output is None else grad_output.rows(chunk),
         None if lse is None else lse[chunk],
         args.class_weights,
         args.options,
         True,
         stats=None if stats is None else TokenStats(*(x[chunk] for x in stats)),
-        stats_scale=None if grads is None else grads.stats,
         first_column=0 if block is None else block.start,
         vocab=len(head.weight),
     )

@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.cross_entropy import row_scales
+from ligermodels.kernels.cross_entropy import output_grads
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.loops import (
     Head,
     LossArgs,
     NeedsGrad,
-    OutputGrads,
     add_product,
     chunk_logits_grad,
     token_loop,
     vocab_loop,
 )
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.loss_options import TokenStats, target_weights
+from ligermodels.kernels.loss_options import OutputGrads, TokenStats, target_weights
 
 
 class GradsInForward(torch.autograd.Function):
@@ -36,29 +35,24 @@ class GradsInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        args: LossArgs,
-        divisor: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LossArgs
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
-        grad_output, late_scale = _forward_scale(head, divisor)
+        grad_output, late_scale = _forward_scale(head)
         stats = _empty_stats(head)
         made = token_loop(head, args.needs_grad, grad_output, stats=stats)
         ctx.save_for_backward(made.grad_hidden, made.grad_weight, made.grad_bias, late_scale)
         ctx.dtype = hidden.dtype
-        return _mean(ctx, hidden, made.loss, made.z_loss, stats, divisor)
+        return _mean(ctx, head, made.loss, made.z_loss, stats)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("loss head")
         if grad_output is None:
-            return (None,) * 5
+            return (None,) * 4
         *grads, late_scale = ctx.saved_tensors
         scale = grad_output if late_scale is None else grad_output * late_scale
-        return *(_scaled(grad, scale, ctx.dtype) for grad in grads), None, None
+        return *(_scaled(grad, scale, ctx.dtype) for grad in grads), None
 
 
 class LogitsGradInForward(torch.autograd.Function):
@@ -70,15 +64,10 @@ class LogitsGradInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        args: LossArgs,
-        divisor: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LossArgs
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
-        grad_output, late_scale = _forward_scale(head, divisor)
+        grad_output, late_scale = _forward_scale(head)
         stats = _empty_stats(head)
         everything = slice(0, len(args.targets))
         loss, z_loss, _, grad_logits = chunk_logits_grad(
@@ -87,13 +76,13 @@ class LogitsGradInForward(torch.autograd.Function):
         needed_weight = weight if args.needs_grad.hidden else None
         ctx.save_for_backward(hidden, needed_weight, args.row_index, grad_logits, late_scale)
         ctx.needs_bias = args.needs_grad.bias
-        return _mean(ctx, hidden, loss, z_loss, stats, divisor)
+        return _mean(ctx, head, loss, z_loss, stats)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("loss head")
         if grad_output is None:
-            return (None,) * 5
+            return (None,) * 4
         hidden, weight, index, grad_logits, late_scale = ctx.saved_tensors
         scale = grad_output if late_scale is None else grad_output * late_scale
         ops, dtype = select("cross_entropy", hidden), hidden.dtype
@@ -114,7 +103,7 @@ class LogitsGradInForward(torch.autograd.Function):
             if ctx.needs_bias:
                 bias_sum = grad_logits.sum(0, dtype=compute_dtype(hidden))
                 grad_bias = ops.scaled(bias_sum, scale, dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None
 
 
 class HiddenGradInForward(torch.autograd.Function):
@@ -126,33 +115,28 @@ class HiddenGradInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        args: LossArgs,
-        divisor: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LossArgs
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
-        grad_output, late_scale = _forward_scale(head, divisor)
+        grad_output, late_scale = _forward_scale(head)
         stats = _empty_stats(head)
         needs_grad = NeedsGrad(hidden=args.needs_grad.hidden)
         made = token_loop(head, needs_grad, grad_output, stats=stats)
-        _save_head(ctx, head, made.lse, made.grad_hidden, divisor, late_scale)
-        return _mean(ctx, hidden, made.loss, made.z_loss, stats, divisor)
+        _save_head(ctx, head, made.lse, made.grad_hidden, late_scale)
+        return _mean(ctx, head, made.loss, made.z_loss, stats)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("loss head")
         if grad_output is None:
-            return (None,) * 5
-        head, lse, grad_hidden, divisor, late_scale = _saved_head(ctx)
+            return (None,) * 4
+        head, lse, grad_hidden, late_scale = _saved_head(ctx)
         scale = grad_output if late_scale is None else grad_output * late_scale
         grad_hidden = _scaled(grad_hidden, scale, head.hidden.dtype)
         with without_autocast(head.hidden):
-            row_scale = OutputGrads((grad_output / divisor).view(1))
-            grad_weight, grad_bias = vocab_loop(head, row_scale, lse)
-        return grad_hidden, grad_weight, grad_bias, None, None
+            grads = OutputGrads((grad_output / head.args.divisor).view(1))
+            grad_weight, grad_bias = vocab_loop(head, grads, lse)
+        return grad_hidden, grad_weight, grad_bias, None
 
 
 class RecomputeInBackward(torch.autograd.Function):
@@ -188,9 +172,7 @@ class RecomputeInBackward(torch.autograd.Function):
             return (None,) * 4
         head, lse, entropy = _saved_head(ctx)
         needs_grad, dtype = head.args.needs_grad, head.weight.dtype
-        grad_output = OutputGrads(
-            *row_scales(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
-        )
+        grad_output = output_grads(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
         grad_hidden = grad_weight = grad_bias = None
         with without_autocast(head.hidden):
             if head.args.plan.vocab_block is None:
@@ -212,15 +194,10 @@ def _empty_stats(head: Head) -> TokenStats | None:
 
 
 def _mean(
-    ctx: Any,
-    hidden: Tensor,
-    loss: Tensor,
-    z_loss: Tensor,
-    stats: TokenStats | None,
-    divisor: Tensor,
+    ctx: Any, head: Head, loss: Tensor, z_loss: Tensor, stats: TokenStats | None
 ) -> tuple[Tensor, ...]:
     """The outputs of a strategy with one loss, of which that alone is differentiable."""
-    mean, z_mean, _ = select("cross_entropy", hidden).mean_loss(loss, z_loss, divisor)
+    mean, z_mean, _ = select("cross_entropy", loss).mean_loss(loss, z_loss, head.args.divisor)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
     return mean, z_mean, loss, *(stats or ())
@@ -229,24 +206,14 @@ def _mean(
 def _save_head(ctx: Any, head: Head, *others: Tensor | None) -> None:
     """Save what the logits are computed from again, and other tensors, for `_saved_head`."""
     # All of them through autograd, which watches over tensors and lets go of them after backward.
-    args = head.args
-    ctx.save_for_backward(
-        head.hidden,
-        head.weight,
-        head.bias,
-        args.targets,
-        args.row_index,
-        args.class_weights,
-        *others,
-    )
-    ctx.settings = args.options, args.plan, args.needs_grad, args.with_stats
+    hidden, weight, bias, (targets, row_index, class_weights, divisor, *ctx.settings) = head
+    ctx.save_for_backward(hidden, weight, bias, targets, row_index, class_weights, divisor, *others)
 
 
 def _saved_head(ctx: Any) -> tuple[Any, ...]:
-    hidden, weight, bias, targets, index, class_weights, *others = ctx.saved_tensors
-    return Head(
-        hidden, weight, bias, LossArgs(targets, index, class_weights, *ctx.settings)
-    ), *others
+    hidden, weight, bias, targets, index, class_weights, divisor, *others = ctx.saved_tensors
+    args = LossArgs(targets, index, class_weights, divisor, *ctx.settings)
+    return Head(hidden, weight, bias, args), *others
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -254,12 +221,14 @@ def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | 
     return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
 
 
-def _forward_scale(head: Head, divisor: Tensor) -> tuple[OutputGrads | None, Tensor | None]:
+def _forward_scale(head: Head) -> tuple[OutputGrads | None, Tensor | None]:
     """What forward scales gradients with, 1 / divisor; and what backward still multiplies.
 
     float16 gradients of a mean over many tokens would underflow. There forward makes them near 1,
     and backward divides, where the loss scale of float16 training is at hand.
     """
+    divisor = head.args.divisor
+    assert divisor is not None, "a strategy of one loss has a divisor"
     if not any(head.args.needs_grad):
         return None, None
     if head.hidden.dtype != torch.float16:

@@ -6,7 +6,7 @@ from torch import Tensor
 from ligermodels.kernels.dtypes import cast, compute_dtype
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
-    StatsScale,
+    OutputGrads,
     TokenStats,
     target_weight_sum,
 )
@@ -15,27 +15,26 @@ from ligermodels.kernels.loss_options import (
 def cross_entropy_rows(
     logits: Tensor,
     targets: Tensor,
-    row_scale: Tensor | None,
+    grad_output: OutputGrads | None,
     lse: Tensor | None,
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
     in_place: bool,
     stats: TokenStats | None = None,
-    stats_scale: StatsScale | None = None,
     first_column: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss of each row and, given row_scale, the gradient of sum(row_scale * loss).
+    """Loss of each row and, given grad_output, the gradient of the logits.
 
     t = softcap * tanh(logit_scale * logits / softcap); loss = cross entropy of t, with class
     weights and label smoothing as in `torch.nn.functional.cross_entropy`, + z_loss * lse(t)^2.
     A row whose target is neither in the vocabulary nor ignore_index gets NaN.
 
-    Args: logits (rows, vocab); targets (rows) int64; row_scale (rows) or (1,) float32, or None
-        for no gradient; lse (rows, 2) from an earlier call, which spares a pass over the logits;
+    Args: logits (rows, vocab); targets (rows) int64; grad_output, float32, or None for no gradient:
+        it is that of sum(grad_output.loss * loss), plus the same of log_probs and entropy where
+        they are given; lse (rows, 2) from an earlier call, which spares a pass over the logits;
         class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
-        given, not together with lse; stats_scale adds the gradient of sum(stats_scale.log_probs *
-        log_probs) + sum(stats_scale.entropy * entropy). With first_column and vocab, logits
+        given, not together with lse. With first_column and vocab, logits
         (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
         lse must be given.
     Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows, 2), gradient
@@ -91,15 +90,15 @@ def cross_entropy_rows(
             stats.log_probs.copy_(torch.where(valid, target_log_p + nan, 0.0))
             stats.entropy.copy_(torch.where(valid, entropy + nan, 0.0))
             stats.correct.copy_(valid & inside & ~beaten)
-    if row_scale is None:
+    if grad_output is None:
         return loss, z, lse, None
 
-    scale = torch.where(valid, cast(row_scale, t.dtype) + nan, 0.0)
+    scale = torch.where(valid, cast(grad_output.loss, t.dtype) + nan, 0.0)
     at_target = -target_weight * scale
     factor = (target_weight + smooth * weights.sum() + 2 * z_loss * (top + log_sum)) * scale
-    if stats_scale is not None and stats_scale.log_probs is not None:
-        at_target = at_target + stats_scale.log_probs
-        factor = factor - stats_scale.log_probs
+    if grad_output.log_probs is not None:
+        at_target = at_target + grad_output.log_probs
+        factor = factor - grad_output.log_probs
     p = torch.exp(t - top[:, None] - log_sum[:, None])
     grad = p * factor[:, None]
     here = index - first_column
@@ -110,11 +109,11 @@ def cross_entropy_rows(
     if label_smoothing:
         block = weights[first_column : first_column + columns]
         grad = grad - (smooth * scale)[:, None] * block
-    if stats_scale is not None and stats_scale.entropy is not None:
-        assert stats_scale.value is not None
+    if grad_output.entropy is not None:
+        assert grad_output.entropy_value is not None
         # p log p is 0 where p is, -infinity or not.
-        log_p = t - top[:, None] - (log_sum - stats_scale.value)[:, None]
-        grad = grad - stats_scale.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
+        grad = grad - grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     # An ignored row gets exact zeros even where its logits are not finite.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dtypes import cast, compute_dtype
 from ligermodels.kernels.reference.rms_norm import rms_norm_backward, rms_norm_forward
 from ligermodels.kernels.reference.rope import rotate_halves
@@ -15,9 +16,7 @@ def qk_norm_rope_forward(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
 ) -> Tensor:
     """Normalise each head as `rms_norm_forward` does over head_dim, then rotate it.
 
@@ -29,7 +28,7 @@ def qk_norm_rope_forward(
     cos, sin = cast(cos, dtype), cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
-        y, _, _ = rms_norm_forward(x, None, weight, eps, offset, casting_mode, dtype)
+        y, _, _ = rms_norm_forward(x, None, weight, options, dtype)
         return rotate_halves(y, cos, sin)
 
     return cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
@@ -45,9 +44,7 @@ def qk_norm_rope_backward(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
@@ -59,10 +56,10 @@ def qk_norm_rope_backward(
     cos, sin = cast(cos, dtype), cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + eps)
+        rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + options.eps)
         grad = rotate_halves(cast(grad, dtype), cos, -sin)
         grad_x, grad_weight, _ = rms_norm_backward(
-            grad, None, x, weight, rstd, offset, casting_mode, needs_weight_grads, False
+            grad, None, x, weight, rstd, options, needs_weight_grads, False
         )
         return grad_x, grad_weight
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dtypes import cast, compute_dtype
 
 
@@ -10,9 +11,7 @@ def rms_norm_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
@@ -27,11 +26,11 @@ def rms_norm_forward(
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
     s_float = cast(s, dtype)
-    rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + options.eps)
     normed = s_float * rstd
-    if casting_mode == "llama":
+    if options.casting_mode == "llama":
         normed = cast(cast(normed, s.dtype), dtype)
-    y = normed * (cast(weight, dtype) + offset)
+    y = normed * (cast(weight, dtype) + options.offset)
     return cast(y, out_dtype), s, rstd.flatten()
 
 
@@ -41,8 +40,7 @@ def rms_norm_backward(
     s: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     needs_weight_grad: bool,
     recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -52,14 +50,15 @@ def rms_norm_backward(
     """
     dtype = compute_dtype(s)
     normed = cast(s, dtype) * rstd.view(*s.shape[:-1], 1)
-    scaled = cast(weight, dtype) + offset
+    scaled = cast(weight, dtype) + options.offset
     grad = cast(grad_y, dtype)
     grad_normed = grad * scaled
     grad_x = grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)
     grad_x = grad_x * rstd.view(*s.shape[:-1], 1)
     if grad_s is not None:
         grad_x = grad_x + cast(grad_s, dtype)
-    rounded = cast(cast(normed, s.dtype), dtype) if casting_mode == "llama" else normed
+    llama = options.casting_mode == "llama"
+    rounded = cast(cast(normed, s.dtype), dtype) if llama else normed
     grad_weight = y = None
     if needs_weight_grad:
         grad_weight = cast((grad * rounded).sum_to_size(weight.shape), weight.dtype)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, launch
-from ligermodels.kernels.loss_options import CrossEntropyOptions, StatsScale, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
 from ligermodels.kernels.triton.mean_loss import mean_loss
 from ligermodels.kernels.triton.scaled import scaled
 
@@ -248,13 +248,12 @@ def cross_entropy_kernel(
 def cross_entropy_rows(
     logits: Tensor,
     targets: Tensor,
-    row_scale: Tensor | None,
+    grad_output: OutputGrads | None,
     lse: Tensor | None,
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
     in_place: bool,
     stats: TokenStats | None = None,
-    stats_scale: StatsScale | None = None,
     first_column: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -267,20 +266,18 @@ def cross_entropy_rows(
     if lse is None:
         lse = logits.new_empty((rows, 2), dtype=torch.float32)
     loss, z_loss = (lse, lse) if have_lse else (lse.new_empty(rows), lse.new_empty(rows))
-    grad = None
-    if row_scale is not None:
+    grad = row_scale = log_prob_scale = entropy_scale = entropy = None
+    if grad_output is not None:
+        row_scale, log_prob_scale, entropy_scale, entropy = grad_output
         grad = logits if in_place else torch.empty_like(logits)
+    if stats is not None:
+        entropy = stats.entropy
     if rows == 0:
         return loss, z_loss, lse, grad
     weight_sum = None
     if class_weights is not None:
         class_weights = class_weights.contiguous()
         weight_sum = class_weights.sum(dtype=torch.float32)
-    log_prob_scale = entropy_scale = entropy = None
-    if stats_scale is not None:
-        log_prob_scale, entropy_scale, entropy = stats_scale
-    elif stats is not None:
-        entropy = stats.entropy
     if stats is not None:
         setting = launch(STATISTICS, columns)
     elif grad is None:

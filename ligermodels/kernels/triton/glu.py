@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
 
-# On AMD a lane takes eight elements: HIP counts threads of a launch in 32 bits, which reach 2^35
-# elements so.
-FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
-BACKWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+# Of both kernels. On AMD a lane takes eight elements: HIP counts threads of a launch in 32 bits,
+# which reach 2^35 elements so.
+GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 
 
 @triton.jit
@@ -86,7 +85,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel() == 0:
         return out
-    setting = launch(FORWARD, width)
+    setting = launch(GLU, width)
     glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         out,
@@ -109,7 +108,7 @@ def glu_backward(
     out = gate_up.new_empty(grad_output.shape) if recompute_output else None
     if grad_output.numel() == 0:
         return grad_gate_up, out
-    setting = launch(BACKWARD, width)
+    setting = launch(GLU, width)
     glu_backward_kernel[(grad_output.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         grad_output,

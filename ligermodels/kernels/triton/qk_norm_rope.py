@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.launch import Launch, Launches, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 
@@ -332,9 +333,7 @@ def qk_norm_rope_forward(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
 ) -> Tensor:
     """`reference.qk_norm_rope_forward` on the GPU."""
     batch, seq, heads, head_dim = q.shape
@@ -358,12 +357,12 @@ def qk_norm_rope_forward(
         *q.stride()[:3],
         *k.stride()[:3],
         0 if cos.shape[0] == 1 else cos.stride(0),
-        eps,
-        offset,
+        options.eps,
+        options.offset,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
-        LLAMA=casting_mode == "llama",
+        LLAMA=options.casting_mode == "llama",
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=setting.num_warps,
@@ -382,9 +381,7 @@ def qk_norm_rope_backward(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.qk_norm_rope_backward` on the GPU."""
@@ -421,12 +418,12 @@ def qk_norm_rope_backward(
             *q.stride()[:3],
             *k.stride()[:3],
             0 if cos.shape[0] == 1 else cos.stride(0),
-            eps,
-            offset,
+            options.eps,
+            options.offset,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=head_dim // 2,
-            LLAMA=casting_mode == "llama",
+            LLAMA=options.casting_mode == "llama",
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             num_warps=setting.num_warps,

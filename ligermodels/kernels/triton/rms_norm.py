@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_programs
+from ligermodels.kernels.checks import NormOptions
+from ligermodels.kernels.launch import Launch, Launches, Table, cdiv, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
@@ -26,26 +27,18 @@ FORWARD = Launches(
     ),
     amd=AMD_FORWARD,
 )
+_LONGER: Table = (
+    (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+    (4096, Launch(0, 8, programs=2, prefetch=True)),
+    (8192, Launch(0, 16, prefetch=True)),
+    (None, Launch(0, 16, 1, reload=True)),
+)
 BACKWARD = Launches(
-    nvidia=(
-        (1024, Launch(0, 4, rows=4, programs=3, prefetch=True)),
-        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
-        (4096, Launch(0, 8, programs=2, prefetch=True)),
-        (8192, Launch(0, 16, prefetch=True)),
-        (None, Launch(0, 16, 1, reload=True)),
-    ),
-    amd=AMD_BACKWARD,
+    nvidia=((1024, Launch(0, 4, rows=4, programs=3, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
 )
 # The same kernel with a gradient of the sum, too.
 ADD_BACKWARD = Launches(
-    nvidia=(
-        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
-        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
-        (4096, Launch(0, 8, programs=2, prefetch=True)),
-        (8192, Launch(0, 16, prefetch=True)),
-        (None, Launch(0, 16, 1, reload=True)),
-    ),
-    amd=AMD_BACKWARD,
+    nvidia=((1024, Launch(0, 4, rows=2, programs=4, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
 )
 
 
@@ -171,9 +164,7 @@ def rms_norm_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    eps: float,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.rms_norm_forward` on the GPU."""
@@ -200,9 +191,9 @@ def rms_norm_forward(
         rstd,
         rows,
         columns,
-        eps,
-        offset,
-        LLAMA=casting_mode == "llama",
+        options.eps,
+        options.offset,
+        LLAMA=options.casting_mode == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
@@ -217,8 +208,7 @@ def rms_norm_backward(
     s: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    offset: float,
-    casting_mode: str,
+    options: NormOptions,
     needs_weight_grad: bool,
     recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -249,8 +239,8 @@ def rms_norm_backward(
         partial,
         rows,
         columns,
-        offset,
-        LLAMA=casting_mode == "llama",
+        options.offset,
+        LLAMA=options.casting_mode == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
         PREFETCH=setting.prefetch and s.element_size() <= 2,

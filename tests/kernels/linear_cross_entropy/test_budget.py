@@ -220,7 +220,7 @@ def test_backward_of_one_chunk_stays_in_the_budget(
     monkeypatch, rows, width, vocab, reduction, dtype, frozen
 ) -> None:
     """From a budget of the logits alone to many times as much, counted as of the kernels."""
-    module = import_module("ligermodels.kernels.linear_cross_entropy.functions")
+    module = import_module("ligermodels.kernels.linear_cross_entropy.chunk_plan")
     monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head_of(dtype, rows, width)
