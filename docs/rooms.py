@@ -29,6 +29,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
 }
+# Files that import modules by names they make: each the files of a folder.
+FINDERS = {"kernels/reference/__init__.py", "kernels/triton/__init__.py", "models/auto.py"}
 
 
 def below(room: str) -> set[str]:
@@ -75,6 +77,18 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
         ):
             found.append((node.lineno, node.args[0].value))
     return found
+
+
+def finders() -> set[str]:
+    """The files that call import_module with a name that is not written there."""
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
+        and not isinstance(node.args[0], ast.Constant)
+    }
 
 
 def module_graph() -> dict[str, set[str]]:

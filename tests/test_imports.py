@@ -31,6 +31,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert rooms.circles(rooms.module_graph()) == []
 
 
+def test_every_file_that_finds_modules_by_itself_is_listed() -> None:
+    """Their imports are not among the arrows; models.auto imports the families when asked."""
+    assert rooms.finders() == rooms.FINDERS
+
+
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"a"}}
     assert rooms.circles(graph) == [["a", "b", "c"], ["d", "e"]]

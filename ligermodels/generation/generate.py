@@ -156,7 +156,7 @@ def _start(
             "trained",
             stacklevel=3,
         )
-    device = model.embed_tokens.weight.device
+    device = model.rotary_emb.inv_freq.device  # weights may be offloaded, its frequencies are not
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
@@ -166,7 +166,7 @@ def _start(
             each.sliding_window if isinstance(each, Attention) else None for each in attentions
         ]
         # The last token is never fed back, so its keys need no room.
-        cache = KVCache(config, batch, prompt + max_new_tokens - 1, windows=windows)
+        cache = KVCache(config, batch, prompt + max_new_tokens - 1, sliding_windows=windows)
     elif cache.length >= prompt:
         raise ValueError(
             f"cache: holds {cache.length} tokens already; the prompt has to go on behind them, but "

@@ -175,9 +175,6 @@ def check_classes(vocab: int, class_weights: Tensor | None) -> None:
         raise ValueError(f"cross entropy: class_weights are {class_weights.dtype}")
 
 
-# --- the divisor of the mean ---------------------------------------------------------------------
-
-
 def loss_divisor(
     targets: Tensor,
     reduction: str,
@@ -224,9 +221,6 @@ def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) ->
     """The class weight of each target (rows); 0 for one ignored or outside the vocabulary."""
     valid = (targets != ignore_index) & (targets >= 0) & (targets < len(class_weights))
     return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
-
-
-# --- what is known of each token -----------------------------------------------------------------
 
 
 class TokenStats(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.norm import RMSNorm, RMSNormOptions
+from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -27,6 +27,11 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
         and not module._backward_pre_hooks
         and type(module.weight) in (nn.Parameter, Tensor)
     )
+
+
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor, of which this rank may hold a part only."""
+    return hasattr(tensor, "full_tensor")
 
 
 class PendingNorm(NamedTuple):
@@ -68,15 +73,30 @@ def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreN
     """norm(x + residual) on its way into a sub-layer, which then also returns the sum.
 
     A plain `RMSNorm` is left to the sub-layer, whose first projection fuses it. Any other norm is
-    called here, with one argument where the residual is None and with two otherwise.
+    called here; the norms of `ligermodels.layers` add the residual themselves.
 
-    Args: norm, a module called as `RMSNorm.forward`; x, residual (..., hidden).
+    Args: norm, any module from (..., hidden) to (..., hidden); x, residual (..., hidden).
     """
     if is_plain(norm, RMSNorm):
         return PendingNorm(x, residual, norm.weight, norm.options)
     if residual is None:
         return AppliedNorm(norm(x), x)
-    return AppliedNorm(*norm(x, residual))
+    if isinstance(norm, (RMSNorm, LayerNorm)):
+        return AppliedNorm(*norm(x, residual))
+    total = x + residual
+    return AppliedNorm(norm(total), total)
+
+
+def pre_norm_names(block: nn.Module) -> tuple[str, str]:
+    """Attributes of a block's norms before attention and before the MLP, as HF names them.
+
+    `post_attention_layernorm` stands before the MLP, unless the block has norms named for the
+    feed-forward: then it stands behind attention.
+    """
+    sandwich = any(hasattr(block, f"{side}_feedforward_layernorm") for side in ("pre", "post"))
+    return "input_layernorm", (
+        "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    )
 
 
 def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, Tensor | None]:

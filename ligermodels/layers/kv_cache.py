@@ -19,7 +19,7 @@ class KVCache:
         max_length: tokens per row that fit.
         dtype, device: of the buffers; by default those of the first keys that come, which under
             autocast are not the parameters'.
-        windows: instead of config.sliding_windows; one per layer, None keeps everything.
+        sliding_windows: instead of config.sliding_windows; one per layer, None keeps everything.
 
     `length` is the number of tokens that all layers have; `update` writes behind them, and
     `advance` counts the written ones once every layer has them. After a forward pass that failed
@@ -34,16 +34,16 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
-        windows: Sequence[int | None] | None = None,
+        sliding_windows: Sequence[int | None] | None = None,
     ) -> None:
         self.batch = batch
         self.max_length = max_length
         self.dtype, self.device = dtype, device
         self.length = 0
-        if windows is None:
-            windows = config.sliding_windows
+        if sliding_windows is None:
+            sliding_windows = config.sliding_windows
         # How many tokens each layer keeps.
-        self.sizes = [max_length if w is None else min(w, max_length) for w in windows]
+        self.sizes = [max_length if w is None else min(w, max_length) for w in sliding_windows]
         self.keys: list[Tensor | None] = [None] * len(self.sizes)
         self.values: list[Tensor | None] = [None] * len(self.sizes)
         self._written = [0] * len(self.sizes)

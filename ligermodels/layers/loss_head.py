@@ -32,7 +32,7 @@ from ligermodels.kernels.loss_options import (
     loss_divisor,
     split_options,
 )
-from ligermodels.layers.fusion import is_plain
+from ligermodels.layers.fusion import is_plain, is_sharded
 
 
 class HeadOptions(LossOptions, total=False):
@@ -165,8 +165,8 @@ class LossHead(nn.Module):
             "class_weights": self.class_weights,
             **loss_options,
         }
-        if self._is_linear():
-            weight, bias = self._parameters_here()
+        if self.is_linear:
+            weight, bias = self._parameters_here(hidden)
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
         else:
             made = self._module_loss(hidden, targets, **options)
@@ -200,8 +200,8 @@ class LossHead(nn.Module):
         _check_known("LossHead.log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}  # type: ignore[typeddict-item]
-        if self._is_linear():
-            weight, bias = self._parameters_here()
+        if self.is_linear:
+            weight, bias = self._parameters_here(hidden)
             return kernels.linear_log_probs(
                 hidden, weight, targets, bias, entropy=entropy, **options
             )
@@ -216,7 +216,7 @@ class LossHead(nn.Module):
 
         Works on a sharded model too, outside its forward: every rank must call it.
         """
-        if self._tied or _is_distributed(getattr(self.proj, "weight", None)):
+        if self._tied or is_sharded(getattr(self.proj, "weight", None)):
             weight = _whole(self.weight).to(hidden.dtype)
             bias = None if self._tied or self.proj.bias is None else _whole(self.proj.bias)
             logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
@@ -226,15 +226,21 @@ class LossHead(nn.Module):
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def _is_linear(self) -> bool:
+    @property
+    def is_linear(self) -> bool:
         """Whether the projection does just what its weight says, so that the weight will do."""
         # Not bool(self._tied): torch 2.11's Dynamo does not trace that.
         return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
-    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+    def _parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the projection, for the fused ops."""
         weight = self.weight
-        if _is_distributed(weight):
+        if self._tied and weight.is_meta and not hidden.is_meta:
+            raise RuntimeError(
+                "the tied head's weight is offloaded: keep embed_tokens in memory, in accelerate's "
+                "device_map on the device of the head"
+            )
+        if is_sharded(weight):
             raise RuntimeError(
                 "the tied head's weight is sharded here: call the wrapped model with labels, "
                 "model(input_ids, labels=labels), rather than model.head(...)"
@@ -325,15 +331,11 @@ def _check_known(caller: str, options: Iterable[str], known: Collection[str]) ->
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
-def _is_distributed(tensor: Tensor | None) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
 def _local(tensor: Tensor) -> Tensor:
     """The tensor itself, or this rank's part of it where it is sharded (a DTensor)."""
-    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of it where it is sharded (a DTensor)."""
-    return tensor.full_tensor() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ligermodels.converters import hf_config
-from ligermodels.converters import hf_rope
+from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 

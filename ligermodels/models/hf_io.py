@@ -18,6 +18,7 @@ from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.config import ModelConfig
 
 
@@ -196,7 +197,7 @@ def _check_savable(
         )
     for name, shape in expected.items():
         weight = weights[name]
-        if hasattr(weight, "full_tensor"):
+        if is_sharded(weight):
             raise SaveError(
                 f"{where}: parameter {name!r} is sharded; gather the weights first "
                 "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "

@@ -42,7 +42,7 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
         else f"modules called where swapped: {', '.join(swapped[:10])}"
         + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
     )
-        report["linear_cross_entropy"] = report["linear_log_probs"] = (
+    report["linear_cross_entropy"] = report["linear_log_probs"] = (
         f"chunked {here}" if head.is_linear else "the swapped head.proj is called chunk by chunk"
     )
     return report
@@ -107,7 +107,8 @@ def _swapped_modules(model: nn.Module) -> Iterator[str]:
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
         elif hasattr(module, "input_layernorm"):
-            children = dict.fromkeys(pre_norm_names(module), RMSNorm)
+            names = (name for name in pre_norm_names(module) if hasattr(module, name))
+            children = dict.fromkeys(names, RMSNorm)
         for child, expected in children.items():
             if not is_plain(getattr(module, child), expected):
                 yield f"{name}.{child}"

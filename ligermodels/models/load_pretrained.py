@@ -15,6 +15,7 @@ from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
 from ligermodels.layers import Attention
+from ligermodels.layers.fusion import is_sharded, pre_norm_names
 from ligermodels.models.auto import family_of
 
 
@@ -221,7 +222,7 @@ def _check_writable(
                 f"{what} is on the meta device; give it memory first (to_empty) or build the "
                 "module elsewhere"
             )
-        if hasattr(parameter, "full_tensor"):
+        if is_sharded(parameter):
             raise CheckpointError(f"{what} is sharded; load before sharding")
         if not parameter.is_floating_point():
             raise CheckpointError(f"{what} is of {parameter.dtype}, not of floats")

@@ -114,7 +114,9 @@ class FinetuneConfig:
     save_total_limit: int = _free_option(2, "checkpoints to keep", at_least=1)
     logging_steps: int = _free_option(1, "steps between looks at the loss", at_least=1)
     export_dtype: str | None = _free_option(
-        None, "dtype of the export (default: the weights as they were trained)", choices=EXPORT_DTYPES
+        None,
+        "dtype of the export (default: the weights as they were trained)",
+        choices=EXPORT_DTYPES,
     )
     max_shard_size: int = _free_option(5 * 10**9, "bytes in one file of the export", at_least=1)
     resume: bool = _free_option(
@@ -165,12 +167,12 @@ _LIMITS = {
 def limit_complaint(value: float, **limits: float) -> str | None:
     """Say which limit a number breaks, such as "must be at least 2, not 1"; None if it keeps all.
 
+    A number that is not finite breaks every limit.
+
     Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
     """
-    if limits and not math.isfinite(value):
-        return f"must be a finite number, not {value!r}"
     for name, limit in limits.items():
-        if not _LIMITS[name](value, limit):
+        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
             return f"must be {name.replace('_', ' ')} {limit:g}, not {value!r}"
     return None
 

@@ -105,9 +105,6 @@ def test_gradients_off_the_targets(place, vocab, softcap) -> None:
         assert error <= limit, f"{error:.2e}"
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
 
 
@@ -193,9 +190,6 @@ def test_a_small_budget_gives_the_same() -> None:
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     for result in results[1:]:
         close(result, results[0])
-
-
-# --- the host ------------------------------------------------------------------------------------
 
 
 def loss_step(**options) -> Callable[..., Tensor]:
@@ -316,9 +310,6 @@ def test_counting_is_refused_under_capture() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="pass max_valid"), torch.cuda.graph(graph):
         step(hidden, weight, targets)
-
-
-# --- size ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STEPS)

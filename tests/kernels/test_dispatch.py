@@ -7,32 +7,31 @@ from pkgutil import iter_modules
 import pytest
 import torch
 
-from ligermodels.kernels import dispatch as backend
-from ligermodels.kernels import reference, swiglu
+from ligermodels.kernels import dispatch, reference, swiglu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_cpu_tensors_take_plain_pytorch(monkeypatch) -> None:
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
-    assert backend.choose(CPU) == ("torch", "cpu tensors take plain PyTorch")
-    assert backend.select("glu", torch.ones(1)) is reference.glu
-    assert backend.select("glu", torch.ones(1, device="meta")) is reference.glu
+    assert dispatch.choose(CPU) == ("torch", "cpu tensors take plain PyTorch")
+    assert dispatch.select("glu", torch.ones(1)) is reference.glu
+    assert dispatch.select("glu", torch.ones(1, device="meta")) is reference.glu
 
 
 def test_gpu_tensors_take_triton(monkeypatch) -> None:
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
     pytest.importorskip("triton")
-    assert backend.choose(CUDA)[0] == "triton"
-    monkeypatch.setattr(backend, "HAS_TRITON", False)
-    assert backend.choose(CUDA) == ("torch", "triton is not installed")
+    assert dispatch.choose(CUDA)[0] == "triton"
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    assert dispatch.choose(CUDA) == ("torch", "triton is not installed")
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_forced(monkeypatch, name, device) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", name)
-    assert backend.choose(device) == (name, f"LIGERMODELS_BACKEND={name}")
+    assert dispatch.choose(device) == (name, f"LIGERMODELS_BACKEND={name}")
 
 
 def test_forced_where_triton_cannot_run(monkeypatch) -> None:
@@ -48,13 +47,15 @@ def test_triton_takes_cpu_tensors_in_its_interpreter(monkeypatch, value) -> None
     pytest.importorskip("triton")
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert backend.select("glu", torch.ones(1)).__name__ == "ligermodels.kernels.triton.glu"
+    assert dispatch.select("glu", torch.ones(1)).__name__ == "ligermodels.kernels.triton.glu"
 
 
 def test_the_residual_counts(monkeypatch) -> None:
     """A sum in float64 is no matter for kernels that calculate in float32."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    assert backend.select("glu", torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference.glu
+    assert (
+        dispatch.select("glu", torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference.glu
+    )
 
 
 class ElsewhereTensor:
@@ -85,7 +86,7 @@ def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
     monkeypatch.setattr(
         launchers, "glu_forward", lambda *args, **kwargs: (args, kwargs, [*devices])
     )
-    ops = backend.select("glu", ElsewhereTensor())
+    ops = dispatch.select("glu", ElsewhereTensor())
     args, kwargs, before = ops.glu_forward(1, 2, dtype=3)
     assert (args, kwargs) == ((1, 2), {"dtype": 3})
     if current == 1:
@@ -97,7 +98,7 @@ def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
 def test_forced_by_a_misspelling(monkeypatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "Triton")
     with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='Triton': expected"):
-        backend.select("glu", torch.ones(1))
+        dispatch.select("glu", torch.ones(1))
 
 
 def public_functions(module):

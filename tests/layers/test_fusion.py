@@ -14,6 +14,7 @@ from ligermodels.layers.fusion import (
     is_plain,
     norm_then_linear,
     pre_norm,
+    pre_norm_names,
 )
 
 
@@ -101,9 +102,23 @@ def test_a_norm_that_is_not_plain_is_called() -> None:
     called, called_total = norm_then_linear(applied, linear)
     torch.testing.assert_close(fused, called)
     assert torch.equal(total, called_total)
-    # One that knows of no residual will do where there is none.
-    foreign, same = norm_then_linear(pre_norm(nn.LayerNorm(6), x), linear)
-    assert foreign.shape == (4, 5) and same is x
+    # Another library's norm knows of no residual.
+    foreign = nn.RMSNorm(6, eps=norm.eps)
+    called, called_total = norm_then_linear(pre_norm(foreign, x, residual), linear)
+    torch.testing.assert_close(called, fused)
+    assert torch.equal(called_total, total)
+    assert norm_then_linear(pre_norm(foreign, x), linear)[1] is x
+
+
+def test_where_norms_stand_by_their_names() -> None:
+    def block(*names: str) -> nn.Module:
+        return nn.ModuleDict({name: nn.Identity() for name in names})
+
+    plain = block("input_layernorm", "post_attention_layernorm")
+    assert pre_norm_names(plain) == ("input_layernorm", "post_attention_layernorm")
+    for other in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+        names = pre_norm_names(block("post_attention_layernorm", other))
+        assert names == ("input_layernorm", "pre_feedforward_layernorm")
 
 
 def test_no_module_travels_in_a_pending_norm() -> None:

@@ -98,7 +98,7 @@ def test_dtype_and_device_are_those_given_or_the_first_keys():
 
 
 def test_layers_may_differ_in_heads_and_the_windows_may_be_given():
-    cache = KVCache(None, 1, 4, windows=[None, 2])
+    cache = KVCache(None, 1, 4, sliding_windows=[None, 2])
     assert cache.update(0, *tokens(3, 1, heads=2))[0].shape == (1, 2, 3, 4)
     assert cache.update(1, *tokens(3, 1, heads=1, size=6))[0].shape == (1, 1, 3, 6)
     assert [buffer.shape for buffer in cache.keys] == [(1, 2, 4, 4), (1, 1, 2, 6)]

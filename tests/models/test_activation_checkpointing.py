@@ -72,7 +72,9 @@ def test_gradients_are_the_same_with_every_second_layer() -> None:
         ({"offload": True}, "offload=True is not implemented"),
         ({"kwargs": {"use_reentrant": True}}, "use_reentrant=True is not implemented"),
         ({"kwargs": {"debug": True, "context_fn": None}}, "context_fn, debug: not implemented"),
-        ({"every_n_layers": 0}, "every_n_layers is 0; expected at least 1"),
+        ({"kwargs": ["use_reentrant"]}, "expected a dict or None"),
+        ({"every_n_layers": 0}, "every_n_layers=0; expected an integer of 1 or more"),
+        ({"every_n_layers": 2.5}, "every_n_layers=2.5; expected an integer of 1 or more"),
     ],
 )
 def test_what_is_not_done_is_refused(

@@ -126,3 +126,18 @@ def test_a_clash_with_a_family_that_was_not_imported_yet_is_found() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "'qwen2' belongs to ligermodels.models.qwen2.LigerQwen2" in found.stderr
+
+
+def test_a_class_that_lacks_something_is_refused() -> None:
+    class NoConfig(LigerLlama):
+        config_class = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"NoConfig: config_class is None; expected a subclass"):
+        register(NoConfig)
+
+    class Method(LigerLlama):
+        def weight_map(self, config):  # type: ignore[override]
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"Method: weight_map is called with the config alone"):
+        register(Method)

@@ -36,6 +36,20 @@ def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=5), tokens)
 
 
+def test_an_offloaded_embedding(tmp_path) -> None:
+    """It is looked up through its hook; a head that is tied to it says what to do."""
+    ids = torch.tensor([[1, 2, 3, 4]])
+    own = random_model("llama", tie_word_embeddings=False)
+    tokens = own.generate(ids, max_new_tokens=3)
+    hooked = accelerate.disk_offload(own, tmp_path / "own", execution_device="cpu")
+    assert hooked.embed_tokens.weight.is_meta
+    assert torch.equal(hooked.generate(ids, max_new_tokens=3), tokens)
+    tied = random_model("llama", tie_word_embeddings=True)
+    tied = accelerate.disk_offload(tied, tmp_path / "tied", execution_device="cpu")
+    with pytest.raises(RuntimeError, match="keep embed_tokens in memory"):
+        tied.loss(ids, ids)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("family", FAMILIES)

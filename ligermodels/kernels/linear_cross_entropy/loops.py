@@ -1,9 +1,10 @@
 """The two loops of the loss head: over chunks of tokens, and over blocks of the vocabulary.
 
-Both take a chunk's logits and their gradient from `chunk_logits_grad`. Where the vocabulary is
-split over ranks, each of which holds the weights of a slice of the classes, that function is where
-the ranks' logsumexps and target logits would be reduced over their group, before the gradient is
-made; `token_loop` would reduce one thing more, the product that is a chunk's gradient of hidden.
+Both take a chunk's logits and their gradient from `chunk_logits_grad`. A vocabulary that is split
+over ranks, each of which holds the weights of a slice of the classes, has its place there: that
+function would make each slice's logsumexp and target logit, reduce them over the ranks' group, and
+make the slice's gradient from the result in a second launch. The gradient of hidden is then a sum
+over the group, in `token_loop` and in `LogitsGradInForward.backward`.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The Triton kernels and their launchers, one module an op, found by its name.
+"""The Triton kernels and their launchers: one module an op, found by its name, and shared parts.
 
 A launcher has the name and the signature of its twin in `ligermodels.kernels.reference`. Importing
 this package imports triton; `kernels.dispatch.select` does it on first use.
