@@ -43,10 +43,11 @@ for op, entry in OPS.items():
 random = Random()
 for op, entry in OPS.items():
     if entry.host:
-        case = entry.build(random, **entry.host)
+        sizes = entry.host if isinstance(entry.host, dict) else entry.small
+        case = entry.build(random, **sizes)
         run, *_ = ops.training_call(case.implementation("ligermodels"), random)
         run()
-        calls["host of " + named(op, entry.host)] = ops.HostCall({}, run)
+        calls["host of " + named(op, sizes)] = ops.HostCall({}, run)
 generator = torch.Generator().manual_seed(0)
 for call in ops.turns(list(calls.values()), 300, generator):
     call.take()
