@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.autocast import autocast_is_on, cast_operands, without_autocast
+from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.checks import check_floating, check_linear_bias
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, check_targets, reduce_tokens
 from ligermodels.kernels.dtypes import compute_dtype
@@ -282,8 +282,7 @@ def _checked(
                 f"loss head: {name} is on {parameter.device}, hidden on {hidden.device}; move one"
             )
     weight, bias = cast_operands(hidden, weight, bias)
-    if autocast_is_on(hidden):
-        hidden, _ = cast_operands(hidden, hidden, None)
+    hidden, _ = cast_operands(hidden, hidden, None)
     if hidden.dtype != weight.dtype:
         # Autocast leaves float64 alone.
         way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
