@@ -1,5 +1,7 @@
 # make demo   fine-tune a small pretrained model on this machine, export it, open it in transformers
-# make test   lint, types and every test
+# make test   lint, types and every test that takes seconds
+# make test-long  the fuzz and the kill tests that take minutes
+# make coverage   the tests with branch coverage: prints it, and writes build/coverage/html
 # make lint   ruff and mypy alone
 # make parity run the comparison with transformers and write docs/parity.md
 # make parity-gpu   the same at real vocabulary sizes on a GPU: docs/parity_gpu.md
@@ -19,7 +21,7 @@ SMOLLM2 := build/smollm2
 # The last transformers 4, which reads configs spelt the older way: exports must open there, too.
 OLD := build/transformers-4.57.6
 
-.PHONY: demo test lint format parity parity-gpu bench-ops clean
+.PHONY: demo test test-long coverage lint format parity parity-gpu bench-ops clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -29,6 +31,21 @@ demo: $(VENV)/.demo
 test: lint $(SMOLLM2)/config.json $(OLD)/transformers
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
+
+# tests/conftest.py leaves these out of every run that does not ask for them.
+test-long: $(SMOLLM2)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long
+
+# Both processes write data files of their own, which `combine` puts together.
+coverage: $(SMOLLM2)/config.json $(OLD)/transformers
+	rm -rf build/coverage && mkdir -p build/coverage
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
+		$(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter --cov --cov-report=
+	OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
+		$(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter" --cov --cov-report=
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .

@@ -1,8 +1,9 @@
-"""What every test may rely on: markers, one CPU thread, the small pretrained checkpoint."""
+"""Every test relies on this file: markers, one CPU thread, the small pretrained checkpoint."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,20 @@ SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
-    # Tests are many and small, and several processes share the cores.
+    # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    # pytest's own -m would replace a "not long" in addopts, so the default is made here.
+    if not re.search(r"\blong\b", config.option.markexpr):
+        left_out = [item for item in items if "long" in item.keywords]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if "long" not in item.keywords]
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     other_process = pytest.mark.skip(reason="needs a process with TRITON_INTERPRET=1")
@@ -38,9 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """A folder with SmolLM2-135M-Instruct, the real checkpoint that tests load.
+    """Return a folder with SmolLM2-135M-Instruct, the real checkpoint that tests load.
 
-    LIGERMODELS_SMOLLM2 names another one; `make test` makes build/smollm2 before it starts.
+    LIGERMODELS_SMOLLM2 names another folder. `make test` makes build/smollm2 before it starts.
     """
     folder = Path(os.environ.get("LIGERMODELS_SMOLLM2", SMOLLM2))
     if not (folder / "config.json").is_file():
