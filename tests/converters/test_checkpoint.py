@@ -26,9 +26,16 @@ def native(checkpoint, table, dtype):
     return weights
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# Shards, the tied head and the cast do not interact: every pair of their values occurs.
+@pytest.mark.parametrize(
+    ("shards", "tied", "dtype"),
+    [
+        (1, True, torch.bfloat16),
+        (1, False, torch.float32),
+        (3, True, torch.float32),
+        (3, False, torch.bfloat16),
+    ],
+)
 def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
     folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
     stored = random_tensors(config)
@@ -55,17 +62,16 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
     assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # holds both
 
 
-@pytest.mark.parametrize(
-    "start, end", [(0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)]
-)
-def test_any_row_slice_is_the_slice_of_the_whole(make, start, end):
-    folder, config = make()
-    checkpoint, table = Checkpoint(folder), LigerLlama.weight_map(config)
-    whole = native(checkpoint, table, torch.float32)
-    entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
-    out = torch.full((end - start, 16), -7.0)
-    checkpoint.read(entry, out, start=start)
-    assert torch.equal(out, whole[entry.name][start:end])
+def test_any_row_slice_is_the_slice_of_the_whole(make, subtests):
+    for start, end in ((0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)):
+        with subtests.test(f"rows {start} to {end}"):
+            folder, config = make()
+            checkpoint, table = Checkpoint(folder), LigerLlama.weight_map(config)
+            whole = native(checkpoint, table, torch.float32)
+            entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
+            out = torch.full((end - start, 16), -7.0)
+            checkpoint.read(entry, out, start=start)
+            assert torch.equal(out, whole[entry.name][start:end])
 
 
 def test_a_slice_touches_only_its_rows(make, monkeypatch):
@@ -118,29 +124,30 @@ def test_a_missing_tensor_names_the_index_of_shards(make):
     assert str(caught.value) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, torch.int32])
-def test_quantised_weights_are_refused_by_name(make, dtype):
-    folder, config = make(add={Q: torch.zeros(16, 16).to(dtype), f"{Q}_scale": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=f"{Q}' is stored as .*: quantised"):
-        Checkpoint(folder).plan(LigerLlama.weight_map(config))
+def test_quantised_weights_are_refused_by_name(make, subtests):
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.uint8, torch.int32):
+        with subtests.test(str(dtype)):
+            folder, config = make(
+                str(dtype), add={Q: torch.zeros(16, 16).to(dtype), f"{Q}_scale": torch.zeros(1)}
+            )
+            with pytest.raises(CheckpointError, match=f"{Q}' is stored as .*: quantised"):
+                Checkpoint(folder).plan(LigerLlama.weight_map(config))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
+def test_quantised_parts_lead_the_message(make, subtests):
+    for parts in (
         {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16},  # AWQ, GPTQ
         {"weight_packed": torch.int32, "weight_scale": torch.float16},  # compressed-tensors
-    ],
-)
-def test_quantised_parts_lead_the_message(make, parts):
-    place = Q.removesuffix("weight")
-    add = {f"{place}{part}": torch.ones(2, 2).to(dtype) for part, dtype in parts.items()}
-    folder, config = make(drop=[Q], add=add)
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).plan(LigerLlama.weight_map(config))
-    first, *rest = str(caught.value).splitlines()
-    assert first.startswith(f"{folder}/model.safetensors: '{place}")
-    assert "is part of a quantised weight" in first and f"  {Q} is missing" in rest
+    ):
+        with subtests.test(str(list(parts))):
+            place = Q.removesuffix("weight")
+            add = {f"{place}{part}": torch.ones(2, 2).to(dtype) for part, dtype in parts.items()}
+            folder, config = make(next(iter(parts)), drop=[Q], add=add)
+            with pytest.raises(CheckpointError) as caught:
+                Checkpoint(folder).plan(LigerLlama.weight_map(config))
+            first, *rest = str(caught.value).splitlines()
+            assert first.startswith(f"{folder}/model.safetensors: '{place}")
+            assert "is part of a quantised weight" in first and f"  {Q} is missing" in rest
 
 
 def test_bitsandbytes_is_told_by_its_bytes(make):
@@ -170,17 +177,20 @@ def test_a_stored_tied_head_is_fine_when_equal_and_refused_when_not(make):
         native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nonfinite_weights_are_refused_unless_allowed(make, value):
-    bad = torch.zeros(16, 16)
-    bad[7, 7] = value
-    folder, config = make(add={Q: bad})
-    table = LigerLlama.weight_map(config)
-    with pytest.raises(CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"):
-        native(Checkpoint(folder), table, torch.bfloat16)
-    weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
-    got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
-    assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
+def test_nonfinite_weights_are_refused_unless_allowed(make, subtests):
+    for value in (float("nan"), float("inf"), float("-inf")):
+        with subtests.test(str(value)):
+            bad = torch.zeros(16, 16)
+            bad[7, 7] = value
+            folder, config = make(str(value), add={Q: bad})
+            table = LigerLlama.weight_map(config)
+            with pytest.raises(
+                CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"
+            ):
+                native(Checkpoint(folder), table, torch.bfloat16)
+            weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
+            got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
+            assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
 
 
 def test_a_cast_that_overflows_is_refused(make):

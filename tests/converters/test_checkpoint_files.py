@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 import pytest
 
@@ -6,9 +7,8 @@ from ligermodels.converters.checkpoint_files import file_names, weight_files
 from ligermodels.errors import CheckpointError
 
 
-@pytest.mark.parametrize(
-    "names, message",
-    [
+def test_folders_without_readable_weights_say_what_to_do(subtests):
+    for names, message in (
         (["pytorch_model.bin"], r"pytorch_model.bin: holds pickled.*save_pretrained"),
         (["pytorch_model-00001-of-00002.bin", "training_args.bin"], "pytorch_model-00001"),
         (["consolidated.safetensors"], "consolidated.safetensors: is not in the HF layout"),
@@ -16,16 +16,14 @@ from ligermodels.errors import CheckpointError
         (["model-00001-of-00002.safetensors"], "index.json: is missing"),
         (["m.Q4.gguf"], "GGUF is not read here"),
         (["config.json"], "holds no weights"),
-    ],
-)
-def test_folders_without_readable_weights_say_what_to_do(names, message):
-    with pytest.raises(CheckpointError, match=message):
-        weight_files("repo", names, dict)
+    ):
+        with subtests.test(str(names)):
+            with pytest.raises(CheckpointError, match=message):
+                weight_files("repo", names, dict)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_weight_map_names_are_plain(subtests):
+    for name in (
         *(
             "../x.safetensors",
             "/x.safetensors",
@@ -35,18 +33,20 @@ def test_folders_without_readable_weights_say_what_to_do(names, message):
         ),
         *("..", "x.bin", "", ".safetensors", "x\0.safetensors", "x\n.safetensors"),
         *("\ud800.safetensors", "x" * 300 + ".safetensors", 7, None, [], {}, True),
-    ],
-)
-def test_weight_map_names_are_plain(name):
-    names = ["model.safetensors.index.json"]
-    with pytest.raises(CheckpointError, match=r"'weight_map' puts 'k' into .* no plain file name"):
-        weight_files("repo", names, lambda: {"weight_map": {"k": name}})
+    ):
+        with subtests.test(repr(name)[:60]):
+            names, index = ["model.safetensors.index.json"], {"weight_map": {"k": name}}
+            with pytest.raises(
+                CheckpointError, match=r"'weight_map' puts 'k' into .* no plain file name"
+            ):
+                weight_files("repo", names, partial(dict, index))
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": [1]}])
-def test_an_index_without_a_map_is_refused(index):
-    with pytest.raises(CheckpointError, match="'weight_map' is missing or empty"):
-        weight_files("repo", ["model.safetensors.index.json"], lambda: index)
+def test_an_index_without_a_map_is_refused(subtests):
+    for index in ({}, {"weight_map": {}}, {"weight_map": [1]}):
+        with subtests.test(str(index)):
+            with pytest.raises(CheckpointError, match="'weight_map' is missing or empty"):
+                weight_files("repo", ["model.safetensors.index.json"], partial(dict, index))
 
 
 def test_consolidated_beside_the_real_weights_is_ignored():
@@ -77,10 +77,13 @@ def test_names_of_a_folder_leave_out_links_to_nothing(tmp_path):
         file_names(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("name", ["MODEL.safetensors", "model.safetensors.Index.json"])
-def test_a_name_in_capitals_is_pointed_out(name):
-    with pytest.raises(CheckpointError, match=f"repo/{name}: has to be spelt in small letters"):
-        weight_files("repo", [name, "config.json"], dict)
+def test_a_name_in_capitals_is_pointed_out(subtests):
+    for name in ("MODEL.safetensors", "model.safetensors.Index.json"):
+        with subtests.test(name):
+            with pytest.raises(
+                CheckpointError, match=f"repo/{name}: has to be spelt in small letters"
+            ):
+                weight_files("repo", [name, "config.json"], dict)
 
 
 def test_hostile_names_do_not_reach_the_terminal():

@@ -39,9 +39,16 @@ def hf_tensors(folder):
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shards, max_shard_size", [(1, 5 * 10**9), (3, 1500)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# Shards, the tied head and the dtype do not interact: every pair of their values occurs.
+@pytest.mark.parametrize(
+    ("shards", "max_shard_size", "tied", "dtype"),
+    [
+        (1, 5 * 10**9, True, torch.bfloat16),
+        (1, 5 * 10**9, False, torch.float32),
+        (3, 1500, True, torch.float32),
+        (3, 1500, False, torch.bfloat16),
+    ],
+)
 def test_round_trip_is_bitwise(make, tmp_path, tied, shards, max_shard_size, dtype):
     folder, config = make(shards=shards, tie_word_embeddings=tied, dtype=dtype, mlp_bias=True)
     out = tmp_path / "new" / "out"
@@ -117,18 +124,19 @@ def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
     assert len(got) <= len(weights) + len(list((tmp_path / "out").glob("model-*")))
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_modes_follow_the_umask(make, tmp_path, umask):
-    folder, config = make()
-    out = tmp_path / "out"
-    before = os.umask(umask)
-    try:
-        resave(folder, config, out)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~umask
-    for path in out.iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
+def test_modes_follow_the_umask(make, tmp_path, subtests):
+    for umask in (0o022, 0o077, 0o002):
+        with subtests.test(oct(umask)):
+            folder, config = make()
+            out = tmp_path / oct(umask)
+            before = os.umask(umask)
+            try:
+                resave(folder, config, out)
+            finally:
+                os.umask(before)
+            assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~umask
+            for path in out.iterdir():
+                assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
 
 
 def test_saving_again_removes_what_is_stale_and_keeps_what_is_the_users(make, tmp_path):

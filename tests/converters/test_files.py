@@ -13,9 +13,8 @@ def test_an_unreadable_file_is_an_error_of_the_kind_asked_for(tmp_path):
         read_json(tmp_path / "absent", ConfigError)
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
+def test_damaged_json_names_the_file(tmp_path, subtests):
+    for content, message in (
         (b"", "is not JSON"),
         (b'{"a": 1', "is not JSON"),
         (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
@@ -26,14 +25,13 @@ def test_an_unreadable_file_is_an_error_of_the_kind_asked_for(tmp_path):
         (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deep: more than 100"),
         (b'{"a": ' + b"[" * 99_999 + b"]" * 99_999 + b"}", "nested too deep"),
         (b'{"%s": 1, "%s": 2}' % (b"k" * 9999, b"k" * 9999), "key 'kk.{150,170} appears twice"),
-    ],
-)
-def test_damaged_json_names_the_file(tmp_path, content, message):
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message) as caught:
-        read_json(path, ConfigError)
-    assert str(caught.value).startswith(f"{path}: ")
+    ):
+        with subtests.test(f"{content!r:.60}"):
+            path = tmp_path / "config.json"
+            path.write_bytes(content)
+            with pytest.raises(ConfigError, match=message) as caught:
+                read_json(path, ConfigError)
+            assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_json_of_a_terabyte_is_not_read(tmp_path):
@@ -53,25 +51,27 @@ def test_json_keeps_what_python_can_hold():
     assert value["c"] == "\ud800" and value["d"] == 12345678901234567890123
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "null byte"])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
-    path, message = tmp_path / "config.json", "is no regular file"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "loop":
-        path.symlink_to(path)
-        message = "cannot be read: Too many levels"
-    else:
-        path, message = tmp_path / "a\0b", "cannot be read: embedded null"
-    with pytest.raises(ConfigError, match=message):
-        read_json(path, ConfigError)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, subtests):
+    for kind in ("pipe", "folder", "device", "loop", "null byte"):
+        with subtests.test(kind):
+            path, message = tmp_path / kind, "is no regular file"
+            if kind == "pipe":
+                os.mkfifo(path)
+            elif kind == "folder":
+                path.mkdir()
+            elif kind == "device":
+                path.symlink_to("/dev/zero")
+            elif kind == "loop":
+                path.symlink_to(path)
+                message = "cannot be read: Too many levels"
+            else:
+                path, message = tmp_path / "a\0b", "cannot be read: embedded null"
+            with pytest.raises(ConfigError, match=message):
+                read_json(path, ConfigError)
 
 
-@pytest.mark.parametrize("value", [True, None, "1", [1], float("nan"), 10**400])
-def test_what_is_no_number(value):
-    assert not is_number(value)
-    assert is_number(1) and is_number(-0.5) and not is_int(1.0)
+def test_what_is_no_number(subtests):
+    for value in (True, None, "1", [1], float("nan"), 10**400):
+        with subtests.test(repr(value)[:40]):
+            assert not is_number(value)
+            assert is_number(1) and is_number(-0.5) and not is_int(1.0)

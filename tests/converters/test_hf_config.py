@@ -14,56 +14,63 @@ def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
-@pytest.mark.parametrize(
-    "types", [["full_attention"], ["full_attention", "sliding_attention"], ["x", "x"], "full", 2]
-)
-def test_layer_types_of_a_family_with_one_type(types):
-    with pytest.raises(
-        ConfigError, match=r"layer_types is .* but the layers of this .llama. are \[.full_"
+def test_layer_types_of_a_family_with_one_type(subtests):
+    for types in (
+        ["full_attention"],
+        ["full_attention", "sliding_attention"],
+        ["x", "x"],
+        "full",
+        2,
     ):
-        parse({**BASE, "num_hidden_layers": 2, "layer_types": types})
-    good = ["full_attention"] * 2
-    raw = {**BASE, "num_hidden_layers": 2, "layer_types": good}
-    assert to_hf(parse(raw))["layer_types"] == good
+        with subtests.test(str(types)):
+            with pytest.raises(
+                ConfigError, match=r"layer_types is .* but the layers of this .llama. are \[.full_"
+            ):
+                parse({**BASE, "num_hidden_layers": 2, "layer_types": types})
+            good = ["full_attention"] * 2
+            raw = {**BASE, "num_hidden_layers": 2, "layer_types": good}
+            assert to_hf(parse(raw))["layer_types"] == good
 
 
-@pytest.mark.parametrize(
-    "keys, dtype",
-    [
+def test_dtype_spellings(subtests):
+    for keys, dtype in (
         ({}, None),
         ({"torch_dtype": "float16"}, "float16"),
         ({"dtype": "torch.bfloat16"}, "bfloat16"),
         ({"dtype": "float32", "torch_dtype": "float16"}, "float32"),
         ({"dtype": None, "torch_dtype": "float16"}, "float16"),
         ({"torch_dtype": "auto"}, None),
-    ],
-)
-def test_dtype_spellings(keys, dtype):
-    assert parse({**BASE, **keys}).dtype == dtype
+    ):
+        with subtests.test(str(keys)):
+            assert parse({**BASE, **keys}).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
+def test_every_key_comes_out_unchanged_with_both_spellings_beside(subtests):
+    for keys in (
         {},
         {"rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"},
         {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "dtype": "bfloat16"},
         {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10000},
         {"head_dim": None, "num_key_value_heads": None, "mine": {"nested": [1, 2.0, None]}},
         {"eos_token_id": [2, 3], "pad_token_id": None, "pretraining_tp": 1, "use_cache": False},
-    ],
-)
-def test_every_key_comes_out_unchanged_with_both_spellings_beside(keys):
-    raw = {**BASE, **keys}
-    config = parse(raw)
-    exported = to_hf(config)
-    assert {k: exported[k] for k in raw} == raw
-    assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 is not 1.0
-    added = set(exported) - set(raw)
-    assert added <= {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype"}
-    assert {"rope_theta", "rope_scaling", "rope_parameters"} <= set(exported)
-    assert exported.get("dtype") == exported.get("torch_dtype")
-    assert config.extra == raw
+    ):
+        with subtests.test(str(keys)):
+            raw = {**BASE, **keys}
+            config = parse(raw)
+            exported = to_hf(config)
+            assert {k: exported[k] for k in raw} == raw
+            assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 is not 1.0
+            added = set(exported) - set(raw)
+            assert added <= {
+                "rope_theta",
+                "rope_scaling",
+                "rope_parameters",
+                "dtype",
+                "torch_dtype",
+            }
+            assert {"rope_theta", "rope_scaling", "rope_parameters"} <= set(exported)
+            assert exported.get("dtype") == exported.get("torch_dtype")
+            assert config.extra == raw
 
 
 def test_changed_fields_are_written_in_every_spelling():
@@ -92,9 +99,8 @@ def test_a_config_made_in_python_is_written_whole():
     assert hf.hidden_size == 64 and hf.rope_parameters["rope_type"] == "yarn"
 
 
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
+def test_refused_with_file_and_key(tmp_path, subtests):
+    for key, value, message in (
         ("model_type", "mistral", "'model_type' is 'mistral'; this class reads 'llama'"),
         ("model_type", None, "'model_type' is None"),
         ("quantization_config", {"quant_method": "gptq"}, r"quantised checkpoints \('gptq'\)"),
@@ -136,14 +142,13 @@ def test_a_config_made_in_python_is_written_whole():
         ("num_key_value_heads", 3, "num_attention_heads 4 is not a multiple of .* 3"),
         ("hidden_size", 18, "hidden_size 18 is not a multiple"),
         ("head_dim", 5, "head_dim 5 is odd"),
-    ],
-)
-def test_refused_with_file_and_key(tmp_path, key, value, message):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
-    with pytest.raises(ConfigError, match=message) as caught:
-        LlamaConfig.from_hf(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
-    assert len(str(caught.value).splitlines()) == 1
+    ):
+        with subtests.test(f"{key}: {value!r:.60}"):
+            (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+            with pytest.raises(ConfigError, match=message) as caught:
+                LlamaConfig.from_hf(tmp_path)
+            assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+            assert len(str(caught.value).splitlines()) == 1
 
 
 def test_refused_keys_with_harmless_values_are_accepted():
@@ -162,26 +167,25 @@ def test_null_where_transformers_takes_it():
     assert parse({**CONFIG, "bos_token_id": None}).bos_token_id is None
 
 
-@pytest.mark.parametrize("key", ["attention_bias", "rms_norm_eps", "tie_word_embeddings"])
-def test_null_where_transformers_refuses_it(key):
-    with pytest.raises(ConfigError, match=f"'{key}' is None, expected"):
-        parse({**CONFIG, key: None})
+def test_null_where_transformers_refuses_it(subtests):
+    for key in ("attention_bias", "rms_norm_eps", "tie_word_embeddings"):
+        with subtests.test(key):
+            with pytest.raises(ConfigError, match=f"'{key}' is None, expected"):
+                parse({**CONFIG, key: None})
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
+def test_malformed_config(tmp_path, subtests):
+    for text, message in (
         ("{", "is not JSON: .* in line 1, column 2"),
         ("[]", "holds a list, expected an object"),
         ('{"hidden_size": 1, "hidden_size": 2}', "key 'hidden_size' appears twice"),
-    ],
-)
-def test_malformed_config(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        read_config(tmp_path)
-    assert str(caught.value).startswith(str(path))
+    ):
+        with subtests.test(text):
+            path = tmp_path / "config.json"
+            path.write_text(text)
+            with pytest.raises(ConfigError, match=message) as caught:
+                read_config(tmp_path)
+            assert str(caught.value).startswith(str(path))
 
 
 def test_absent_config(tmp_path):

@@ -20,9 +20,8 @@ def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
-@pytest.mark.parametrize(
-    "keys, theta, scaling",
-    [
+def test_rope_spellings_and_their_precedence(subtests):
+    for keys, theta, scaling in (
         ({}, 1e4, None),
         ({"rope_theta": 5e5}, 5e5, None),
         ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
@@ -63,18 +62,17 @@ def parse(raw):
             1e4,
             {"rope_type": "linear", "factor": 2.0},
         ),
-    ],
-)
-def test_rope_spellings_and_their_precedence(keys, theta, scaling):
-    raw = {**BASE, **keys}
-    config = parse(raw)
-    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
-    assert_transformers_agrees(raw, raw)
-    exported = to_hf(config)
-    assert exported["rope_parameters"] is not None
-    assert_transformers_agrees(exported, raw)
-    again = parse(exported)
-    assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
+    ):
+        with subtests.test(str(keys)):
+            raw = {**BASE, **keys}
+            config = parse(raw)
+            assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+            assert_transformers_agrees(raw, raw)
+            exported = to_hf(config)
+            assert exported["rope_parameters"] is not None
+            assert_transformers_agrees(exported, raw)
+            again = parse(exported)
+            assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
 
 
 def assert_transformers_agrees(raw, original):
@@ -103,9 +101,8 @@ def test_a_contradiction_stays_as_it_came_and_means_the_same():
     assert_transformers_agrees(exported, raw)
 
 
-@pytest.mark.parametrize(
-    "raw, expected",
-    [
+def test_rope_of_gemma_3(subtests):
+    for raw, expected in (
         ({}, (1e6, 1e4, None)),
         ({"rope_theta": None, "rope_local_base_freq": None}, (1e6, 1e4, None)),
         ({"rope_theta": 5, "rope_local_base_freq": 7}, (5, 7, None)),
@@ -121,12 +118,11 @@ def test_a_contradiction_stays_as_it_came_and_means_the_same():
             {"rope_parameters": {"full_attention": LLAMA3}, "rope_scaling": YARN},
             (1e6, 1e4, {**LLAMA3, **YARN}),
         ),
-    ],
-)
-def test_rope_of_gemma_3(raw, expected):
-    found = hf_rope.fields_from_hf(raw, Gemma3Config)
-    names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
-    assert found == dict(zip(names, expected, strict=True))
+    ):
+        with subtests.test(str(raw)):
+            found = hf_rope.fields_from_hf(raw, Gemma3Config)
+            names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+            assert found == dict(zip(names, expected, strict=True))
 
 
 def test_a_rope_that_is_changed_is_written_in_every_spelling():

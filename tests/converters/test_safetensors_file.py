@@ -29,9 +29,8 @@ def test_header_of_a_file_the_library_wrote(tmp_path):
     assert header["y"].shape == (5,) and header["y"].dtype == "BF16"
 
 
-@pytest.mark.parametrize(
-    "header, data, message",
-    [
+def test_damaged_files_name_the_file(tmp_path, subtests):
+    for header, data, message in (
         (b"{not json", b"", "is not JSON"),
         (b"\xff\xfe", b"", "is not UTF-8"),
         (b"[1]", b"", "holds a list"),
@@ -70,21 +69,21 @@ def test_header_of_a_file_the_library_wrote(tmp_path):
         (b'{"x": %s}' % (b"1" * 5000), b"", "too many digits"),
         (b"", b"", "is not JSON"),
         (b"{}  ", b"\0", "1 bytes follow the last tensor"),
-    ],
-)
-def test_damaged_files_name_the_file(tmp_path, header, data, message):
-    path = write(tmp_path / "w.safetensors", header, data)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        SafetensorsFile(path)
-    assert str(caught.value).startswith(str(path))
+    ):
+        with subtests.test(f"{header!r:.80} {message}"):
+            path = write(tmp_path / "w.safetensors", header, data)
+            with pytest.raises(CheckpointError, match=message) as caught:
+                SafetensorsFile(path)
+            assert str(caught.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b"1234", struct.pack("<Q", 2**63) + b"{}"])
-def test_a_header_longer_than_its_file_is_not_read(tmp_path, content):
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
-        SafetensorsFile(path)
+def test_a_header_longer_than_its_file_is_not_read(tmp_path, subtests):
+    for content in (b"", b"1234", struct.pack("<Q", 2**63) + b"{}"):
+        with subtests.test(repr(content)):
+            path = tmp_path / "w.safetensors"
+            path.write_bytes(content)
+            with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+                SafetensorsFile(path)
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path):
@@ -127,57 +126,64 @@ def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
     assert list(file.read("a")) == []
 
 
-@pytest.mark.parametrize("piece", [1, 24, 100, 10**6])
-def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(weights, "_PIECE", piece)
-    tensors = {"a": torch.randn(7, 3), "b": torch.randn(11).bfloat16(), "c": torch.randn(4, 2, 2)}
-    save_file(tensors, tmp_path / "w.safetensors")
-    file = SafetensorsFile(tmp_path / "w.safetensors")
-    for name, tensor in tensors.items():
-        for first, last in [(0, len(tensor)), (1, 3), (2, 2), (3, 4)]:
-            got = [part.clone() for part in file.read(name, first, last)]
-            assert torch.equal(torch.cat([tensor[:0], *got]), tensor[first:last])
-            assert all(part.nbytes <= max(piece, part[0].nbytes) for part in got)
+def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
+    for piece in (1, 24, 100, 10**6):
+        with subtests.test(str(piece)):
+            monkeypatch.setattr(weights, "_PIECE", piece)
+            tensors = {
+                "a": torch.randn(7, 3),
+                "b": torch.randn(11).bfloat16(),
+                "c": torch.randn(4, 2, 2),
+            }
+            save_file(tensors, tmp_path / "w.safetensors")
+            file = SafetensorsFile(tmp_path / "w.safetensors")
+            for name, tensor in tensors.items():
+                for first, last in [(0, len(tensor)), (1, 3), (2, 2), (3, 4)]:
+                    got = [part.clone() for part in file.read(name, first, last)]
+                    assert torch.equal(torch.cat([tensor[:0], *got]), tensor[first:last])
+                    assert all(part.nbytes <= max(piece, part[0].nbytes) for part in got)
 
 
-@pytest.mark.parametrize("how", ["cut short", "cut before", "grown", "written", "replaced", "gone"])
-def test_a_file_changed_after_its_header_was_read(tmp_path, how):
-    """Cut short under a mapping, this would be a SIGBUS and not an exception."""
-    path = tmp_path / "w.safetensors"
-    save_file({"a": torch.randn(100_000), "b": torch.randn(100_000)}, path)
-    file = SafetensorsFile(path)
-    message = "'b' cannot be read: the file was changed"
-    if how != "cut before":
-        next(file.read("a", 0, 5))
-    if how.startswith("cut"):
-        os.truncate(path, 1000)
-    elif how == "grown":
-        os.truncate(path, 10**6)
-    elif how == "written":
-        os.utime(path, ns=(0, 0))
-    else:
-        file.close()
-        path.unlink()
-        if how == "replaced":
-            save_file({"a": torch.ones(50_000), "b": torch.ones(150_000)}, path)
-        else:
-            message = "w.safetensors: cannot be read: No such file"
-    with pytest.raises(CheckpointError, match=message) as caught:
-        list(file.read("b"))
-    assert str(caught.value).startswith(f"{path}: ")
+def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
+    """A mapped file that is cut short would end the process by SIGBUS, without an exception."""
+    for how in ("cut short", "cut before", "grown", "written", "replaced", "gone"):
+        with subtests.test(how):
+            path = tmp_path / f"{how} w.safetensors"
+            save_file({"a": torch.randn(100_000), "b": torch.randn(100_000)}, path)
+            file = SafetensorsFile(path)
+            message = "'b' cannot be read: the file was changed"
+            if how != "cut before":
+                next(file.read("a", 0, 5))
+            if how.startswith("cut"):
+                os.truncate(path, 1000)
+            elif how == "grown":
+                os.truncate(path, 10**6)
+            elif how == "written":
+                os.utime(path, ns=(0, 0))
+            else:
+                file.close()
+                path.unlink()
+                if how == "replaced":
+                    save_file({"a": torch.ones(50_000), "b": torch.ones(150_000)}, path)
+                else:
+                    message = "w.safetensors: cannot be read: No such file"
+            with pytest.raises(CheckpointError, match=message) as caught:
+                list(file.read("b"))
+            assert str(caught.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
-    path = tmp_path / "w.safetensors"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match=r"w\.safetensors: is no regular file"):
-        SafetensorsFile(path)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, subtests):
+    for kind in ("pipe", "folder", "device"):
+        with subtests.test(kind):
+            path = tmp_path / f"{kind} w.safetensors"
+            if kind == "pipe":
+                os.mkfifo(path)
+            elif kind == "folder":
+                path.mkdir()
+            else:
+                path.symlink_to("/dev/zero")
+            with pytest.raises(CheckpointError, match=r"w\.safetensors: is no regular file"):
+                SafetensorsFile(path)
 
 
 def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):

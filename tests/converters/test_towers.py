@@ -223,9 +223,8 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
     assert unknown_keys({**raw, "text_config": {"mine": 1}}, Gemma3Config) == {"mine": 1}
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_a_wrapper_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
+    for keys, message in (
         ({"text_config": 5}, "'text_config' is 5, expected an object"),
         ({"text_config": {"model_type": "llama"}}, "'text_config.model_type' is 'llama'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \('awq'\)"),
@@ -234,11 +233,10 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
         ({"text_config": {"sliding_window": "x"}}, "'sliding_window' is 'x'"),
         ({"text_config": {"final_logit_softcapping": 30.0}}, "softcapping' is 30.0, which a"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
-    ],
-)
-def test_a_wrapper_that_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse({"model_type": "gemma3", **keys})
+    ):
+        with subtests.test(str(keys)):
+            with pytest.raises(ConfigError, match=message):
+                parse({"model_type": "gemma3", **keys})
 
 
 def test_a_wrapper_of_another_family_is_not_unwrapped() -> None:

@@ -11,8 +11,7 @@ from ligermodels.models.llama import LigerLlama
 from .conftest import TOKENIZER, random_tensors
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
 def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
     folder, config = make(shards=shards, tie_word_embeddings=tied)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -163,6 +163,7 @@ def main(arguments: list[str]) -> int:
     collector = Collector()
     # The page may be out of date: that is why this runs.
     selection = ["--deselect", f"{tests}::test_the_published_table_is_of_this_zoo"]
+    selection += ["-m", "long or not long"]  # every pair, not the default run's sample
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])
     if code == pytest.ExitCode.OK:
         out = options.out or (GPU_PAGE if options.gpu else PAGE)
