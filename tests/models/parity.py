@@ -74,14 +74,24 @@ SHARED = (
 TWO_ROPES = "gemma3_text"
 
 
-def sampled(family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
+# Half of what "all biases", "basic" and "no caps" of the same family compile.
+PARTS = ("mlp_bias", "score cap alone", "logit cap alone")
+
+
+def sampled(column: str, family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
-    A feature of shared code is compared in three families, which change from feature to feature.
+    Every feature of a family's own code is compared, and a feature of shared code in three
+    families, which change from feature to feature. A compilation takes seconds, so each family
+    compiles "basic", and each other feature is compiled in one family.
     """
+    having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
+    if column == "compile":
+        names = list(dict.fromkeys(n for f in zoo.FAMILIES for n in zoo.features(f, scale)))
+        chosen = having[names.index(name) % len(having)]
+        return name == "basic" or (name not in PARTS and family == chosen)
     if name not in SHARED or (family == TWO_ROPES and "rope" in name):
         return True
-    having = [each for each in zoo.FAMILIES if name in zoo.features(each, scale)]
     first = SHARED.index(name)
     return family in {having[(first + step) % len(having)] for step in (0, 3, 6)}
 
@@ -95,7 +105,7 @@ def cases_of(
             family,
             name,
             id=f"{family}-{name.replace(' ', '_')}",
-            marks=[] if sampled(family, name, scale) else [pytest.mark.long],
+            marks=[] if sampled(column, family, name, scale) else [pytest.mark.long],
         )
         for family in zoo.FAMILIES
         for name, feature in zoo.features(family, scale).items()

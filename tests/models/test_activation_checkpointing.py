@@ -26,13 +26,14 @@ def computed_again(model: nn.Module) -> list[bool]:
     return [run == 2 for run in runs]
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
-def test_every_nth_layer_is_the_one_that_transformers_takes(every: int) -> None:
-    theirs, ours = tiny_pair(num_hidden_layers=5)
-    theirs.activation_checkpointing_enable(every_n_layers=every)
-    ours.activation_checkpointing_enable(every_n_layers=every)
-    expected = [layer.gradient_checkpointing for layer in theirs.model.layers]
-    assert computed_again(ours) == expected == [index % every == 0 for index in range(5)]
+def test_every_nth_layer_is_the_one_that_transformers_takes(subtests: pytest.Subtests) -> None:
+    for every in (1, 2, 3, 5, 9):
+        with subtests.test(str(every)):
+            theirs, ours = tiny_pair(num_hidden_layers=5)
+            theirs.activation_checkpointing_enable(every_n_layers=every)
+            ours.activation_checkpointing_enable(every_n_layers=every)
+            expected = [layer.gradient_checkpointing for layer in theirs.model.layers]
+            assert computed_again(ours) == expected == [index % every == 0 for index in range(5)]
 
 
 @pytest.mark.parametrize("spelling", ["activation_checkpointing", "gradient_checkpointing"])
@@ -65,29 +66,25 @@ def test_gradients_are_the_same_with_every_second_layer() -> None:
         assert relative(grad, expected[name]) <= 1e-6, name
 
 
-@pytest.mark.parametrize("spelling", ["activation_checkpointing", "gradient_checkpointing"])
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"offload": True}, "offload=True is not implemented"),
-        ({"kwargs": {"use_reentrant": True}}, "use_reentrant=True is not implemented"),
-        ({"kwargs": {"debug": True, "context_fn": None}}, "context_fn, debug: not implemented"),
-        ({"kwargs": ["use_reentrant"]}, "expected a dict or None"),
-        ({"every_n_layers": 0}, "every_n_layers=0; expected an integer of 1 or more"),
-        ({"every_n_layers": 2.5}, "every_n_layers=2.5; expected an integer of 1 or more"),
-    ],
-)
-def test_what_is_not_done_is_refused(
-    spelling: str, arguments: dict[str, Any], complaint: str
-) -> None:
-    model = tiny_model()
-    arguments = {
-        f"{spelling}_kwargs" if name == "kwargs" else name: value
-        for name, value in arguments.items()
-    }
-    with pytest.raises(ValueError, match=complaint):
-        getattr(model, f"{spelling}_enable")(**arguments)
-    assert not model.is_gradient_checkpointing
+def test_what_is_not_done_is_refused(subtests: pytest.Subtests) -> None:
+    for spelling in ("activation_checkpointing", "gradient_checkpointing"):
+        for arguments, complaint in (
+            ({"offload": True}, "offload=True is not implemented"),
+            ({"kwargs": {"use_reentrant": True}}, "use_reentrant=True is not implemented"),
+            ({"kwargs": {"debug": True, "context_fn": None}}, "context_fn, debug: not implemented"),
+            ({"kwargs": ["use_reentrant"]}, "expected a dict or None"),
+            ({"every_n_layers": 0}, "every_n_layers=0; expected an integer of 1 or more"),
+            ({"every_n_layers": 2.5}, "every_n_layers=2.5; expected an integer of 1 or more"),
+        ):
+            with subtests.test(f"{spelling}: {arguments}"):
+                model = tiny_model()
+                arguments = {
+                    f"{spelling}_kwargs" if name == "kwargs" else name: value
+                    for name, value in arguments.items()
+                }
+                with pytest.raises(ValueError, match=complaint):
+                    getattr(model, f"{spelling}_enable")(**arguments)
+                assert not model.is_gradient_checkpointing
 
 
 def test_nothing_is_computed_again_without_gradients() -> None:

@@ -70,11 +70,16 @@ def test_every_family_file_registers_itself() -> None:
     assert own == {f"ligermodels.models.{name}" for name in written}
 
 
-@pytest.mark.parametrize("raw", [{}, {"model_type": "gpt2"}, {"model_type": ["llama"]}])
-def test_an_unsupported_model_type_lists_the_supported(tmp_path: Path, raw: dict) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"config\.json: model_type .* supported: gemma, .*llama"):
-        AutoLiger.from_hf(tmp_path)
+def test_an_unsupported_model_type_lists_the_supported(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for raw in ({}, {"model_type": "gpt2"}, {"model_type": ["llama"]}):
+        with subtests.test(str(raw)):
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            with pytest.raises(
+                ConfigError, match=r"config\.json: model_type .* supported: gemma, .*llama"
+            ):
+                AutoLiger.from_hf(tmp_path)
 
 
 def test_no_such_folder(tmp_path: Path) -> None:

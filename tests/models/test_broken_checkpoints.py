@@ -1,10 +1,11 @@
-"""Every way to be broken that a checkpoint is known for: which error, which file, which key."""
+"""Checkpoints broken in every known way: each load names the error, the file and the key."""
 
 import json
 import os
 import pickle
+import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ def make(folder: Path, shards: int = 1, **changes: Any) -> Path:
     model = LigerLlama(LlamaConfig(**{**SIZES, **changes})).bfloat16()
     model.save_hf(folder, max_shard_size=5 * 10**9 if shards == 1 else 4000)
     return folder
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("good") / "model")
+
+
+def copies(good: Path, parent: Path, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Yield each name with a copy of the good checkpoint in a folder of its own."""
+    for number, name in enumerate(names):
+        yield name, Path(shutil.copytree(good, parent / str(number)))
 
 
 def edit_config(**changes: Any) -> Callable[[Path], None]:
@@ -291,47 +303,57 @@ def refused(folder: Path, error: type[Exception], file: str, key: str, **options
     assert first.startswith(str(folder / file) if file else f"{folder}: ")
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_broken_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All of these are told from names and shapes: not a byte of weights is read for them."""
-    folder = make(tmp_path / "model")
-    monkeypatch.setattr(Checkpoint, "read", None)
-    damage, file, key = WEIGHTS[name]
-    damage(folder)
-    refused(folder, CheckpointError, file, key)
-    assert not (folder / "executed").exists()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_broken_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """These are told from the config alone."""
-    folder = make(tmp_path / "model")
-    monkeypatch.setattr(Checkpoint, "__init__", None)
-    damage, key = CONFIGS[name]
-    damage(folder)
-    refused(folder, ConfigError, CONFIG, key)
-
-
-@pytest.mark.parametrize(
-    "sizes, key",
-    [
-        ({"hidden_size": 2**20, "num_attention_heads": 2**16, "head_dim": 2**16}, "embed_tokens"),
-        ({"vocab_size": 2**24, "max_position_embeddings": 2**40}, "embed_tokens"),
-        ({"num_hidden_layers": 2**14}, "layers.2.input_layernorm.weight' is missing"),
-        ({"num_hidden_layers": 1}, "layers.1.*' is unexpected"),
-        ({"num_key_value_heads": 4}, r"k_proj.weight' has shape \[8, 16\], expected \[16, 16\]"),
-        ({"head_dim": 8}, r"q_proj.weight' has shape \[16, 16\], expected \[32, 16\]"),
-        ({"attention_bias": True}, "q_proj.bias' is missing"),
-        ({"tie_word_embeddings": True}, "'lm_head.weight' differs from 'model.embed_tokens"),
-    ],
-)
-def test_a_config_of_other_sizes_than_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], key: str
+def test_broken_weights(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    folder = make(tmp_path / "model")
-    edit_config(**sizes)(folder)
+    """The load refuses all of these by names and shapes; it reads no weights."""
     monkeypatch.setattr(Checkpoint, "read", None)
-    refused(folder, CheckpointError, SINGLE, key)
+    for name, folder in copies(good, tmp_path, WEIGHTS):
+        with subtests.test(name):
+            damage, file, key = WEIGHTS[name]
+            damage(folder)
+            refused(folder, CheckpointError, file, key)
+            assert not (folder / "executed").exists()
+
+
+def test_broken_configs(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """The load refuses these by the config; it opens no weights."""
+    monkeypatch.setattr(Checkpoint, "__init__", None)
+    for name, folder in copies(good, tmp_path, CONFIGS):
+        with subtests.test(name):
+            damage, key = CONFIGS[name]
+            damage(folder)
+            refused(folder, ConfigError, CONFIG, key)
+
+
+def test_a_config_of_other_sizes_than_the_weights(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read", None)
+    for number, (sizes, key) in enumerate(
+        (
+            (
+                {"hidden_size": 2**20, "num_attention_heads": 2**16, "head_dim": 2**16},
+                "embed_tokens",
+            ),
+            ({"vocab_size": 2**24, "max_position_embeddings": 2**40}, "embed_tokens"),
+            ({"num_hidden_layers": 2**14}, "layers.2.input_layernorm.weight' is missing"),
+            ({"num_hidden_layers": 1}, "layers.1.*' is unexpected"),
+            (
+                {"num_key_value_heads": 4},
+                r"k_proj.weight' has shape \[8, 16\], expected \[16, 16\]",
+            ),
+            ({"head_dim": 8}, r"q_proj.weight' has shape \[16, 16\], expected \[32, 16\]"),
+            ({"attention_bias": True}, "q_proj.bias' is missing"),
+            ({"tie_word_embeddings": True}, "'lm_head.weight' differs from 'model.embed_tokens"),
+        )
+    ):
+        with subtests.test(str(sizes)):
+            folder = Path(shutil.copytree(good, tmp_path / str(number)))
+            edit_config(**sizes)(folder)
+            refused(folder, CheckpointError, SINGLE, key)
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -368,17 +390,17 @@ def test_shards(tmp_path: Path) -> None:
     refused(folder, CheckpointError, shard, "is missing, but model.safetensors.index.json names it")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_none(tmp_path: Path, value: float) -> None:
-    folder = make(tmp_path / "model")
-    edit_tensors(set_value(value))(folder)
-    refused(folder, CheckpointError, SINGLE, f"'{Q}' holds NaN or infinite values")
-    model = AutoLiger.from_hf(folder, allow_nonfinite=True)
-    assert not model.layers[1].self_attn.qkv_proj.weight.isfinite().all()
+def test_nonfinite_values(good: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for value, folder in copies(good, tmp_path, ("nan", "inf", "-inf")):
+        with subtests.test(value):
+            edit_tensors(set_value(float(value)))(folder)
+            refused(folder, CheckpointError, SINGLE, f"'{Q}' holds NaN or infinite values")
+            model = AutoLiger.from_hf(folder, allow_nonfinite=True)
+            assert not model.layers[1].self_attn.qkv_proj.weight.isfinite().all()
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root, nothing is closed: the refusal is the system's only in part."""
+    """Root may open every file, so a patched os.open refuses in place of the system."""
     folder = make(tmp_path / "model", shards=2)
     original = os.open
     for name, error in (
@@ -400,7 +422,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_shard_that_shrinks_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mapped, it would end the process by SIGBUS."""
+    """A mapped file that shrinks would end the process by SIGBUS."""
     folder = make(tmp_path / "model")
     original = Checkpoint.check_aliases
 
@@ -439,27 +461,28 @@ def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"a": 1, "a": 2}'])
-def test_other_files_broken_do_not_stop_the_weights(tmp_path: Path, content: bytes) -> None:
+BROKEN_JSON = [b"", b"{", b"[]", b"\xff", b"[" * 10**5]
+
+
+def test_other_broken_files_do_not_stop_a_load(tmp_path: Path, subtests: pytest.Subtests) -> None:
     folder = make(tmp_path / "model")
-    for name in COPIED_FILES:
-        (folder / name).write_bytes(content)
-    model = AutoLiger.from_hf(folder)
-    model.save_hf(tmp_path / "out")
-    for name in COPIED_FILES:
-        assert (tmp_path / "out" / name).read_bytes() == content
+    for content in (*BROKEN_JSON, b'{"a": 1, "a": 2}'):
+        with subtests.test(repr(content[:20])):
+            for name in COPIED_FILES:
+                (folder / name).write_bytes(content)
+            AutoLiger.from_hf(folder).save_hf(tmp_path / "out")
+            for name in COPIED_FILES:
+                assert (tmp_path / "out" / name).read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"eos_token_id": "x"}', b'{"eos_token_id": 1e400}'],
-)
 def test_a_broken_generation_config_is_named_when_it_is_used(
-    tmp_path: Path, content: bytes
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     folder = make(tmp_path / "model")
-    (folder / "generation_config.json").write_bytes(content)
-    model = AutoLiger.from_hf(folder)
-    with pytest.raises((ConfigError, CheckpointError)) as caught:
-        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
-    assert str(caught.value).startswith(str(folder / "generation_config.json"))
+    for content in (*BROKEN_JSON, b'{"eos_token_id": "x"}', b'{"eos_token_id": 1e400}'):
+        with subtests.test(repr(content[:20])):
+            (folder / "generation_config.json").write_bytes(content)
+            model = AutoLiger.from_hf(folder)
+            with pytest.raises((ConfigError, CheckpointError)) as caught:
+                model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+            assert str(caught.value).startswith(str(folder / "generation_config.json"))

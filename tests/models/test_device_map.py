@@ -1,4 +1,4 @@
-"""A model whose layers accelerate spreads over devices, host memory and disk computes the same."""
+"""A model that accelerate spreads over devices, host memory and disk computes the same."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from tests.tiny_models import random_model
 FAMILIES = ("llama", "gemma2", "gemma3_text", "qwen3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
+# accelerate's hooks do not ask for the family, so a tied head is tried with two of them.
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", False), ("llama", True), ("gemma2", True), ("gemma3_text", False), ("qwen3", False)],
+)
 def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
-    """Each layer's weights are on the meta device until its hook brings them."""
+    """A layer's weights stay on the meta device until accelerate's hook loads them."""
     model = random_model(family, tie_word_embeddings=tied)
     ids = torch.randint(3, model.config.vocab_size, (2, 12))
     with torch.no_grad():
@@ -37,7 +40,7 @@ def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
 
 
 def test_an_offloaded_embedding(tmp_path) -> None:
-    """It is looked up through its hook; a head that is tied to it says what to do."""
+    """The model calls the embedding through its hook; a head tied to it names the remedy."""
     ids = torch.tensor([[1, 2, 3, 4]])
     own = random_model("llama", tie_word_embeddings=False)
     tokens = own.generate(ids, max_new_tokens=3)
@@ -54,7 +57,7 @@ def test_an_offloaded_embedding(tmp_path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_gpus(family: str) -> None:
-    """Angles and masks follow the layers; losses and gradients are those of one GPU."""
+    """Angles and masks move to the layers' devices; losses and gradients equal one GPU's."""
     # FlexAttention takes heads of 16 and more.
     model = random_model(family, head_dim=16, tie_word_embeddings=False).to("cuda:0")
     ids = torch.randint(3, model.config.vocab_size, (2, 12), device="cuda:0")

@@ -1,7 +1,4 @@
-"""Published sizes: what their checkpoints on the hub hold, parameter by parameter.
-
-Llama's are in test_llama.py.
-"""
+"""Each preset has as many parameters as its checkpoint on the hub."""
 
 from __future__ import annotations
 
@@ -10,8 +7,26 @@ import math
 import pytest
 
 from ligermodels.models.auto import families
+from tests.families import DECODERS
 
 PUBLISHED = {
+    "llama-1-7b": 6_738_415_616,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "codellama-7b": 6_738_546_688,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.2": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
@@ -25,7 +40,7 @@ PUBLISHED = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
-    # These three with the vision tower and the projector.
+    # These three counts include the vision tower and the projector.
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
@@ -48,22 +63,22 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
 }
 VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
-MODELS = {
-    name: cls
-    for family, cls in families().items()
-    if family != "llama"
-    for name in cls.config_class.presets
-}
+MODELS = {name: cls for cls in families().values() for name in cls.config_class.presets}
 CONFIGS = {name: cls.config_class.preset(name) for name, cls in MODELS.items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_presets_have_the_published_parameter_counts(name: str) -> None:
-    config = CONFIGS[name]
-    count = sum(math.prod(entry.shape) for entry in MODELS[name].weight_map(config))
-    if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
-        count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
-    assert count == PUBLISHED[name]
+@pytest.mark.parametrize("family", DECODERS)
+def test_presets_have_the_published_parameter_counts(
+    family: str, subtests: pytest.Subtests
+) -> None:
+    cls = families()[family]
+    for name in cls.config_class.presets:
+        with subtests.test(name):
+            config = CONFIGS[name]
+            count = sum(math.prod(entry.shape) for entry in cls.weight_map(config))
+            if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
+                count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
+            assert count == PUBLISHED[name]
 
 
 def test_every_preset_is_counted() -> None:

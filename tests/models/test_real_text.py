@@ -1,8 +1,8 @@
-"""SmolLM2 on real text in float32 beside transformers, with an exact cross entropy as the judge.
+"""Compare SmolLM2 on real text in float32 with transformers and an exact cross entropy.
 
-On a CPU, PyTorch's float32 log_softmax over 49152 columns is off by 1e-5, which puts more than 1e-4
-into some of transformers' own gradients. So its logits go through the loss in float64 here, and
-the float32 loss is compared with that by itself.
+On a CPU, PyTorch's float32 log_softmax over 49152 columns has an error of 1e-5. It makes some of
+transformers' own gradients wrong by more than 1e-4. The tests therefore take the loss of
+transformers' logits in float64.
 """
 
 from pathlib import Path
@@ -34,10 +34,12 @@ def test_parity_on_text(smollm2: Path) -> None:
     hf = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     ours = LigerLlama.from_hf(smollm2, dtype=torch.float32)
     ids = ids_of(smollm2)
+    labels = ids.clone()
+    labels[0, :4] = -100
     logits = hf(ids).logits
-    expected = F.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
+    expected = F.cross_entropy(logits[0, :-1].double(), labels[0, 1:])
     expected.backward()
-    loss = ours.loss(ids, ids)
+    loss = ours.loss(ids, labels)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     with torch.no_grad():
