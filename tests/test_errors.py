@@ -3,19 +3,17 @@ import pytest
 from ligermodels import errors
 
 
-@pytest.mark.parametrize(
-    "error, builtin",
-    [
+def test_each_error_is_ours_and_the_builtin_kind(subtests):
+    for error, builtin in (
         (errors.ConfigError, ValueError),
         (errors.CheckpointError, ValueError),
         (errors.SaveError, OSError),
-    ],
-)
-def test_each_error_is_ours_and_the_builtin_kind(error, builtin):
-    with pytest.raises(builtin, match="what went wrong"):
-        raise error("what went wrong")
-    assert issubclass(error, errors.LigerError)
-    assert str(error("a message")) == "a message"
+    ):
+        with subtests.test(error.__name__):
+            with pytest.raises(builtin, match="what went wrong"):
+                raise error("what went wrong")
+            assert issubclass(error, errors.LigerError)
+            assert str(error("a message")) == "a message"
 
 
 def test_listing_stops_at_ten_and_counts_the_rest():

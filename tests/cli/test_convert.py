@@ -12,16 +12,14 @@ from ligermodels.models.base import DecoderModel
 from tests.cli.helpers import assert_one_line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
+    for arguments, words in (
         (["convert", "m"], ["TARGET", "--verify"]),
         (["convert", "m", "--verify", "--dtype", "float16"], ["--dtype needs TARGET"]),
         (["convert", "m", "t", "--max-shard-size", "0GB"], ["not a size: '0GB'"]),
-    ],
-)
-def test_a_mistake_in_the_arguments_is_one_line(call, arguments, words):
-    assert_one_line(call(*arguments), *words)
+    ):
+        with subtests.test(" ".join(arguments)):
+            assert_one_line(call(*arguments), *words)
 
 
 def test_convert_verifies_and_changes_dtype_and_shards(call, checkpoint, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from ligermodels import cli
 from ligermodels.layers.rotary import ROPE_TYPES
 from ligermodels.models.auto import families
@@ -33,9 +31,8 @@ def test_every_family_and_preset_is_listed(capfd):
             assert preset in text
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value"),
-    [
+def test_facts_are_those_of_a_default_config(capfd, subtests):
+    for family, key, value in (
         ("llama", "window", "none"),
         ("mistral", "window", "4096 in 32 of 32 layers"),
         ("gemma2", "window", "4096 in 13 of 26 layers"),
@@ -43,11 +40,10 @@ def test_every_family_and_preset_is_listed(capfd):
         ("gemma", "activation", "gelu_tanh"),
         ("gemma", "head", "tied"),
         ("llama", "own fields", ["hidden_act='silu'", "attention_bias=False", "mlp_bias=False"]),
-    ],
-)
-def test_facts_are_those_of_a_default_config(capfd, family, key, value):
-    (found,) = json.loads(call(capfd, family, "--json"))["families"].values()
-    assert found[key] == value
+    ):
+        with subtests.test(f"{family}: {key}"):
+            (found,) = json.loads(call(capfd, family, "--json"))["families"].values()
+            assert found[key] == value
 
 
 def test_soft_caps_are_shown_with_the_fields_that_set_them(capfd):

@@ -10,8 +10,6 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 from ligermodels.training.config import FinetuneConfig
 from tests.cli.helpers import SMALL, assert_one_line
 
@@ -25,9 +23,8 @@ def test_finetune_help_shows_every_option_and_its_default(call):
     assert "(default: 2e-05)" in out and "(default: 1024)" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
+    for arguments, words in (
         (["finetune", "m", "--train-files", "t"], ["--output-dir is missing"]),
         (["finetune", "m", "--output-dir", "o"], ["--train-files is missing"]),
         (["finetune", "--train-files", "t", "--output-dir", "o"], ["MODEL is missing"]),
@@ -36,10 +33,9 @@ def test_finetune_help_shows_every_option_and_its_default(call):
         (["finetune", "m", "--max-shard-size", "big"], ["not a size: 'big'"]),
         (["finetune", "m", "--seq-len", "1"], ["--seq-len: ", "at least 2"]),
         (["finetune", "m", "--eval-fraction", "nan"], ["--eval-fraction: ", "at least 0"]),
-    ],
-)
-def test_a_mistake_in_the_arguments_is_one_line(call, arguments, words):
-    assert_one_line(call(*arguments), *words)
+    ):
+        with subtests.test(" ".join(arguments)):
+            assert_one_line(call(*arguments), *words)
 
 
 def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text, tmp_path):

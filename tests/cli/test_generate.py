@@ -6,24 +6,20 @@ import io
 import json
 import sys
 
-import pytest
-
 from ligermodels.text.tokenizer import Tokenizer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
+    for arguments, words in (
         (["generate", "m", "p", "--temperature", "-1"], ["--temperature"]),
         (["generate", "m", "p", "--top-p", "1.5"], ["--top-p", "at most 1"]),
         (["generate", "m", "p", "--max-new-tokens", "0"], ["--max-new-tokens", "at least 1"]),
         (["generate", "m", "p", "--system", "s"], ["--system", "--chat"]),
-    ],
-)
-def test_a_mistake_in_the_arguments_is_one_line(call, arguments, words):
-    assert_one_line(call(*arguments), *words)
+    ):
+        with subtests.test(" ".join(arguments)):
+            assert_one_line(call(*arguments), *words)
 
 
 def test_an_unknown_device_is_one_line(call, checkpoint):

@@ -1,21 +1,101 @@
-"""`ligermodels inspect`: what it shows of a checkpoint."""
+"""`ligermodels inspect`: the facts it shows about a checkpoint, as text and as JSON."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import safe_open
+
+from ligermodels import LigerLlama
+from ligermodels.cli import inspect
+from ligermodels.converters import hub
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.inspect import describe
+from tests.cli.helpers import assert_one_line
+from tests.training.tiny_run import make_checkpoint
+
+
+def sections(text: str) -> dict[str, dict[str, str]]:
+    """The printed sections: a title, and below it names and values."""
+    found = {}
+    for part in text.split("\n\n")[1:]:
+        title, *entries = part.splitlines()
+        found[title] = dict(entry.strip().split("  ", 1) for entry in entries)
+    return {title: {k: v.strip() for k, v in entries.items()} for title, entries in found.items()}
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def test_inspect_shows_family_parameters_and_memory(call, checkpoint):
     code, out, err = call("inspect", checkpoint)
     assert (code, err) == (0, "")
-    assert "llama" in out.splitlines()[0] and "parameters" in out.splitlines()[0]
-    assert "hidden_size" in out and "AdamW" in out
-    code, out, _ = call("inspect", checkpoint, "--json")
-    found = json.loads(out)
-    assert found["family"] == "llama" and found["config"]["hidden_size"] == 64
     with safe_open(Path(checkpoint) / "model.safetensors", "pt") as file:
         count = sum(file.get_tensor(name).numel() for name in file.keys())
-    assert found["parameters"] == count
+    assert out.splitlines()[0] == f"{checkpoint}: llama, {count:,} parameters"
+    found = sections(out)
+    assert found.keys() == {"config", "stored as", "files", "memory"}
+    assert found["config"]["hidden_size"] == "64"
+    assert found["stored as"] == {"F32": f"{4 * count / 1000:.2f} kB"}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= found["files"].keys()
+    assert any("AdamW" in name for name in found["memory"])
+
+
+def test_the_json_is_the_description(call, checkpoint):
+    code, out, err = call("inspect", checkpoint, "--json")
+    assert (code, err) == (0, "")
+    expected = asdict(describe(Path(checkpoint), LigerLlama))
+    assert json.loads(out) == json.loads(json.dumps(expected, default=str))
+    assert json.loads(out)["config"]["hidden_size"] == 64
+
+
+def test_keys_that_nothing_reads_are_listed_apart(call, tmp_path):
+    folder = make_checkpoint(tmp_path / "tiny")
+    edit_config(folder, mine={"a": [1]}, **{"\x1b[2Jred": 1, "long": "x" * 600})
+    code, out, _ = call("inspect", folder)
+    assert code == 0 and "\x1b" not in out  # a name in the file cannot move the cursor
+    unread = sections(out)["config keys that nothing reads (kept in an export)"]
+    assert unread["mine"] == '{"a": [1]}' and unread[r"'\x1b[2Jred'"] == "1"
+    assert unread["long"] == '"' + "x" * 499 + " ..."
+
+
+def test_no_tensor_is_read(call, checkpoint, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", None)
+    assert call("inspect", checkpoint)[0] == 0
+
+
+def test_the_revision_goes_to_the_hub(call, checkpoint, monkeypatch):
+    asked = []
+
+    def resolve(name, revision):
+        asked.append((name, revision))
+        return Path(checkpoint)
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    assert call("inspect", "someone/model", "--revision", "v2")[0] == 0
+    assert asked == [("someone/model", "v2")]
+
+
+def test_a_mistake_is_one_line(call, checkpoint, tmp_path, subtests):
+    for arguments, words in (
+        ([], ["MODEL"]),
+        ([checkpoint, "--dtype", "float32"], ["unrecognized arguments: --dtype"]),
+        ([tmp_path / "absent"], ["absent", "no such folder"]),
+        ([checkpoint, "--revision", "v1"], ["is a local folder", "'v1'"]),
+    ):
+        with subtests.test(" ".join(map(str, arguments))):
+            assert_one_line(call("inspect", *arguments), *words)
+
+
+def test_bytes_are_shown_in_the_largest_unit():
+    for number, text in (
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (2_355_000, "2.35 MB"),
+        (10**12, "1000.00 GB"),
+    ):
+        assert inspect._bytes(number) == text

@@ -9,18 +9,23 @@ import pytest
 from ligermodels.cli.options import byte_size, number
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5 gb", 1_500_000_000), ("2KiB", 2048), ("77", 77), ("1e3", 1000)],
-)
-def test_sizes(text, size):
-    assert byte_size(text) == size
+def test_sizes(subtests):
+    for text, size in (
+        ("5GB", 5 * 10**9),
+        ("1.5 gb", 1_500_000_000),
+        ("2KiB", 2048),
+        ("77", 77),
+        ("1e3", 1000),
+    ):
+        with subtests.test(text):
+            assert byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "GB", "-1GB", "0", "0.1", "nan", "inf", "1e999GB"])
-def test_what_is_no_size(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
-        byte_size(text)
+def test_what_is_no_size(subtests):
+    for text in ("", "big", "GB", "-1GB", "0", "0.1", "nan", "inf", "1e999GB"):
+        with subtests.test(repr(text)):
+            with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+                byte_size(text)
 
 
 def test_limits_of_numbers():

@@ -19,17 +19,15 @@ def test_rows_of_a_head_go_back_to_halves():
     assert torch.equal(example.halves_apart(paired, heads), original)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_names(subtests):
+    for name, expected in (
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output_norm.weight", "model.norm.weight"),
         ("blk.12.attn_q.weight", "model.layers.12.self_attn.q_proj.weight"),
         ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-    ],
-)
-def test_names(name, expected):
-    assert example.hf_name(name) == expected
+    ):
+        with subtests.test(name):
+            assert example.hf_name(name) == expected
 
 
 def test_an_unknown_tensor_is_refused():

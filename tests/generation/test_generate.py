@@ -1,12 +1,11 @@
+"""generate and stream: tokens, stops, caches and streams, beside transformers' own."""
+
 import json
-import re
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
-from transformers import LlamaConfig as HFConfig
 
-from ligermodels.errors import CheckpointError
 from ligermodels.generation import generate, stream, stream_text
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
@@ -16,48 +15,7 @@ from tests.families import WINDOW, windows
 from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, random_model
 
-PROMPTS = [[5, 9, 3], [11, 2, 40, 41, 42, 7, 60], [33]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """The same random weights in transformers and here, spread so that greedy choices vary."""
-    torch.manual_seed(0)
-    config = HFConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    theirs = LlamaForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("llama")
-    theirs.save_pretrained(folder)
-    return theirs, LigerLlama.from_hf(folder)
-
-
-def left_padded(prompts, pad=0):
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    return ids, mask
-
-
-def greedy_of(theirs, ids, mask, new, eos=None, pad=0):
-    return theirs.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    )
+from .prompts import PROMPTS, greedy_of, left_padded
 
 
 def test_greedy_equals_transformers_for_one_prompt(pair):
@@ -68,20 +26,6 @@ def test_greedy_equals_transformers_for_one_prompt(pair):
     assert torch.equal(ours.generate(ids, max_new_tokens=40), expected)
     assert torch.equal(generate(ours, PROMPTS[1], max_new_tokens=40), expected)
     assert torch.equal(generate(ours, ids[0], max_new_tokens=40), expected)
-
-
-def test_greedy_equals_transformers_for_unequal_prompts(pair):
-    theirs, ours = pair
-    ids, mask = left_padded(PROMPTS)
-    expected = greedy_of(theirs, ids, mask, 30)
-    assert torch.equal(generate(ours, PROMPTS, max_new_tokens=30), expected)
-    assert torch.equal(
-        generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
-    )
-    assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
-    # a row does not depend on the company it is in
-    alone = generate(ours, PROMPTS[0], max_new_tokens=30)
-    assert torch.equal(alone[0, 3:], expected[0, 7:])
 
 
 def test_rows_stop_and_are_padded_as_in_transformers(pair):
@@ -98,36 +42,6 @@ def test_rows_stop_and_are_padded_as_in_transformers(pair):
     assert torch.equal(ours_ids, expected)
     one = generate(ours, PROMPTS[0], max_new_tokens=30, eos_token_id=stops[0])
     assert one[0, -1] == stops[0] and (one[0, 3:-1] != stops[0]).all()
-
-
-def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
-    theirs, ours = pair
-    first, second = generate(ours, PROMPTS[0], max_new_tokens=12)[0, 3:].unique()[:2].tolist()
-    theirs.save_pretrained(tmp_path)
-    model = LigerLlama.from_hf(tmp_path)
-    config_file = tmp_path / "generation_config.json"
-
-    config_file.unlink()
-    model.config.eos_token_id = [first]
-    assert generate(model, PROMPTS[0], max_new_tokens=12)[0, -1] == first
-    config_file.write_text(json.dumps({"eos_token_id": second, "do_sample": True}))
-    found = generate(model, PROMPTS[0], max_new_tokens=12)
-    assert found[0, -1] == second
-    # the file's do_sample changes nothing
-    assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
-    assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
-    for text, message in (
-        ("{", "is not JSON"),
-        ("[]", "holds a list, expected an object"),
-        ('{"eos_token_id": "x"}', "'eos_token_id' is 'x', expected an integer or a list"),
-        ('{"eos_token_id": [1, [2]]}', "'eos_token_id' is"),
-        ('{"pad_token_id": 1.5}', "'pad_token_id' is 1.5, expected an integer"),
-        ('{"repetition_penalty": NaN}', "'repetition_penalty' is nan, expected a positive"),
-        ('{"repetition_penalty": 0}', "'repetition_penalty' is 0, expected a positive"),
-    ):
-        config_file.write_text(text)
-        with pytest.raises(CheckpointError, match=rf"generation_config.json: {re.escape(message)}"):
-            generate(model, PROMPTS[0])
 
 
 def test_bfloat16_and_autocast(pair):
@@ -269,33 +183,6 @@ def test_a_layer_changed_by_hand_sees_what_it_asks_for():
         assert torch.equal(model.head.logits(model(ids)).argmax(-1)[:, 6:], found[:, 7:])
 
 
-def test_repetition_penalty_equals_transformers(pair, tmp_path):
-    theirs, ours = pair
-    ids, mask = left_padded(PROMPTS)
-    plain = greedy_of(theirs, ids, mask, 30)
-    expected = theirs.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=30,
-        do_sample=False,
-        pad_token_id=0,
-        repetition_penalty=1.4,
-    )
-    assert not torch.equal(plain, expected)
-    found = generate(ours, PROMPTS, max_new_tokens=30, repetition_penalty=1.4)
-    assert torch.equal(found, expected)
-    # as in the generation configs of Qwen 2.5, which transformers follows in greedy decoding too
-    theirs.save_pretrained(tmp_path)
-    config = {"repetition_penalty": 1.4, "num_beams": 1, "no_repeat_ngram_size": 0}
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    model = LigerLlama.from_hf(tmp_path)
-    assert torch.equal(generate(model, PROMPTS, max_new_tokens=30), expected)
-    assert torch.equal(generate(model, PROMPTS, max_new_tokens=30, repetition_penalty=1), plain)
-    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "min_new_tokens": 3}')
-    with pytest.warns(UserWarning, match=r"generation_config.json: num_beams, min_new_tokens: not"):
-        generate(model, PROMPTS, max_new_tokens=1)
-
-
 def test_sampling_is_repeatable_and_differs_from_greedy(pair):
     _, ours = pair
     options = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0, "top_k": 50}
@@ -354,33 +241,20 @@ def test_going_beyond_the_trained_length_warns(pair):
     assert torch.equal(found, greedy_of(theirs, ids, torch.ones_like(ids), 60))
 
 
-@pytest.mark.parametrize(
-    "prompts, options, message",
-    [
-        ([], {}, "no tokens; begin"),
-        ([[1], []], {}, "prompt 1 is empty"),
-        (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
-        ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
-        ([[-1]], {}, "token -1 is outside"),
-        ([[0.5]], {}, "expected token ids"),
-        (torch.zeros(1, 2, 3, dtype=torch.int64), {}, "expected \\(batch, seq\\)"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
-        ([1], {"temperature": 0.5}, "pass do_sample=True"),
-        ([1], {"do_sample": True, "temperature": 0.0}, "do_sample=False is greedy"),
-        ([1], {"do_sample": True, "top_k": 0}, "top_k=0"),
-        ([1], {"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
-        ([1], {"pad_token_id": VOCAB}, "pad_token_id=97"),
-        ([1], {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
-        ([1], {"eos_token_id": ["x"]}, "eos_token_id="),
-        ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
-        (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
-        (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
-        (torch.tensor([[1, 2]]), {"attention_mask": torch.zeros(1, 2)}, "row 0 is all padding"),
-    ],
-)
-def test_mistakes_are_refused(pair, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(pair[1], prompts, **options)
+def test_options_out_of_range_are_refused(pair, subtests):
+    for options, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": 0.5}, "pass do_sample=True"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample=False is greedy"),
+        ({"do_sample": True, "top_k": 0}, "top_k=0"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
+        ({"pad_token_id": VOCAB}, "pad_token_id=97"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"eos_token_id": ["x"]}, "eos_token_id="),
+    ):
+        with subtests.test(message):
+            with pytest.raises(ValueError, match=message):
+                generate(pair[1], [1], **options)
 
 
 def test_stream_takes_one_prompt(pair):

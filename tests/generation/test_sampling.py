@@ -1,4 +1,3 @@
-import pytest
 import torch
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
@@ -10,9 +9,8 @@ from ligermodels.generation import Sampling
 from tests.tiny_models import VOCAB
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_sampling_filters_equal_transformers(subtests):
+    for options in (
         {"temperature": 0.7},
         {"top_k": 5},
         {"top_k": 1000},
@@ -20,21 +18,20 @@ from tests.tiny_models import VOCAB
         {"top_p": 0.01},
         {"top_p": 1.0},
         {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
-    ],
-)
-def test_sampling_filters_equal_transformers(options):
-    torch.manual_seed(1)
-    logits = 3 * torch.randn(6, VOCAB)
-    logits[0, :10] = logits[0, 10]  # ties
-    expected = logits
-    if "temperature" in options:
-        expected = TemperatureLogitsWarper(options["temperature"])(None, expected)
-    if "top_k" in options:
-        expected = TopKLogitsWarper(options["top_k"])(None, expected)
-    if options.get("top_p", 1.0) < 1:
-        expected = TopPLogitsWarper(options["top_p"])(None, expected)
-    filtered = Sampling(do_sample=True, **options).filter(logits)
-    assert torch.equal(filtered, expected)
+    ):
+        with subtests.test(str(options)):
+            torch.manual_seed(1)
+            logits = 3 * torch.randn(6, VOCAB)
+            logits[0, :10] = logits[0, 10]  # ties
+            expected = logits
+            if "temperature" in options:
+                expected = TemperatureLogitsWarper(options["temperature"])(None, expected)
+            if "top_k" in options:
+                expected = TopKLogitsWarper(options["top_k"])(None, expected)
+            if options.get("top_p", 1.0) < 1:
+                expected = TopPLogitsWarper(options["top_p"])(None, expected)
+            filtered = Sampling(do_sample=True, **options).filter(logits)
+            assert torch.equal(filtered, expected)
 
 
 def test_draws_follow_the_distribution_and_the_generator():

@@ -93,22 +93,20 @@ def test_strftime_now(folder):
     assert ours.apply_chat_template(TALK, tokenize=False).isdigit()
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
+def test_a_template_that_fails_says_so(folder, subtests):
+    for template, message in (
         ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
         ("{% for %}", "chat template: .*"),
         ("{{ messages.append(1) }}", "chat template: .*append"),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("{{ messages[0].content + 1 }}", "chat template: can only concatenate"),
         (None, "no chat template; pass"),
-    ],
-)
-def test_a_template_that_fails_says_so(folder, template, message):
-    _, ours = load(folder, template)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        ours.apply_chat_template(TALK)
-    assert str(folder) in str(caught.value)
+    ):
+        with subtests.test(str(template)):
+            _, ours = load(folder, template)
+            with pytest.raises(CheckpointError, match=message) as caught:
+                ours.apply_chat_template(TALK)
+            assert str(folder) in str(caught.value)
 
 
 def test_no_messages(folder):

@@ -19,9 +19,8 @@ def make(**changes):
     return FinetuneConfig(**({"model": "m", "train_files": ["t"], "output_dir": "o"} | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_values_that_make_no_sense_are_refused(subtests):
+    for changes, message in (
         ({"seq_len": 1}, "seq_len: must be at least 2, not 1"),
         ({"learning_rate": 0.0}, "learning_rate: must be more than 0"),
         ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
@@ -33,12 +32,11 @@ def make(**changes):
         ({"num_train_epochs": "two"}, "num_train_epochs: must be a number, not 'two'"),
         ({"train_files": []}, "train_files: at least one file"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
-    ],
-)
-def test_values_that_make_no_sense_are_refused(changes, message):
-    with pytest.raises(ConfigError) as error:
-        make(**changes)
-    assert message in str(error.value)
+    ):
+        with subtests.test(str(changes)):
+            with pytest.raises(ConfigError) as error:
+                make(**changes)
+            assert message in str(error.value)
 
 
 def test_the_type_of_an_optional_value_is_that_of_the_value():

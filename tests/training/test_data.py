@@ -151,9 +151,8 @@ def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
     assert [plain(d)[0] for d in read_documents([file], Ends())] == ["^t$", "^pc$"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
+    for line, message in (
         ('{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
         ("[1]", "expected an object, found a list"),
         ("null", "expected an object, found null"),
@@ -169,19 +168,17 @@ def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
         ("[" * 100_000, "not JSON that can be read"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
-    file = write(tmp_path, "bad.jsonl", {"text": "fine"}, "", line)
-    with pytest.raises(DataError) as error:
-        read_documents([file], Letters())
-    assert str(error.value).startswith(f"{file}:3: ")
-    assert message in str(error.value)
+    ):
+        with subtests.test(f"{line!r:.60}"):
+            file = write(tmp_path, "bad.jsonl", {"text": "fine"}, "", line)
+            with pytest.raises(DataError) as error:
+                read_documents([file], Letters())
+            assert str(error.value).startswith(f"{file}:3: ")
+            assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
+def test_a_file_that_is_no_text_is_refused(tmp_path, subtests):
+    for name, data, message in (
         ("a.txt", b"fine\n\xff", "a.txt:2: not UTF-8 text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: not UTF-8 text"),
         ("a.txt", b"a\0b", "holds NUL characters"),
@@ -189,12 +186,11 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
         ("a.jsonl", b"", "nothing to train on"),
         ("a.json", b"[]", ".json files are not read"),
         ("a.parquet", b"PAR1", ".parquet files are not read"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused(tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message.replace(".", r"\.")):
-        read_documents([tmp_path / name], Letters())
+    ):
+        with subtests.test(f"{name}: {data!r}"):
+            (tmp_path / name).write_bytes(data)
+            with pytest.raises(DataError, match=message.replace(".", r"\.")):
+                read_documents([tmp_path / name], Letters())
 
 
 def test_missing_files_and_folders_are_refused_before_reading(tmp_path):

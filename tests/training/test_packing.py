@@ -58,27 +58,31 @@ def test_prompts_are_no_targets():
     assert batch.labels.tolist() == [[-100, -100, -100, 103, 104, -100, 51]]
 
 
-@pytest.mark.parametrize("seq_len", [2, 3, 7, 16, 64])
-def test_every_target_of_a_text_is_predicted_exactly_once(seq_len):
-    documents = random_documents(50)
-    rows = PackedRows(documents, seq_len)
-    batch = rows.batch(range(len(rows)))
-    found = batch.labels[batch.labels != IGNORE_INDEX]
-    wanted = torch.cat([torch.from_numpy(d.ids[1:]) for d in documents])
-    assert torch.equal(found.sort().values, wanted.long().sort().values)
-    assert batch.num_targets == rows.num_targets == len(wanted)
+def test_every_target_of_a_text_is_predicted_exactly_once(subtests):
+    for seq_len in (2, 3, 7, 16, 64):
+        with subtests.test(str(seq_len)):
+            documents = random_documents(50)
+            rows = PackedRows(documents, seq_len)
+            batch = rows.batch(range(len(rows)))
+            found = batch.labels[batch.labels != IGNORE_INDEX]
+            wanted = torch.cat([torch.from_numpy(d.ids[1:]) for d in documents])
+            assert torch.equal(found.sort().values, wanted.long().sort().values)
+            assert batch.num_targets == rows.num_targets == len(wanted)
 
 
-@pytest.mark.parametrize("seq_len", [2, 5, 33])
-def test_a_target_is_preceded_by_its_own_documents_token_and_never_at_a_start(seq_len):
-    rows = PackedRows(random_documents(40, seed=1), seq_len)
-    batch = rows.batch(range(len(rows)))
-    at_start = batch.position_ids == 0
-    assert (batch.labels[at_start] == IGNORE_INDEX).all()
-    row, column = torch.nonzero(batch.labels != IGNORE_INDEX, as_tuple=True)
-    # these documents count upwards, so the token before a target is one less
-    assert torch.equal(batch.input_ids[row, column - 1] + 1, batch.labels[row, column])
-    assert torch.equal(batch.position_ids[row, column - 1] + 1, batch.position_ids[row, column])
+def test_a_target_is_preceded_by_its_own_documents_token_and_never_at_a_start(subtests):
+    for seq_len in (2, 5, 33):
+        with subtests.test(str(seq_len)):
+            rows = PackedRows(random_documents(40, seed=1), seq_len)
+            batch = rows.batch(range(len(rows)))
+            at_start = batch.position_ids == 0
+            assert (batch.labels[at_start] == IGNORE_INDEX).all()
+            row, column = torch.nonzero(batch.labels != IGNORE_INDEX, as_tuple=True)
+            # these documents count upwards, so the token before a target is one less
+            assert torch.equal(batch.input_ids[row, column - 1] + 1, batch.labels[row, column])
+            assert torch.equal(
+                batch.position_ids[row, column - 1] + 1, batch.position_ids[row, column]
+            )
 
 
 def test_an_example_that_is_too_long_keeps_its_beginning_and_is_counted():

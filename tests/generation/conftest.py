@@ -1,0 +1,31 @@
+"""A model of random weights in transformers and here."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ligermodels.models.llama import LigerLlama
+from tests.tiny_models import VOCAB
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The same random weights in transformers and here, spread so that greedy choices vary."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    theirs = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("llama")
+    theirs.save_pretrained(folder)
+    return theirs, LigerLlama.from_hf(folder)

@@ -1,0 +1,42 @@
+"""Prompts as lists and tensors: the batch they make, and the ones that are refused."""
+
+import pytest
+import torch
+
+from ligermodels.generation import generate
+from tests.tiny_models import VOCAB
+
+from .prompts import PROMPTS, greedy_of, left_padded
+
+
+def test_greedy_equals_transformers_for_unequal_prompts(pair):
+    theirs, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    expected = greedy_of(theirs, ids, mask, 30)
+    assert torch.equal(generate(ours, PROMPTS, max_new_tokens=30), expected)
+    assert torch.equal(
+        generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
+    )
+    assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
+    # a row does not depend on the company it is in
+    alone = generate(ours, PROMPTS[0], max_new_tokens=30)
+    assert torch.equal(alone[0, 3:], expected[0, 7:])
+
+
+def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
+    for prompts, options, message in (
+        ([], {}, "no tokens; begin"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
+        ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
+        ([[-1]], {}, "token -1 is outside"),
+        ([[0.5]], {}, "expected token ids"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), {}, "expected \\(batch, seq\\)"),
+        ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
+        (torch.tensor([[1, 2]]), {"attention_mask": torch.zeros(1, 2)}, "row 0 is all padding"),
+    ):
+        with subtests.test(message):
+            with pytest.raises(ValueError, match=message):
+                generate(pair[1], prompts, **options)

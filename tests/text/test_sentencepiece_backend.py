@@ -1,0 +1,98 @@
+"""tokenizer.model gives the tokens of sentencepiece and of transformers' tokenizers."""
+
+import random
+import re
+
+import pytest
+import sentencepiece
+
+from ligermodels.errors import CheckpointError
+from ligermodels.text import Tokenizer
+from tests.text.folders import LINES, SLOW, TEXTS, added, assert_same, configure
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SLOW,
+        {**SLOW, "legacy": True},
+        {**SLOW, "legacy": False, "add_eos_token": True},
+        {**SLOW, "add_bos_token": False, "pad_token": "</s>"},
+        {**SLOW, "pad_token": "[PAD]"},
+    ],
+)
+def test_tokenizer_model_equals_transformers(spm, tmp_path, config):
+    theirs, ours = configure(spm, tmp_path, **config)
+    draw = random.Random(1)
+    words = [*" ".join(LINES).split(), "é", "<|im|>", "😀x", "\n", "[X]", "9"]
+    drawn = [
+        "".join(draw.choice(words) + " " * draw.randrange(3) for _ in range(9)).lstrip()
+        for _ in range(20)
+    ]
+    texts = [*TEXTS, *drawn]
+    if config.get("legacy"):
+        # Every stretch of text has a prefix then; where one begins with a space, transformers 5 has
+        # none (see test_leading_spaces_are_sentencepieces).
+        texts = [re.sub(r"([>\]]) +", r"\1", text) for text in texts]
+    assert_same(theirs, ours, texts)
+
+
+def test_leading_spaces_are_sentencepieces(spm, tmp_path):
+    _, ours = configure(spm, tmp_path, **SLOW)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(spm / "tokenizer.model"))
+    for text in [" the dog", "   the", "\n the", " "]:
+        assert ours.encode(text, add_special_tokens=False) == model.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    # after a special token the text is taken as it is
+    ids = ours.encode("<|im|>the<|im|> the", add_special_tokens=False)
+    assert ids.count(360) == 2
+    assert ours.decode(ids, skip_special_tokens=False) == "<|im|>the<|im|> the"
+
+
+def test_a_bare_tokenizer_model_has_its_own_special_tokens(spm, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    ours = Tokenizer.from_hf(tmp_path)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
+    assert ours.encode("</s>") == [1, 2]
+    assert ours.encode("the")[0] == 1 and ours.encode("the", add_special_tokens=False)[0] != 1
+
+
+def test_a_model_without_prefix_space_gets_none(tmp_path):
+    """As Gemma's."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    ours = Tokenizer.from_hf(tmp_path)
+    for text in ["the dog", " the dog", "é  x"]:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids[0] != ours.token_to_id("▁the") or text[0] == " "
+        assert ours.decode(ids) == text
+
+
+def test_added_tokens_may_swallow_the_spaces_around_them(spm, tmp_path):
+    config = {**SLOW, "added_tokens_decoder": added(360, "<|im|>", lstrip=True, rstrip=True)}
+    _, ours = configure(spm, tmp_path, **config)
+    ids = ours.encode("the  <|im|>  dog", add_special_tokens=False)
+    assert ours.decode(ids, skip_special_tokens=False) == "the<|im|>dog"
+
+
+def test_damaged_sentencepiece_files_are_named(spm, tmp_path, subtests):
+    for name, content in (
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"\xff" * 99),
+        ("added_tokens.json", b'{"a": 1.5}'),
+    ):
+        with subtests.test(f"{name}: {content[:9]!r}"):
+            (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(CheckpointError) as caught:
+                Tokenizer.from_hf(tmp_path)
+            assert str(caught.value).startswith(f"{tmp_path / name}: ")
