@@ -1,10 +1,11 @@
-"""Kill a fine-tuning run again and again; run by test_finetune in a process of its own.
+"""Kill a fine-tuning run again and again; test_finetune runs this in a process of its own.
 
-    python tests/kill_driver.py MODEL TEXT FOLDER
+    python tests/kill_driver.py MODEL TEXT FOLDER [CHAIN ...]
 
 Each life of the run is a fork of this process, which itself never trains: a life costs a fraction
-of a second instead of an import of torch. Lives end by SIGKILL, at a moment that is either counted
-(the n-th write, flush, rename or step, where files are half written) or drawn from the clock.
+of a second, without an import of torch. Lives end by SIGKILL. Chains 0 to 2 count moments (the n-th
+write, flush, rename or step, with files half written), chain 3 takes them from the clock, and
+chain 4 follows FATES. The default is all five.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ligermodels.training.finetune import finetune
 
 
 class Countdown:
-    """Kills this process at the n-th moment, of one kind or of any."""
+    """Kill this process at the n-th moment of one kind, or of any kind."""
 
     def __init__(self, moments: int, kind: str | None = None):
         self.left = moments
@@ -85,7 +86,7 @@ def live(
     kind: str | None = None,
     seconds: float | None = None,
 ) -> str:
-    """One life of the run: "finished", "killed", or what went wrong."""
+    """Live one life of the run; return "finished", "killed" or "failed"."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -105,7 +106,7 @@ def live(
     return "finished" if os.WEXITSTATUS(status) == 0 else "failed"
 
 
-# One life each: the n-th moment of a kind in that life. The order lets the run get on.
+# Each life ends at the n-th moment of a kind. The order lets the run make progress.
 FATES = [
     ("half a file", 1),
     ("half a line", 3),
@@ -121,7 +122,7 @@ FATES = [
 
 
 def main() -> None:
-    model, text, folder = sys.argv[1:4]
+    model, text, folder, *chains = sys.argv[1:]
     torch.set_num_threads(1)
     settings = {
         "model": model,
@@ -141,14 +142,14 @@ def main() -> None:
     if live(straight) != "finished":
         sys.exit("the run that nobody kills does not finish")
     whole = time.perf_counter() - started
-    for chain in range(5):
+    for chain in map(int, chains or range(5)):
         draw = random.Random(chain)
         again = {**settings, "output_dir": f"{folder}/killed-{chain}", "resume": True}
         lives = kills = 0
         fate = ""
         while fate != "finished":
             lives += 1
-            # Later lives last longer: each must be able to reach the next checkpoint.
+            # Later lives last longer, because each must be able to reach the next checkpoint.
             if chain == 4:
                 kind, moments = FATES[lives - 1] if lives <= len(FATES) else (None, 10**9)
                 fate = live(again, moments=moments, kind=kind)

@@ -16,10 +16,8 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 300
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
-    """Every case, run once by one pair of processes: starting them costs more than the cases."""
-    folder = tmp_path_factory.mktemp("parallel")
+def run_workers(folder: Path) -> dict[str, dict[str, float] | str]:
+    """Run every case in one pair of processes, because starting them costs more than the cases."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.parallel_worker"]
     results = folder / "results.pt"
@@ -43,11 +41,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     return torch.load(results)
 
 
-@pytest.mark.parametrize("head", ["untied", "tied"])
-@pytest.mark.parametrize("case", parallel_worker.CASES)
-def test_two_processes_equal_one(report: dict, case: str, head: str) -> None:
-    outcome = report[f"{case}, {head}"]
-    assert isinstance(outcome, dict), outcome
-    assert outcome, "nothing was compared"
-    for what, error in outcome.items():
-        assert error <= 2e-6, f"{what} differs by {error}"
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    report = run_workers(tmp_path)
+    assert len(report) == len(parallel_worker.RUNS)
+    for name, outcome in report.items():
+        with subtests.test(name):
+            assert isinstance(outcome, dict), outcome
+            assert outcome, "nothing was compared"
+            for what, error in outcome.items():
+                assert error <= 2e-6, f"{what} differs by {error}"

@@ -1,6 +1,6 @@
-"""An export opens in the last transformers 4 as in the tested 5, and means the same there.
+"""An export opens in the last transformers 4 and in the tested 5, and both compute the same.
 
-The older version lies in build/, beside the environment; it runs in a process of its own.
+build/ holds the older version, outside the environment; it runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ SCRIPT = """
 import sys, torch, transformers
 from safetensors.torch import save_file
 assert transformers.__version__.startswith("4."), transformers.__version__
-folder, out = sys.argv[1:]
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-ids = torch.arange(3, 67).view(2, 32)
-with torch.no_grad():
-    save_file({"logits": model(ids).logits}, out)
+*folders, out = sys.argv[1:]
+found = {}
+for folder in folders:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found[folder] = model(torch.arange(3, 67).view(2, 32)).logits
+save_file(found, out)
 """
 
 LLAMA3 = {
@@ -38,18 +40,18 @@ LLAMA3 = {
 }
 
 
-def logits_in_transformers_4(folder: Path, out: Path) -> torch.Tensor:
+def logits_in_transformers_4(folders: list[Path], out: Path) -> dict[str, torch.Tensor]:
     if not (OLD / "transformers").is_dir():
         pytest.skip(f"{OLD.name} is not in build/: make {OLD.relative_to(OLD.parents[1])}")
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(out)],
+        [sys.executable, "-c", SCRIPT, *map(str, folders), str(out)],
         env={**os.environ, "PYTHONPATH": str(OLD), "HF_HUB_OFFLINE": "1"},
         cwd=out.parent,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return load_file(out)["logits"]
+    return load_file(out)
 
 
 def our_logits(folder: Path) -> torch.Tensor:
@@ -66,18 +68,7 @@ def logits_in_transformers_5(folder: Path) -> torch.Tensor:
         return model(torch.arange(3, 67).view(2, 32)).logits
 
 
-def check(folder: Path, tmp_path: Path) -> None:
-    ours = our_logits(folder)
-    scale = ours.abs().max()
-    for theirs in (
-        logits_in_transformers_5(folder),
-        logits_in_transformers_4(folder, tmp_path / "logits.safetensors"),
-    ):
-        assert (theirs - ours).abs().max() <= 1e-5 * scale
-
-
-@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["default", "llama3"])
-def test_a_config_made_here(scaling, tmp_path):
+def export(folder: Path, scaling: dict[str, object] | None) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
@@ -87,17 +78,30 @@ def test_a_config_made_here(scaling, tmp_path):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        # far from the 10000 that a reader falls back to
+        # far from the 10000 that a reader without this key takes
         rope_theta=500.0,
         rope_scaling=scaling,
-        # weights large enough for positions to matter
+        # large enough that positions change the logits
         initializer_range=0.3,
     )
-    LigerLlama(config).save_hf(tmp_path / "export")
-    check(tmp_path / "export", tmp_path)
+    LigerLlama(config).save_hf(folder)
+    return folder
 
 
 @pytest.mark.slow
-def test_the_real_checkpoint(smollm2, tmp_path):
-    LigerLlama.from_hf(smollm2).save_hf(tmp_path / "export")
-    check(tmp_path / "export", tmp_path)
+def test_exports_open_in_both_versions(
+    smollm2: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Two configs made in Python, and the real checkpoint."""
+    LigerLlama.from_hf(smollm2).save_hf(tmp_path / "smollm2")
+    folders = [
+        export(tmp_path / "default", None),
+        export(tmp_path / "llama3", LLAMA3),
+        tmp_path / "smollm2",
+    ]
+    old = logits_in_transformers_4(folders, tmp_path / "logits.safetensors")
+    for folder in folders:
+        with subtests.test(folder.name):
+            ours = our_logits(folder)
+            for theirs in (old[str(folder)], logits_in_transformers_5(folder)):
+                assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()

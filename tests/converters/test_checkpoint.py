@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
+from tests.pairwise import pairwise
 
 from .conftest import random_tensors
 
@@ -26,16 +27,7 @@ def native(checkpoint, table, dtype):
     return weights
 
 
-# Shards, the tied head and the cast do not interact: every pair of their values occurs.
-@pytest.mark.parametrize(
-    ("shards", "tied", "dtype"),
-    [
-        (1, True, torch.bfloat16),
-        (1, False, torch.float32),
-        (3, True, torch.float32),
-        (3, False, torch.bfloat16),
-    ],
-)
+@pairwise(shards=[1, 3], tied=[True, False], dtype=[torch.bfloat16, torch.float32])
 def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
     folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
     stored = random_tensors(config)

@@ -15,6 +15,7 @@ from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
 from ligermodels.errors import SaveError
 from ligermodels.models.llama import LigerLlama
+from tests.pairwise import pairwise
 
 from .conftest import TOKENIZER, random_tensors
 
@@ -39,17 +40,9 @@ def hf_tensors(folder):
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-# Shards, the tied head and the dtype do not interact: every pair of their values occurs.
-@pytest.mark.parametrize(
-    ("shards", "max_shard_size", "tied", "dtype"),
-    [
-        (1, 5 * 10**9, True, torch.bfloat16),
-        (1, 5 * 10**9, False, torch.float32),
-        (3, 1500, True, torch.float32),
-        (3, 1500, False, torch.bfloat16),
-    ],
-)
-def test_round_trip_is_bitwise(make, tmp_path, tied, shards, max_shard_size, dtype):
+@pairwise(tied=[True, False], shards=[1, 3], dtype=[torch.bfloat16, torch.float32])
+def test_round_trip_is_bitwise(make, tmp_path, tied, shards, dtype):
+    max_shard_size = 5 * 10**9 if shards == 1 else 1500
     folder, config = make(shards=shards, tie_word_embeddings=tied, dtype=dtype, mlp_bias=True)
     out = tmp_path / "new" / "out"
     resave(folder, config, out, max_shard_size=max_shard_size)

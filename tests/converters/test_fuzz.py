@@ -1,10 +1,11 @@
-"""Good checkpoints broken at random: each is refused by name or loads as exactly what it says.
+"""Good checkpoints broken at random: a load refuses each by name, or loads exactly its content.
 
-LIGERMODELS_FUZZ_CASES asks for more cases (of all families together); LIGERMODELS_FUZZ_REPORT names
-a file for the counts:
+The default run takes SAMPLE cases of each family, and `make test-long` takes 4000 of all families.
+LIGERMODELS_FUZZ_CASES asks for another number, and LIGERMODELS_FUZZ_REPORT names a file for the
+counts of the long run:
 
     LIGERMODELS_FUZZ_CASES=50000 LIGERMODELS_FUZZ_REPORT=benchmarks/results/fuzz.json \\
-        python -m pytest tests/converters/test_fuzz.py
+        python -m pytest -m long tests/converters/test_fuzz.py
 """
 
 import json
@@ -29,19 +30,20 @@ from ligermodels.models.auto import families
 from . import fuzzing, second_opinion
 from .seeds import seeds
 
-CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000"))
+SAMPLE = 60
+CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000")) // len(families())
 REPORT = os.environ.get("LIGERMODELS_FUZZ_REPORT")
-SECONDS = 60  # a load takes milliseconds: whatever gets here hangs
+SECONDS = 60  # a load takes milliseconds, so one that takes a minute hangs
 IDS = torch.tensor([[1, 5, 3, 0, 7, 2]])
 
 
 class Hung(BaseException):
-    """No error of a load: it did not end."""
+    """A load did not end. No `except Exception` of the loader catches this."""
 
 
 @pytest.fixture(scope="module")
 def report():
-    """Counts by family, written where LIGERMODELS_FUZZ_REPORT says beside other families' there."""
+    """Count outcomes by family; LIGERMODELS_FUZZ_REPORT's file keeps other families' counts."""
     counts: dict[str, Counter] = {}
     yield counts
     print("\nfuzz:", dict(sum(counts.values(), Counter())))
@@ -64,8 +66,12 @@ def hung(*_):
 
 
 @pytest.mark.filterwarnings("ignore:.*tensors left out")
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(SAMPLE, id="sample"), pytest.param(CASES, id="long", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("family", families())
-def test_broken_checkpoints(tmp_path, report, family):
+def test_broken_checkpoints(tmp_path, report, family, cases):
     trace = tmp_path / "executed"
     good = seeds(family)
     others = [*good, *seeds("llama"), *seeds("gemma2")]
@@ -76,7 +82,7 @@ def test_broken_checkpoints(tmp_path, report, family):
         assert outcome == "loaded"
     before = signal.signal(signal.SIGALRM, hung)
     try:
-        for number in range(CASES // len(families())):
+        for number in range(cases):
             rng = random.Random(f"{family} {number}")
             state = {**rng.choice(good).files, "canary.py": canary}
             mutate = fuzzing.Mutator(rng, others, trace)
@@ -102,7 +108,7 @@ def test_broken_checkpoints(tmp_path, report, family):
 @pytest.mark.filterwarnings("ignore:.*tensors left out")
 @pytest.mark.parametrize("family", families())
 def test_what_is_only_written_otherwise_loads(tmp_path, family):
-    """So that a loader which refuses everything would not pass."""
+    """A loader that refuses everything would fail here."""
     rng = random.Random(family)
     for seed in seeds(family):
         for name, content in list(seed.files.items()):
@@ -132,7 +138,7 @@ def test_what_is_only_written_otherwise_loads(tmp_path, family):
 
 
 def one(folder, state, options, run):
-    """One case: "loaded" or the name of the error; anything else is raised."""
+    """Load one case; return "loaded" or the name of the error. Raise any other error."""
     fuzzing.write(folder, state)
     try:
         model = AutoLiger.from_hf(folder, **options)

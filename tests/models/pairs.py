@@ -27,7 +27,7 @@ PAD = TINY["pad_token_id"]
 
 
 def native(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' names to ours, packing q, k, v and gate, up; None where a part is missing."""
+    """Rename transformers' tensors as ours are named, and pack q, k, v and gate, up."""
     out: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
@@ -58,7 +58,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights at which activations are of order one and no two norms or biases are alike."""
+    """Draw weights that keep activations of order one, with norms and biases all different."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -87,7 +87,7 @@ def tiny_pair(seed: int = 0, **overrides: Any) -> tuple[LlamaForCausalLM, LigerL
 def tokens(
     batch: int = 2, seq: int = 20, seed: int = 0, vocab: int = TINY["vocab_size"], pad: int = PAD
 ) -> tuple[Tensor, Tensor]:
-    """Ids with the padding token among them, and labels of which some are ignored."""
+    """Return ids with the padding token among them, and labels of which some are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (batch, seq), generator=generator)
     ids[:, 3] = pad
@@ -101,3 +101,11 @@ def relative(a: Tensor, b: Tensor) -> float:
     """Distance of a from b in units of b's norm."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def step(model: torch.nn.Module, ids: Tensor, **inputs: Any) -> Any:
+    """Run a forward and a backward; return the output."""
+    model.zero_grad()
+    out = model(ids, **inputs)
+    out.loss.backward()
+    return out

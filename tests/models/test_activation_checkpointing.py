@@ -1,4 +1,4 @@
-"""Which blocks are computed again in backward: transformers' arguments and transformers' rule."""
+"""Activation checkpointing: transformers' arguments, and the blocks that backward recomputes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.pairs import gradients, relative, tiny_model, tiny_pair, tokens
+from tests.layers.saved import SavedBytes
+from tests.models.pairs import gradients, relative, step, tiny_model, tiny_pair, tokens
 
 
 def computed_again(model: nn.Module) -> list[bool]:
-    """Of each block, whether it runs a second time in backward."""
+    """Return for each block whether it runs a second time in backward."""
     ids, labels = tokens()
     runs = [0] * len(model.layers)
     for index, layer in enumerate(model.layers):
@@ -93,3 +94,31 @@ def test_nothing_is_computed_again_without_gradients() -> None:
     ids, _ = tokens()
     with torch.no_grad():
         assert not model(ids).requires_grad
+
+
+def test_one_hidden_state_is_kept_for_each_block() -> None:
+    """The gradients are the same; one hidden state is kept for each block."""
+    model = tiny_model()
+    ids, labels = tokens()
+    with SavedBytes(model) as plain:
+        step(model, ids, labels=labels)
+    reference = gradients(model)
+    model.activation_checkpointing_enable()
+    model.zero_grad()
+    with SavedBytes(model) as checkpointed:
+        out = model(ids, labels=labels)
+    out.loss.backward()
+    for name, grad in gradients(model).items():
+        assert relative(grad, reference[name]) <= 1e-6, name
+    per_block = model.config.hidden_size * 4 * ids.numel()
+    blocks = model.config.num_hidden_layers
+    shallow = tiny_model(num_hidden_layers=1)
+    shallow.activation_checkpointing_enable()
+    with SavedBytes(shallow) as rest:
+        shallow(ids, labels=labels)
+    assert checkpointed.total - rest.total == (blocks - 1) * per_block
+    assert checkpointed.total < 0.5 * plain.total
+    model.activation_checkpointing_disable()
+    with SavedBytes(model) as again:
+        model(ids, labels=labels)
+    assert again.total == plain.total

@@ -146,6 +146,12 @@ def test_a_field_assigned_later_is_checked_when_a_model_is_built() -> None:
         LigerLlama(config)
 
 
+def test_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"llama-3-9b.*llama-3-8b"):
+        LlamaConfig.preset("llama-3-9b")
+    assert LlamaConfig.preset("llama-3-8b", num_hidden_layers=2).num_hidden_layers == 2
+
+
 def test_preset_with_overrides() -> None:
     config = LlamaConfig.preset("llama-3.2-1b", num_hidden_layers=2)
     assert config.num_hidden_layers == 2

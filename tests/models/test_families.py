@@ -92,8 +92,13 @@ def test_packed_documents_equal_separate_runs(family: str, subtests: pytest.Subt
     loss.backward()
     expected = gradients(model)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    for options in ({"position_ids": positions}, {"cu_seqlens": torch.tensor([0, 8, 9, 14])}):
-        with subtests.test(next(iter(options))):
+    ends = torch.tensor([0, 8, 9, 14])
+    for options in (
+        {"position_ids": positions},
+        {"cu_seqlens": ends},
+        {"cu_seqlens": ends, "max_seqlen": 8},
+    ):
+        with subtests.test(", ".join(options)):
             model.zero_grad()
             packed = model(ids, labels=labels, **options).loss
             packed.backward()

@@ -1,9 +1,11 @@
-"""What `model.kernels()` says of attention and of swapped modules, family by family."""
+"""`model.kernels()` reports the ops' backends, the attention of each layer and swapped modules."""
 
+import pytest
 import torch
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from tests.models.pairs import tiny_model, tokens
 
 SIZES = {
     "vocab_size": 50,
@@ -59,3 +61,21 @@ def test_swapped_norms_are_named() -> None:
     assert "qk_norm_rope" in model.kernels()
     model.layers[0].self_attn.q_norm = model.layers[2].self_attn.q_norm = None
     assert "qk_norm_rope" not in model.kernels()
+
+
+def test_the_backend_of_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    report = model.kernels()
+    assert report["rms_norm"] == "torch (cpu tensors take plain PyTorch)"
+    assert report["linear_cross_entropy"].startswith("chunked torch")
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    assert model.kernels()["glu"] == "triton (LIGERMODELS_BACKEND=triton)"
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "torch")
+    ids, _ = tokens()
+    assert model.kernels()["rope"] == "torch (LIGERMODELS_BACKEND=torch)"
+    model(ids)
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='cuda'"):
+        model.kernels()
+    with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='cuda'"):
+        model(ids)

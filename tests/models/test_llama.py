@@ -1,4 +1,4 @@
-"""What every model promises, tried on LigerLlama, and its errors beside transformers' Llama.
+"""LigerLlama beside transformers' Llama: padding, low precision, LoRA, the real checkpoint.
 
 tests/models/test_parity.py compares each family with transformers, feature by feature.
 """
@@ -14,54 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels import ConfigError, LigerLlama, LlamaConfig
-from ligermodels.layers import HeadOutput
-from tests.layers.saved import SavedBytes
+from ligermodels import LigerLlama
 from tests.models.pairs import (
-    PAD,
     gradients,
     native_gradients,
     relative,
+    step,
     tiny_model,
     tiny_pair,
     tokens,
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
-
-
-def step(model: torch.nn.Module, ids: Tensor, **inputs: Any) -> Any:
-    model.zero_grad()
-    out = model(ids, **inputs)
-    out.loss.backward()
-    return out
-
-
-def test_loss_is_the_forward_loss() -> None:
-    model = tiny_model()
-    ids, labels = tokens()
-    out = step(model, ids, labels=labels)
-    assert isinstance(out, HeadOutput)
-    assert out.num_valid.item() == (labels[:, 1:] != -100).sum().item()
-    assert model.embed_tokens.weight.grad[PAD].abs().sum() == 0
-    assert torch.equal(model.loss(ids, labels), out.loss)
-    smooth = model.loss(ids, labels, label_smoothing=0.1, z_loss=1e-3)
-    logits = model.head.logits(model(ids))[:, :-1].flatten(0, 1)
-    targets = labels[:, 1:].flatten()
-    expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
-    z = 1e-3 * logits.logsumexp(-1).square()[targets != -100].mean()
-    assert smooth.item() == pytest.approx((expected + z).item(), rel=1e-5)
-
-
-def test_loss_of_num_items_in_batch() -> None:
-    """transformers' Trainer passes this argument when steps accumulate gradients."""
-    model = tiny_model()
-    ids, labels = tokens()
-    expected = model(ids, labels=labels, normalizer=50).loss
-    for count in (50, torch.tensor(50)):
-        assert torch.equal(model(ids, labels=labels, num_items_in_batch=count)[0], expected)
-    with pytest.raises(ValueError, match="normalizer and num_items_in_batch"):
-        model(ids, labels=labels, num_items_in_batch=50, normalizer=50)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -83,141 +47,6 @@ def test_padding_mask(side: str) -> None:
     ours_grads, reference = gradients(ours), native_gradients(hf)
     for name in reference:
         assert relative(ours_grads[name], reference[name]) <= 1e-4, name
-
-
-@pytest.mark.parametrize("given", ["position_ids", "cu_seqlens"])
-def test_packed_documents_equal_separate_runs(given: str) -> None:
-    model = tiny_model()
-    ids, labels = tokens(1, 24)
-    parts = [slice(0, 9), slice(9, 10), slice(10, 24)]
-    separate = [model(ids[:, part], labels=labels[:, part], reduction="sum") for part in parts]
-    valid = sum(out.num_valid for out in separate)
-    expected = sum(out.loss for out in separate) / valid
-    expected.backward()
-    reference = gradients(model)
-    boundaries: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 9, 10, 24]), "max_seqlen": 14}
-    if given == "position_ids":
-        positions = torch.cat([torch.arange(part.stop - part.start) for part in parts])
-        boundaries = {"position_ids": positions[None]}
-    out = step(model, ids, labels=labels, **boundaries)
-    assert out.num_valid == valid
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, grad in gradients(model).items():
-        assert relative(grad, reference[name]) <= 1e-5, name
-    hidden = model(ids, **boundaries)
-    for part in parts:
-        assert relative(hidden[:, part], model(ids[:, part])) <= 1e-5
-
-
-def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
-    for inputs, complaint in (
-        ({"cu_seqlens": torch.tensor([0, 8])}, "batch must be 1"),
-        ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
-        ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
-        ({"position_ids": torch.arange(7)[None]}, "position_ids"),
-        ({"labels": torch.zeros(2, 7, dtype=torch.int64)}, "differ in shape"),
-        ({"normalizer": 3}, "need labels"),
-        ({"labels": torch.zeros(2, 8, dtype=torch.int64), "reduction": "average"}, "reduction"),
-    ):
-        with subtests.test(complaint):
-            ids, _ = tokens(2, 8)
-            with pytest.raises(ValueError, match=complaint):
-                tiny_model()(ids, **inputs)
-
-
-def test_input_ids_of_another_shape_are_refused(subtests: pytest.Subtests) -> None:
-    for shape in ((8,), (0, 8), (2, 0), (1, 2, 3)):
-        with subtests.test(str(shape)):
-            with pytest.raises(ValueError, match="input_ids"):
-                tiny_model()(torch.zeros(shape, dtype=torch.int64))
-
-
-def test_label_outside_the_vocabulary_is_refused() -> None:
-    ids, labels = tokens(1, 8)
-    labels[0, 4] = 131
-    with pytest.raises(IndexError):
-        tiny_model()(ids, labels=labels)
-
-
-def test_meta_device_allocates_nothing() -> None:
-    with torch.device("meta"):
-        model = LigerLlama(LlamaConfig.preset("llama-3.1-405b"))
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert not any(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
-
-def test_meta_model_materialises_with_exact_frequencies() -> None:
-    model = tiny_model()
-    with torch.device("meta"):
-        empty = LigerLlama(model.config)
-    empty.to_empty(device="cpu")
-    empty.load_state_dict(model.state_dict())
-    ids, _ = tokens()
-    assert torch.equal(empty(ids), model(ids))
-
-
-def test_unknown_preset_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"llama-3-9b.*llama-3-8b"):
-        LlamaConfig.preset("llama-3-9b")
-    assert LlamaConfig.preset("llama-3-8b", num_hidden_layers=2).num_hidden_layers == 2
-
-
-def test_activation_checkpointing() -> None:
-    """The gradients are the same; one hidden state is kept for each block."""
-    model = tiny_model()
-    ids, labels = tokens()
-    with SavedBytes(model) as plain:
-        step(model, ids, labels=labels)
-    reference = gradients(model)
-    model.activation_checkpointing_enable()
-    model.zero_grad()
-    with SavedBytes(model) as checkpointed:
-        out = model(ids, labels=labels)
-    out.loss.backward()
-    for name, grad in gradients(model).items():
-        assert relative(grad, reference[name]) <= 1e-6, name
-    per_block = model.config.hidden_size * 4 * ids.numel()
-    blocks = model.config.num_hidden_layers
-    shallow = tiny_model(num_hidden_layers=1)
-    shallow.activation_checkpointing_enable()
-    with SavedBytes(shallow) as rest:
-        shallow(ids, labels=labels)
-    assert checkpointed.total - rest.total == (blocks - 1) * per_block
-    assert checkpointed.total < 0.5 * plain.total
-    model.activation_checkpointing_disable()
-    with SavedBytes(model) as again:
-        model(ids, labels=labels)
-    assert again.total == plain.total
-
-
-# test_parity compiles plain inputs, documents and the tied head without checkpointing.
-@pytest.mark.parametrize(
-    ("inputs", "checkpointing"), [("options", False), ("packed", True), ("tied", True)]
-)
-def test_compiled_equals_eager(inputs: str, checkpointing: bool) -> None:
-    model = tiny_model(num_hidden_layers=2, tie_word_embeddings=inputs == "tied")
-    ids, labels = tokens()
-    assert (labels == -100).any()
-    options: dict[str, Any] = {}
-    if inputs == "packed":
-        positions = torch.cat([torch.arange(7), torch.arange(13)])
-        options = {"position_ids": positions.expand(2, -1)}
-    elif inputs == "options":
-        options = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 17, "chunk_size": 16}
-    expected = step(model, ids, labels=labels, **options)
-    reference = gradients(model)
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    model.zero_grad()
-    out = compiled(ids, labels=labels, **options)
-    out.loss.backward()
-    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert out.num_valid == expected.num_valid
-    for name, grad in gradients(model).items():
-        assert relative(grad, reference[name]) <= 1e-5, name
 
 
 class Lowered(torch.nn.Module):
@@ -271,24 +100,6 @@ def test_low_precision_error_beside_transformers(how: str) -> None:
         logits.append(error / relative(theirs.logits, exact.logits))
     check_ratios("logits", logits)
     check_ratios("gradients", grads)
-
-
-def test_kernels_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    report = model.kernels()
-    assert report["rms_norm"] == "torch (cpu tensors take plain PyTorch)"
-    assert report["linear_cross_entropy"].startswith("chunked torch")
-    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    assert model.kernels()["glu"] == "triton (LIGERMODELS_BACKEND=triton)"
-    monkeypatch.setenv("LIGERMODELS_BACKEND", "torch")
-    ids, _ = tokens()
-    assert model.kernels()["rope"] == "torch (LIGERMODELS_BACKEND=torch)"
-    model(ids)
-    monkeypatch.setenv("LIGERMODELS_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='cuda'"):
-        model.kernels()
-    with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='cuda'"):
-        model(ids)
 
 
 LORA_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "proj"]
