@@ -1,4 +1,4 @@
-"""The families, as every test that goes through them sees them: a new one is one entry here."""
+"""The families, for every test that iterates over them. A new family is one entry here."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
-WINDOW = 5  # in tests of a few tokens
+WINDOW = 5  # the window in tests of a few tokens
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tests ask of a family; `Json` stands for fields of its config.
+    """The facts about a family that tests need; `Json` holds fields of its config.
 
     Attributes:
-        hf: the names of transformers' config and model class.
-        vocabulary: that of published checkpoints.
-        sliding: what makes some layers slide, beside sliding_window; None where none can.
-        own: what else it has beside Llama, at sizes at which it bites in a few tokens.
-        biases: what gives every projection that may have a bias one.
-        training: what else differs when it is trained beside transformers.
-        gpu: what else differs on a GPU, where windows are of 64 tokens.
-        defaults: what is so where a config.json says nothing, as far as a tiny model allows it.
+        hf: the names of transformers' config class and model class.
+        vocabulary: the vocabulary size of published checkpoints.
+        sliding: the fields, besides sliding_window, that give some layers a window. None: no layer
+            can have one.
+        own: other fields that Llama lacks, with values that matter within a few tokens.
+        biases: the fields that give every projection that can have a bias one.
+        training: other fields for training beside transformers.
+        gpu: other fields on a GPU, where windows have 64 tokens.
+        defaults: the values of fields that a config.json leaves out, if a tiny model can have them.
         takes_head_dim: whether transformers' config has head_dim.
-        norm_weight: a norm's weight that leaves its input as it is.
-        text_model: of a wrapper with other towers, the family of its text model.
+        norm_weight: the weight with which a norm does not scale its input.
+        text_model: for a wrapper with other towers, the family of its text model.
     """
 
     hf: tuple[str, str]
@@ -124,15 +125,15 @@ FAMILIES = {
         defaults={"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
     ),
 }
-# Those that are not wrappers around another one.
+# The families that are not wrappers around another one.
 DECODERS = {name: family for name, family in FAMILIES.items() if family.text_model is None}
 
 
 def windows(family: str, width: int) -> Json:
-    """Fields with which some layers see `width` tokens, in a family that has such layers."""
+    """Return fields that give some layers a window of `width` tokens, if the family has such."""
     sliding = FAMILIES[family].sliding
     return {} if sliding is None else {**sliding, "sliding_window": width}
 
 
-# Everything that a family has beside Llama, with windows of WINDOW tokens.
+# All fields that a family has besides Llama's, with windows of WINDOW tokens.
 OWN = {name: windows(name, WINDOW) | family.own for name, family in DECODERS.items()}

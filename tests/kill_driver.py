@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # optimizers import it on first use; a fork starts with it
+import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
 from ligermodels.training import run_dir as runs
 from ligermodels.training import trainer as training

@@ -1,8 +1,8 @@
-"""Run something in a child process that ends, or whose disk fills up, at a system call of choice.
+"""Run a function in a child that is killed, or finds the disk full, at a chosen system call.
 
-The child is traced (ptrace), so a call here is a real one of the kernel's, whoever makes it:
-Python, torch or libc. Only calls that change the disk count; between two of them it stays as it is.
-Linux on x86-64 only.
+ptrace traces the child, so these are real system calls, made by Python, torch or libc. Only calls
+that change the disk count, because the disk does not change between two of them. This needs Linux
+on x86-64.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 AVAILABLE = sys.platform == "linux" and platform.machine() == "x86_64"
 
-# By number; these take room on a disk, and so can find it full.
+# Calls by number that take space on a disk, and so can find it full.
 _GROWING = dict(
     zip(
         (1, 18, 20, 40, 74, 75, 77, 82, 83, 86, 88, 258, 264, 265, 266, 285, 316, 326),
@@ -35,9 +35,9 @@ _SHRINKING = dict(
 )
 _OPEN, _OPENAT = 2, 257
 _CHANGING_FLAGS = os.O_CREAT | os.O_TRUNC
-# Of <sys/ptrace.h> and <sys/user.h>.
+# These constants are from <sys/ptrace.h> and <sys/user.h>.
 _TRACEME, _PEEKUSER, _POKEUSER, _SYSCALL, _SETOPTIONS = 0, 3, 6, 24, 0x4200
-_OPTIONS = 1 | 0x100000  # mark stops at system calls; kill the child along with the tracer
+_OPTIONS = 1 | 0x100000  # mark stops at system calls; kill the child if the tracer ends
 _RAX, _RDX, _RSI, _ORIG_RAX = 80, 96, 104, 120
 
 
@@ -48,7 +48,7 @@ if AVAILABLE:
 
 
 def _name_of_change(pid: int) -> str | None:
-    """What the call that `pid` is about to make does to the disk."""
+    """Return the name of the change that the next call of `pid` makes to the disk, or None."""
     number = _ptrace(_PEEKUSER, pid, _ORIG_RAX, 0)
     if number in (_OPEN, _OPENAT):
         flags = _ptrace(_PEEKUSER, pid, _RDX if number == _OPENAT else _RSI, 0)
@@ -59,12 +59,15 @@ def _name_of_change(pid: int) -> str | None:
 def run(
     work: Callable[[], None], call: int, *, full: str | None = None
 ) -> tuple[int | None, str | None]:
-    """Do `work` in a child, up to its change number `call` of the disk, counted from 0.
+    """Run `work` in a child up to change number `call` of the disk, counted from 0.
 
-    Args: full None kills the child there, before the call is made; "once" lets the call fail as on
-        a full disk if it takes room, "from then on" all such calls from there.
-    Returns: the child's exit status (0 done, 1 an exception; None killed), and the name of the
-        call, None when there were not that many.
+    Args:
+        full: with None, the child is killed before the call. With "once", the call fails as on a
+            full disk if it takes space; with "from then on", all such later calls fail as well.
+
+    Returns:
+        The child's exit status (0: done, 1: an exception, None: killed), and the name of the call,
+        or None if the child made fewer calls.
     """
     child = os.fork()
     if child == 0:

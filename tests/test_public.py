@@ -1,4 +1,4 @@
-"""The public names: one list, taken from when the first of them is asked for."""
+"""The public names come from one list, which is imported on the first use of a name."""
 
 from __future__ import annotations
 

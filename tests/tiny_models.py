@@ -1,4 +1,4 @@
-"""A random model of every family, small, with windows shorter than what tests feed it."""
+"""Small random models of every family, with windows shorter than the tests' inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB = 97
 
 
 def random_model(family: str, **changes) -> DecoderModel:
-    """Three layers; weights spread so that greedy choices vary."""
+    """Make a model of three layers, with weights spread so that greedy choices vary."""
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCAB,

@@ -20,7 +20,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def call(capfd):
-    """Runs the command line: (exit code, stdout, stderr)."""
+    """A function that runs the command line: it returns exit code, stdout and stderr."""
 
     def run(*arguments):
         code = cli.main([str(argument) for argument in arguments])

@@ -1,4 +1,4 @@
-"""What holds for every command: help, mistakes, exit codes, every family."""
+"""Every command: its help, mistakes, exit codes, and each family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_help_reads_well_at_80_columns(call, monkeypatch, subtests):
 
 
 def test_help_is_shown_without_loading_anything_heavy():
-    # One process shows them all: a command whose help loads a package also shows here.
+    # One process shows all of them; a package that any of them loads is found here as well.
     code = (
         "import sys\n"
         "from ligermodels import cli\n"

@@ -1,4 +1,4 @@
-"""`ligermodels convert`: another dtype, other shards, and every tensor compared."""
+"""`ligermodels convert`: it changes dtype and shards, and compares every tensor."""
 
 from __future__ import annotations
 

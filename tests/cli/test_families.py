@@ -1,4 +1,4 @@
-"""`ligermodels families` says what the configs say."""
+"""`ligermodels families` shows the facts of the config classes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`ligermodels finetune`: every option, what it says, and how it stops."""
+"""`ligermodels finetune`: every option, the output, and how a run stops."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
 
     assert_one_line(call(*base), f"{output}: holds another run")
     assert_one_line(call(*base, "--resume", "--seed", "1"), "seed: the run was started with 0")
-    # the options of the run are remembered
+    # the run folder holds the options
     code, again, err = call("finetune", "--resume", "--output-dir", output, "--quiet")
     assert (code, again, err) == (0, out, "")
     code, out, err = call(*base, "--overwrite-output-dir", "--quiet", "--eval-fraction", "0")
@@ -103,7 +103,7 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs the tests in the background has its children ignore the signal.
+        # A child of a background shell ignores the signal unless it sets the default handler.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = output / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""`ligermodels generate`: prompts, sampling, chats, and what it refuses."""
+"""`ligermodels generate`: prompts, sampling, chats, and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints, made from nothing but safetensors and json."""
+"""Tiny Llama checkpoints, made with safetensors and json alone."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0}
-# CONFIG without what has two spellings.
+# CONFIG without the keys that have two spellings.
 BASE = {k: v for k, v in CONFIG.items() if not k.startswith(("rope", "torch"))}
 TOKENIZER = {
     "tokenizer.json": b'{"version": "1.0"}\n',

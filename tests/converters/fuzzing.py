@@ -1,7 +1,7 @@
 """Checkpoints broken at random.
 
-A checkpoint is a dict of file names and contents; a mutation changes the dict, and `write` makes a
-folder of it. What a load of the result may give is second_opinion's to say.
+A checkpoint is a dict of file names and contents. A mutation changes the dict, and `write` makes a
+folder of it. second_opinion decides what a load of that folder may give.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_span(span: Any) -> bool:
 
 
 class Payload:
-    """Unpickled, it leaves a trace."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -84,7 +84,7 @@ class Payload:
 
 
 class Mutator:
-    """Breaks a checkpoint; the same `rng` breaks it in the same way."""
+    """A function that breaks a checkpoint; the same `rng` breaks it in the same way."""
 
     def __init__(self, rng: random.Random, others: list[Seed], trace: Path) -> None:
         self.rng = rng
@@ -92,7 +92,7 @@ class Mutator:
         self.trace = trace
 
     def __call__(self, state: State) -> str:
-        """Change `state`; says by which kind of mutation."""
+        """Change `state` and return the kind of the mutation."""
         kinds: dict[str, tuple[int, Callable[[State], None]]] = {
             "bytes": (4, self.bytes_),
             "header": (5, self.header),
@@ -111,7 +111,7 @@ class Mutator:
         )
         return self.rng.choice(names) if names else None
 
-    # Bytes: anywhere, or where it hurts.
+    # Bytes anywhere in a file, or in a header and its length.
 
     def bytes_(self, state: State) -> None:
         name = self._file(state)
@@ -152,7 +152,7 @@ class Mutator:
         piece = content[start : start + self.rng.choice([2, 8, 64])]
         content[at : at + len(piece) * self.rng.randrange(2)] = piece
 
-    # JSON: the tree, and sometimes the text.
+    # JSON: usually the tree, sometimes the text.
 
     def header(self, state: State) -> None:
         name = self._file(state, lambda n: n.endswith(".safetensors"))
@@ -169,7 +169,7 @@ class Mutator:
         if way < 3 and len(records) > 1:
             a, b = self.rng.sample(records, 2)
             field = self.rng.choice(["shape", "data_offsets", "dtype", None])
-            if field is None:  # names change places: legal where shapes agree
+            if field is None:  # two names change places, which is legal if their shapes agree
                 parsed[a], parsed[b] = parsed[b], parsed[a]
             elif field in parsed[a] and field in parsed[b]:
                 parsed[a][field], parsed[b][field] = parsed[b][field], parsed[a][field]
@@ -178,7 +178,7 @@ class Mutator:
             if isinstance(record.get("shape"), list) and _is_span(record.get("data_offsets")):
                 self._bend(record)
         elif way == 5:
-            items = list(parsed.items())  # another order is no fault
+            items = list(parsed.items())  # another order is not a fault
             self.rng.shuffle(items)
             parsed = dict(items)
         else:
@@ -206,7 +206,7 @@ class Mutator:
                 ["F16", "BF16", "F32", "I16", "I8", "F8_E5M2", "Q4", None]
             )
 
-    # Whole tensors and what they hold, with a header that agrees.
+    # Whole tensors and their values, with a header that agrees.
 
     def data(self, state: State) -> None:
         name = self._file(state, lambda n: n.endswith(".safetensors"))
@@ -222,24 +222,24 @@ class Mutator:
             return
         begin, end = self.rng.choice(spans)
         way = self.rng.randrange(4)
-        if way == 0:  # one value that is none, if the dtype is bfloat16
+        if way == 0:  # one infinite value or NaN, if the dtype is bfloat16
             at = begin + 2 * self.rng.randrange(max(1, (end - begin) // 2))
             data[at : at + 2] = self.rng.choice(
                 [b"\x80\x7f", b"\x80\xff", b"\xc0\x7f", b"\xff\xff"]
             )
-        elif way == 1:  # a hole behind a tensor, or an overlap
+        elif way == 1:  # a gap behind a tensor, or an overlap
             gap = self.rng.choice([1, 2, 8, -2, -8])
             data[end : end - min(gap, 0)] = bytes(max(gap, 0))
             for span in spans:
                 if span[0] >= end:
                     span[:] = [span[0] + gap, span[1] + gap]
-        elif way == 2:  # two names for the same bytes, and none for the others
+        elif way == 2:  # two names for the same bytes, and no name for the other bytes
             span = self.rng.choice(spans)
             mine = next(s for s in spans if s == [begin, end])
             if span[1] - span[0] == end - begin:
                 gone = list(mine)
                 mine[:] = span
-                if self.rng.random() < 0.5:  # and those others left out
+                if self.rng.random() < 0.5:  # and remove those other bytes
                     del data[begin:end]
                     for other in spans:
                         if other[0] > gone[0]:
@@ -299,7 +299,7 @@ class Mutator:
                 parsed[key] = rope
             elif way == 4:
                 self._tree(parsed)
-            else:  # both spellings, which need not agree
+            else:  # both spellings, which may contradict each other
                 parsed["rope_parameters"] = {
                     "rope_type": "linear",
                     "factor": 3.0,
@@ -322,7 +322,7 @@ class Mutator:
         return json.loads(json.dumps(self.rng.choice(_AWKWARD)))
 
     def _tree(self, parsed: Any) -> None:
-        """One change somewhere in a tree of lists and objects."""
+        """Make one change somewhere in a tree of lists and objects."""
         places: list[tuple[Any, Any]] = []
 
         def walk(node: Any) -> None:
@@ -357,7 +357,7 @@ class Mutator:
     def _dump(self, parsed: Any) -> bytes:
         text = json.dumps(parsed)
         way = self.rng.randrange(30)
-        if way == 0:  # a key twice, with the same value or another
+        if way == 0:  # one key occurs twice, with the same value or another
             key = self.rng.choice(list(parsed) or ["a"])
             value = json.dumps(self.rng.choice([parsed.get(key), *parsed.values()]))
             text = text[:-1] + f", {json.dumps(key)}: {value}}}"
@@ -376,14 +376,14 @@ class Mutator:
             text = f"[{text}]"
         return text.encode()
 
-    # Files: gone, exchanged, or not files at all.
+    # Files that are missing, exchanged, or not regular files.
 
     def files(self, state: State) -> None:
         name = self._file(state)
         if name is None:
             return
         way = self.rng.randrange(10)
-        if way == 9:  # another checkpoint's files among these
+        if way == 9:  # add another checkpoint's files
             state |= {n: c for n, c in self.rng.choice(self.others).files.items() if n not in state}
         elif way == 0:
             del state[name]
@@ -408,7 +408,7 @@ class Mutator:
 
 
 def write(folder: Path, state: State) -> None:
-    """Put a checkpoint on the disk, and beside it a module that no one may import."""
+    """Write a checkpoint to a folder."""
     folder.mkdir()
     for name, content in state.items():
         path = folder / name

@@ -1,6 +1,7 @@
-"""What transformers reads in a config.json; also a program that says so for a list of them.
+"""What transformers reads in a config.json, as a function and as a program.
 
-As a program it runs under either version: JSON objects in, one line each, readings out alike.
+The program runs under either version of transformers. It reads one config a line as JSON, and
+prints each reading as a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
 def reading(raw: Json) -> Json:
-    """The meaning of `raw` to transformers, in terms that ours has, too."""
+    """Return the meaning of `raw` to transformers, under names that our config has as well."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
     kind = config.model_type
     found = {name: getattr(config, name) for name in SAME}
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
     head_dim = getattr(config, "head_dim", None)
     found["head_dim"] = head_dim or config.hidden_size // config.num_attention_heads
-    default = type(config)()  # without the keys of `raw` that are not the family's
+    default = type(config)()  # this lacks keys of `raw` that are not the family's
     name = config.hidden_act if hasattr(default, "hidden_act") else config.hidden_activation
     found["activation"] = ACTIVATIONS.get(name, name)
-    if hasattr(config, "attn_logit_softcapping") and kind != "gemma3_text":  # which ignores it
+    if hasattr(config, "attn_logit_softcapping") and kind != "gemma3_text":  # Gemma 3 ignores it
         found["attn_logit_softcapping"] = config.attn_logit_softcapping
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
@@ -47,7 +48,7 @@ def reading(raw: Json) -> Json:
 
 
 def rope(config: Any) -> Json:
-    """Thetas and the scaling of the full layers, without what plain rope may have around it."""
+    """Return the thetas and the scaling of the full layers; plain rope has an empty scaling."""
     local = None
     if transformers.__version__.startswith("4."):
         theta, scaling = config.rope_theta, config.rope_scaling or {}
@@ -61,7 +62,7 @@ def rope(config: Any) -> Json:
         theta = scaling["rope_theta"]
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     numbers = {key: value for key, value in scaling.items() if key not in NO_ROPE}
-    if rope_type in ("llama3", "yarn", "longrope"):  # one version fills this in, the other later
+    if rope_type in ("llama3", "yarn", "longrope"):  # the versions fill this in at different times
         numbers.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     found = {"theta": theta, "rope_type": rope_type, "local_theta": local}
     return found | {"scaling": {} if rope_type == "default" else numbers}

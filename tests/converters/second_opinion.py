@@ -1,6 +1,6 @@
 """A strict reading of a checkpoint, to judge a load by.
 
-It shares no code with ligermodels, and knows of a family only what transformers says.
+It shares no code with ligermodels, and takes its knowledge of a family from transformers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import transformers
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-Content = Any  # bytes; or ("link", target), "pipe", "folder", "loop": what is no file
+Content = Any  # bytes; or no regular file: ("link", target), "pipe", "folder", "loop"
 State = dict[str, Content]  # a checkpoint: file names and contents
 
 
 class Broken(Exception):
-    """This checkpoint must not load; says why."""
+    """The checkpoint must not load, for the reason in the message."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def parse_json(text: Content) -> Any:
 
 
 def read_config(state: State) -> dict[str, Any]:
-    """config.json, if it is one."""
+    """Return config.json, if it is a valid one."""
     parsed = parse_json(state.get(CONFIG))
     if not isinstance(parsed, dict):
         raise Broken("no config")
@@ -47,7 +47,7 @@ _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def _read_tensors(content: Content) -> dict[str, torch.Tensor]:
-    """A safetensors file, by its specification; only dtypes that a model can have."""
+    """Read a safetensors file by its specification, with the dtypes that a model can have."""
     if not isinstance(content, bytes) or len(content) < 8:
         raise Broken("no safetensors file")
     length = struct.unpack_from("<Q", content)[0]
@@ -89,7 +89,7 @@ def _read_tensors(content: Content) -> dict[str, torch.Tensor]:
 
 
 def read_weights(state: State) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, by HF name."""
+    """Return all tensors of the checkpoint, by HF name."""
     if INDEX not in state:
         return _read_tensors(state.get(SINGLE))
     index = parse_json(state[INDEX])
@@ -108,7 +108,7 @@ def read_weights(state: State) -> dict[str, torch.Tensor]:
 
 
 def native(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """The state dict that these HF tensors make: q, k, v and gate, up stacked, the head renamed."""
+    """Make a state dict of HF tensors: stack q, k, v and gate, up, and rename the head."""
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     head = tensors.pop("lm_head.weight", None)
     if tied and head is not None and not _same(head, tensors["model.embed_tokens.weight"]):
@@ -145,7 +145,7 @@ _TOWERS = ("vision_tower.", "multi_modal_projector.")
 
 
 def without_towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The text model of a wrapper, whose names have an older and a newer spelling."""
+    """Return the text model's tensors of a wrapper, whose names have two spellings."""
     text: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name.removeprefix("model.").startswith(_TOWERS):
@@ -161,7 +161,7 @@ def without_towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def text_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text model: of a wrapper, its text_config with the wrapper's own words."""
+    """Return the text model's config: a wrapper's own keys override those of its text_config."""
     if raw.get("model_type") != "gemma3":
         return raw
     text = dict(raw.get("text_config") or {})
@@ -184,16 +184,16 @@ def text_of(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def default(family: str, key: str) -> Any:
-    """What transformers takes for an absent key."""
+    """Return the value that transformers takes for an absent key."""
     if key == "sliding_window_pattern":
-        return 6  # which it turns into layer_types
+        return 6  # transformers turns this into layer_types
     return getattr(transformers.CONFIG_MAPPING[family](), key)
 
 
 def differences(
     model: Any, state: State, dtype: torch.dtype | None, allow_nonfinite: bool
 ) -> list[str]:
-    """Where a loaded model is not what the files say; `Broken` if they say nothing at all."""
+    """List where a loaded model contradicts the files; raise `Broken` if they must not load."""
     wrapper = read_config(state)
     raw = text_of(wrapper)
     found = [f"config: {line}" for line in config_differences(model.config, raw)]
@@ -220,7 +220,7 @@ def differences(
 
 
 def config_differences(config: Any, raw: dict[str, Any]) -> list[str]:
-    """Fields that are neither what config.json says nor, where it is silent, HF's default."""
+    """List fields that equal neither config.json's value nor, for an absent key, HF's default."""
     family = raw.get("model_type")
     if family != config.model_type:
         return [f"model_type {family!r}"]
@@ -239,7 +239,7 @@ def config_differences(config: Any, raw: dict[str, Any]) -> list[str]:
         else:
             wanted = default(family, key)
             if key == "layer_types" or (key == "sliding_window" and wanted != value):
-                continue  # made by transformers from other fields
+                continue  # transformers derives these from other fields
         if type(value) is not type(wanted) and not {type(value), type(wanted)} <= {int, float}:
             found.append(f"{key} is {value!r}, not {wanted!r}")
         elif value != wanted:
@@ -275,7 +275,7 @@ def _rope_differences(config: Any, raw: dict[str, Any]) -> list[str]:
 
 
 def _rope_differences_per_layer_type(config: Any, raw: dict[str, Any]) -> list[str]:
-    """transformers' own reading, where it has one: it takes numbers that are none, too."""
+    """Return transformers' reading, if it accepts the config; it also accepts wrong types."""
     keys = ("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters")
     given = {key: copy.deepcopy(raw[key]) for key in keys if raw.get(key) is not None}
     try:

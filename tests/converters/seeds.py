@@ -36,7 +36,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
-# What good checkpoints say beyond the sizes: several of a family, where its own fields allow it.
+# Fields of the good checkpoints besides the sizes; some families have several configs.
 SEEDS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_scaling": YARN}],
     "mistral": [{"sliding_window": 5, "head_dim": 6}, {"sliding_window": None}],
@@ -58,7 +58,7 @@ class Seed:
 
 
 def seeds(family: str) -> list[Seed]:
-    """Good checkpoints: each config, tied and not, as one file and as shards."""
+    """Make good checkpoints: each config, tied and untied, as one file and as shards."""
     made = []
     for number, extra in enumerate(SEEDS.get(family, [OWN.get(family, {})])):
         for tied in (False, True):

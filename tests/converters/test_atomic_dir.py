@@ -36,7 +36,7 @@ def replace(target):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request, monkeypatch):
-    """Both ways to replace a folder; the second serves systems without the first."""
+    """Take both ways to replace a folder; the second is for systems without the first."""
     if request.param == "two renames":
         monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     return request.param
@@ -53,7 +53,7 @@ def test_replaces_and_leaves_nothing_beside(tmp_path, way):
 
 
 def replace_and_die(target, after):
-    """`replace`, killed before call number `after` that changes or reads the disk."""
+    """Run `replace`, killed before the call number `after` that changes or reads the disk."""
     count = 0
 
     def dies(function):

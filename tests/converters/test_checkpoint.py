@@ -51,7 +51,7 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
     dtypes = Checkpoint(folder).plan(LigerLlama.weight_map(config))
     assert dtypes["embed_tokens.weight"] == torch.bfloat16
     assert dtypes["norm.weight"] == torch.float32
-    assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # holds both
+    assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # this dtype holds both
 
 
 def test_any_row_slice_is_the_slice_of_the_whole(make, subtests):
@@ -237,7 +237,7 @@ def test_bitwise_equal_tells_what_equality_does_not():
 
 
 def test_reading_takes_memory_for_one_tensor(tmp_path):
-    """Anonymous memory: pages of the mapped file are the system's to drop."""
+    """Only anonymous memory counts: the system may drop the pages of a mapped file."""
     size = 4 << 20
     tensors = {f"t{i}": torch.ones(size, dtype=torch.bfloat16) for i in range(12)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -265,7 +265,7 @@ print(most)
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        # glibc gives what is freed back at once, where by itself it would come to keep some
+        # With this, glibc returns freed memory at once; its default would keep some.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         capture_output=True,
         text=True,

@@ -113,7 +113,7 @@ def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
         max_shard_size=2000,
     )
     assert sorted(set(got)) == sorted(weights)
-    # A packed parameter is asked for again only where a shard begins inside it.
+    # save asks for a packed parameter again only if a shard begins inside it.
     assert len(got) <= len(weights) + len(list((tmp_path / "out").glob("model-*")))
 
 
@@ -194,7 +194,7 @@ def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
     out.mkdir()
     (out / "tokenizer.json").write_text("another model's")
     resave(folder, config, out, source_folder=None)
-    assert (out / "tokenizer.json").read_text() == "another model's"  # nothing to put there
+    assert (out / "tokenizer.json").read_text() == "another model's"  # no source
     resave(folder, config, out)
     assert not (out / "tokenizer.json").exists()
     assert (out / "tokenizer.model").read_bytes() == TOKENIZER["tokenizer.model"]
@@ -229,7 +229,7 @@ def test_saving_onto_the_folder_the_weights_are_read_from(make):
         checkpoint.read(entry, out)
         return out
 
-    for _ in range(2):  # the second time, the files being read are gone
+    for _ in range(2):  # the first save replaces the files that the second reads
         save(folder, to_hf(config), table, get_tensor, source_folder=folder, dtypes=dtypes)
     exported = hf_tensors(folder)
     assert all(bitwise_equal(t, exported[n]) for n, t in random_tensors(config).items())
@@ -244,7 +244,7 @@ def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
     target, options = folder, {}
     message = "File too large"
     if fault == "full":
-        # The nearest to a full disk that needs no disk of its own: writes fail past 2000 bytes.
+        # Writes fail past 2000 bytes, like those to a full disk.
         before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before_limit[1]))
         request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before_limit))

@@ -59,7 +59,7 @@ def test_every_key_comes_out_unchanged_with_both_spellings_beside(subtests):
             config = parse(raw)
             exported = to_hf(config)
             assert {k: exported[k] for k in raw} == raw
-            assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 is not 1.0
+            assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 != 1.0
             added = set(exported) - set(raw)
             assert added <= {
                 "rope_theta",
@@ -134,7 +134,7 @@ def test_refused_with_file_and_key(tmp_path, subtests):
             "partial_rotary_factor' is 0.5",
         ),
         ("rope_parameters", {"full_attention": {}}, "rope per layer type"),
-        # What the config class judges, through the same door.
+        # The config class checks these; the message still names the file.
         ("hidden_act", "relu", "hidden_act 'relu' is not implemented"),
         ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),

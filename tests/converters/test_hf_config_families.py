@@ -1,4 +1,4 @@
-"""Every family's config.json means to us what it means to transformers, and so does its export."""
+"""Ours and transformers read the same in every family's config.json and in its export."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
 
 
 def ours(config: ModelConfig) -> dict[str, Any]:
-    """What `hf_reading.reading` says, of our config."""
+    """Return what `hf_reading.reading` returns, for our config."""
     names = {*hf_reading.SAME, "head_dim", "activation", "sliding_windows"}
     names |= {n for n in (*hf_reading.OWN, "attn_logit_softcapping") if hasattr(config, n)}
     found = {name: getattr(config, name) for name in names}

@@ -1,4 +1,4 @@
-"""Both spellings of rope, and their order of precedence; see test_config_families for Gemma 3's."""
+"""Both spellings of rope and their precedence; test_hf_config_families has Gemma 3's."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_rope_spellings_and_their_precedence(subtests):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
         ({"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
         ({"rope_theta": 5.0, "rope_parameters": LLAMA3}, 5.0, LLAMA3),
-        # A non-empty rope_scaling replaces rope_parameters whole, its theta included.
+        # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
         ({"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 1e4, YARN),
         (
             {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
@@ -108,7 +108,7 @@ def test_rope_of_gemma_3(subtests):
         ({"rope_theta": 5, "rope_local_base_freq": 7}, (5, 7, None)),
         ({"rope_parameters": {}, "rope_scaling": {}}, (1e6, 1e4, None)),
         ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5}, (9.0, 1e4, YARN)),
-        # A length at config level is not read where rope is told per layer type.
+        # A length at config level is not read if rope is given per layer type.
         ({"rope_scaling": YARN, "original_max_position_embeddings": 5}, (1e6, 1e4, YARN)),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}, "rope_theta": 5},

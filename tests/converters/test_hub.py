@@ -1,4 +1,4 @@
-"""A hub of our own on the loopback, spoken to by the real huggingface_hub."""
+"""The real huggingface_hub downloads from a hub that the test runs on the loopback."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ REPO = "some/model"
 
 
 class FakeHub:
-    """Serves the files of `repos` (name -> folder) as the hub's API does, and keeps a log."""
+    """A server of the files of `repos` (name -> folder) with the hub's API and a log."""
 
     def __init__(self):
         self.repos: dict[str, Path] = {}
@@ -252,7 +252,8 @@ def test_a_broken_download_says_so(fake, monkeypatch):
 
 
 def test_a_progress_bar_shows(fake, capfd):
-    huggingface_hub.utils.enable_progress_bars()  # other tests silence transformers, and it this
+    # Other tests silence transformers' bars, and transformers silences these.
+    huggingface_hub.utils.enable_progress_bars()
     resolve(REPO)
     assert "Fetching" in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Gemma 3 from 4B up: a vision tower beside the text model, which alone is loaded."""
+"""Gemma 3 from 4B up has a vision tower; a load takes the text model alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOP = {"eos_token_id": [1, 106], "dtype": "bfloat16", "bos_token_id": 9}
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def saved(request, tmp_path_factory) -> Path:
-    """A wrapper's checkpoint as transformers writes it, with what stands at config.json's top."""
+    """A wrapper's checkpoint that transformers wrote, with stop tokens at config.json's top."""
     folder = tmp_path_factory.mktemp("gemma3")
     feature = zoo.Feature(config={"tie_word_embeddings": request.param})
     hf_models.save(folder, "gemma3", feature)
@@ -39,7 +39,7 @@ def saved(request, tmp_path_factory) -> Path:
 
 
 def as_transformers_5_names(name: str) -> str:
-    """From the published name to that in the module of transformers 5."""
+    """Turn a published name into that of the module in transformers 5."""
     name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
     name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
     return re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", name)
@@ -47,7 +47,7 @@ def as_transformers_5_names(name: str) -> str:
 
 @pytest.fixture(params=["published", "transformers 5"])
 def checkpoint(request, saved: Path, tmp_path: Path) -> tuple[Path, dict[str, int]]:
-    """The checkpoint in either spelling, and the towers that are to be left out."""
+    """The checkpoint in either spelling, and the counts of the towers that a load leaves out."""
     if request.param == "published":
         return saved, PUBLISHED
     folder = tmp_path / "renamed"
@@ -174,7 +174,7 @@ def parse(raw: dict[str, Any]) -> Gemma3Config:
 
 
 def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
-    """The shape of gemma-3-27b-it's config.json."""
+    """The keys are those of gemma-3-27b-it's config.json."""
     text = {
         "head_dim": 128,
         "hidden_size": 5376,
@@ -200,7 +200,8 @@ def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
     expected = Gemma3Config.preset("gemma-3-27b", eos_token_id=[1, 106], dtype="bfloat16")
     config.extra = {}
     assert config == expected
-    assert parse({"model_type": "gemma3"}).num_hidden_layers == 26  # as in transformers
+    # transformers has the same default.
+    assert parse({"model_type": "gemma3"}).num_hidden_layers == 26
     hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw))).text_config
     exported = transformers.AutoConfig.for_model(**to_hf(parse(raw)))
     assert exported.rope_parameters == hf.rope_parameters
@@ -214,7 +215,7 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
     assert not config.tie_word_embeddings and config.dtype == "bfloat16"
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (9, [1, 106], 0)
     assert parse({**raw, "pad_token_id": 3}).pad_token_id == 3
-    # The embedding's own word on padding is the one that computes.
+    # The embedding's own padding token computes, so text_config's null wins.
     raw["text_config"] = {**inner, "pad_token_id": None}
     assert parse({**raw, "pad_token_id": 3}).pad_token_id is None
     assert parse({"model_type": "gemma3", "text_config": inner}).dtype == "float32"

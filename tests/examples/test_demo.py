@@ -1,4 +1,4 @@
-"""The demo from its first line to its last, with a tiny model of random weights."""
+"""The whole demo runs, with a tiny model of random weights."""
 
 from __future__ import annotations
 

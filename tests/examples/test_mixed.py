@@ -1,4 +1,4 @@
-"""The mixed decoder: where its parameters come from, that it learns, and that all features work."""
+"""The mixed decoder starts from a checkpoint, learns, and has every feature of the layers."""
 
 from __future__ import annotations
 

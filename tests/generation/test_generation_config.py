@@ -58,7 +58,7 @@ def test_repetition_penalty_equals_transformers(pair, tmp_path):
     assert not torch.equal(plain, expected)
     found = generate(ours, PROMPTS, max_new_tokens=30, repetition_penalty=1.4)
     assert torch.equal(found, expected)
-    # as in the generation configs of Qwen 2.5, which transformers follows in greedy decoding too
+    # Qwen 2.5 has such files; transformers applies the penalty in greedy decoding as well
     theirs.save_pretrained(tmp_path)
     config = {"repetition_penalty": 1.4, "num_beams": 1, "no_repeat_ngram_size": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))

@@ -18,7 +18,7 @@ def test_greedy_equals_transformers_for_unequal_prompts(pair):
         generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
     )
     assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
-    # a row does not depend on the company it is in
+    # a row does not depend on the other rows
     alone = generate(ours, PROMPTS[0], max_new_tokens=30)
     assert torch.equal(alone[0, 3:], expected[0, 7:])
 

@@ -1,7 +1,7 @@
-"""Random models of the zoo's features, made, saved and loaded by transformers itself.
+"""Random models of the zoo's features, which transformers itself makes, saves and loads.
 
-Weights are drawn so that activations are of order one, no two norms or biases are alike, soft caps
-bend and windows hide.
+The weights keep activations of order one and make all norms and biases different. Soft caps bend
+the logits, and windows hide tokens that matter.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _model_class(family: str) -> Any:
 
 
 def attention_of(family: str) -> str:
-    """transformers' implementation to compare with; only "eager" caps scores."""
+    """Return the implementation to compare with; only transformers' "eager" caps scores."""
     return "eager" if zoo.has(family, "attn_logit_softcapping") else "sdpa"
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
-    """A random model of transformers'."""
+    """Make a random model with transformers."""
     values = {**zoo.sizes(family, scale), **copy.deepcopy(feature.config)}
     if FAMILIES[family].text_model:
         vocab = values["vocab_size"]
@@ -60,7 +60,7 @@ def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: 
 
 
 def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
-    """Draw every weight: a matrix by its width, norms and biases each of its own."""
+    """Draw every weight: a matrix by its width, norms around their neutral weight."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -75,7 +75,7 @@ def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
 def save(
     folder: Path, family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0
 ) -> None:
-    """The feature's checkpoint as transformers writes it, config.json edited where asked."""
+    """Let transformers write the feature's checkpoint, then edit config.json if asked."""
     model = build(family, feature, scale, seed).to(feature.dtype)
     model.save_pretrained(folder, max_shard_size=feature.max_shard_size)
     if feature.rewrite is not None:
@@ -83,13 +83,13 @@ def save(
         raw = json.loads(path.read_text())
         feature.rewrite(raw["text_config"] if FAMILIES[family].text_model else raw)
         path.write_text(json.dumps(raw, indent=2))
-    # Files that an export carries along bit for bit.
+    # An export copies these files bit for bit.
     (folder / "tokenizer_config.json").write_text('{"add_bos_token":  true}')
     (folder / "chat_template.jinja").write_text("{{ messages }}\n")
 
 
 def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A checkpoint in transformers: of its wrapper where there is one, else of the decoder."""
+    """Load a checkpoint into transformers' wrapper, if it has one, or into the decoder."""
     auto = transformers.AutoModelForCausalLM
     if "text_config" in json.loads((folder / "config.json").read_text()):
         auto = transformers.AutoModelForImageTextToText

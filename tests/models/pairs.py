@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from ligermodels import LigerLlama, LlamaConfig
 
-# head_dim is not hidden / heads, heads are grouped, no size is a power of two.
+# head_dim is not hidden_size / num_attention_heads, and heads are grouped.
 TINY: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 72,
@@ -40,7 +40,7 @@ def native(state: dict[str, Tensor]) -> dict[str, Tensor]:
             "gate_proj": "gate_up_proj",
             "up_proj": "gate_up_proj",
         }
-        if module in packed:  # state dicts and named_parameters list q, k, v and gate, up in order
+        if module in packed:
             parts.setdefault(".".join((*path, packed[module], kind)), []).append(tensor)
         else:
             out[name] = tensor

@@ -1,7 +1,7 @@
-"""What every feature of the zoo is compared on, ours beside transformers; device by argument.
+"""The checks that compare a feature of the zoo with transformers, on any device.
 
-Each check gives the errors it found, by column of the parity table; `hold` notes them and compares
-them with `BOUNDS`.
+Each check returns its errors by column of the parity table. `hold` records them and compares them
+with `BOUNDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.models.pairs import relative
 RecordProperty = Callable[[str, Any], None]
 
 COLUMNS = ("logits", "loss", "gradients", "generation", "round trip", "compile")
-# Relative errors in float32; generation counts tokens that differ, round trip whatever does.
+# Relative errors in float32. Generation counts differing tokens, and round trip all differences.
 BOUNDS = {
     "logits": 1e-5,
     "loss": 1e-6,
@@ -35,19 +35,19 @@ BOUNDS = {
     "round trip": 0.0,
     "compile": 1e-5,
 }
-# Error in bf16 over transformers': the geometric mean, and any one input.
+# Our bf16 error over that of transformers: the geometric mean, and for any input.
 BFLOAT16_MEAN, BFLOAT16_WORST = 1.05, 1.3
-# A choice between logits nearer than this, of their largest, may fall either way.
+# Two logits nearer than this fraction of the largest are a tie: either token is right.
 NEAR_TIE = 1e-4
 
 
 def applies(column: str, feature: zoo.Feature) -> bool:
-    """Whether the feature can change what the column shows; see `zoo.Feature.kind`."""
+    """Return whether the feature can change what the column shows; see `zoo.Feature.kind`."""
     if column == "generation":
         return feature.inputs in ("plain", "left padding")
     if column == "round trip":
         return feature.kind != "input"
-    # Padding on the right is the graph of padding on the left.
+    # Padding on the right compiles to the same graph as padding on the left.
     return column != "compile" or (
         feature.kind in ("maths", "input") and feature.inputs != "right padding"
     )
@@ -70,11 +70,11 @@ SHARED = (
     "rope theta",
     *zoo.rope_types("llama", zoo.TINY),
 )
-# The family whose layers have two ropes does interact with every feature of rope.
+# The layers of this family have two ropes, which interact with every feature of rope.
 TWO_ROPES = "gemma3_text"
 
 
-# Half of what "all biases", "basic" and "no caps" of the same family compile.
+# "all biases", "basic" and "no caps" of the same family compile these as well.
 PARTS = ("mlp_bias", "score cap alone", "logit cap alone")
 
 
@@ -115,14 +115,14 @@ def cases_of(
 
 
 def hold(case: Case, errors: dict[str, float], record: RecordProperty) -> None:
-    """Note the errors for the table, and hold each against its bound."""
+    """Record the errors for the table, and assert the bound of each."""
     record("parity", [case.family, case.name, errors])
     for column, error in errors.items():
         assert error <= BOUNDS[column], f"{column}: {error}"
 
 
 def hold_ratios(family: str, ratios: list[float], record: RecordProperty) -> None:
-    """The same for bf16 errors over transformers'."""
+    """Record the bf16 errors over those of transformers, and assert their bounds."""
     mean = statistics.geometric_mean(ratios)
     record("bfloat16", [family, mean, max(ratios)])
     assert mean <= BFLOAT16_MEAN and max(ratios) <= BFLOAT16_WORST, ratios
@@ -144,7 +144,7 @@ class Case:
         self.inputs = zoo.Inputs(*(_to(part, device) for part in inputs))
 
     def theirs(self, folder: Path | None = None) -> Any:
-        """transformers' model, new each time: its dynamic rope remembers longer calls."""
+        """Load transformers' model anew, because its dynamic rope remembers longer calls."""
         return hf_models.load(folder or self.folder, self.family, device=self.device)
 
 
@@ -155,7 +155,7 @@ def _to(part: Any, device: str) -> Any:
 
 
 def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
-    """transformers' gradients under our names, put together as the weight map says."""
+    """Return transformers' gradients under our names, packed by the weight map."""
     gradients = {
         name.replace("model.language_model.", "model."): weight.grad
         for name, weight in theirs.named_parameters()
@@ -170,7 +170,7 @@ def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
 
 
 def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, **kwargs: Any):
-    """The loss, and the gradient of every parameter."""
+    """Return the loss and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
     loss = (model if forward is None else forward)(*args, **kwargs).loss
     loss.backward()
@@ -178,10 +178,10 @@ def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, 
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error; a missing gradient is an infinite one.
+    """Return the largest relative error; a missing gradient counts as infinite.
 
-    A gradient that is nothing but rounding, such as that of a key nobody else competes with, is
-    measured against a thousandth of them all.
+    Some gradients are exactly zero but for rounding, such as that of a single key. The error of a
+    small gradient is therefore relative to at least a thousandth of the norm of all gradients.
     """
     if found.keys() != expected.keys() or any(grad is None for grad in found.values()):
         return float("inf")
@@ -195,7 +195,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def check_numbers(case: Case) -> dict[str, float]:
-    """Logits at real tokens, the loss with ignored labels, and every gradient."""
+    """Compare logits at real tokens, the loss with ignored labels, and every gradient."""
     inputs, theirs = case.inputs, case.theirs()
     expected = theirs(inputs.ids, labels=inputs.exact_labels, **inputs.theirs)
     expected.loss.backward()
@@ -210,7 +210,7 @@ def check_numbers(case: Case) -> dict[str, float]:
 
 
 def check_generation(case: Case) -> dict[str, float]:
-    """Greedy tokens, both with a cache: how many differ where the choice was no near tie."""
+    """Count greedy tokens that differ without a near tie; both models use a cache."""
     ids = case.inputs.ids[:, : case.scale.prompt]
     mask = torch.ones_like(ids)
     if "attention_mask" in case.inputs.ours:
@@ -221,13 +221,13 @@ def check_generation(case: Case) -> dict[str, float]:
         attention_mask=mask,
         max_new_tokens=new,
         do_sample=False,
-        # With a window of 1 its cache keeps the last -0 tokens, which are all of them.
+        # With a window of 1, transformers' cache slices [-0:] and keeps all tokens.
         use_cache=case.name != "window of 1",
         return_dict_in_generate=True,
         output_logits=True,
     )
     pad = {} if case.ours.config.pad_token_id is not None else {"pad_token_id": zoo.EOS}
-    with warnings.catch_warnings():  # that rope goes beyond the trained length is the point
+    with warnings.catch_warnings():  # going beyond the trained length is intended
         warnings.simplefilter("ignore", UserWarning)
         found = case.ours.generate(ids, attention_mask=mask, max_new_tokens=new, **pad)
     differing = 0
@@ -246,7 +246,7 @@ def check_generation(case: Case) -> dict[str, float]:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, by the name it has in the text tower."""
+    """Return every tensor of a checkpoint under its name in the text model."""
     result = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -257,7 +257,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def check_round_trip(case: Case) -> dict[str, float]:
-    """Tensors, config keys and files that an export changes, and logits that differ in its copy."""
+    """Count tensors, config keys and files that an export changes, and changed logits."""
     out = case.folder.with_name("export")
     shard = 20000 if case.feature.max_shard_size == "50GB" else 5 * 10**9
     AutoLiger.from_hf(case.folder).save_hf(out, max_shard_size=shard)
@@ -293,7 +293,7 @@ def check_round_trip(case: Case) -> dict[str, float]:
 
 
 def check_compiled(case: Case, backend: str = "aot_eager") -> dict[str, float]:
-    """Loss and gradients of the whole-graph model against eager ones."""
+    """Compare loss and gradients of the compiled model with eager ones."""
     ours, inputs = case.ours, case.inputs
     keywords = {"labels": inputs.labels, **inputs.ours}
     eager_loss, eager = backward(ours, inputs.ids, **keywords)
@@ -306,7 +306,7 @@ def check_compiled(case: Case, backend: str = "aot_eager") -> dict[str, float]:
 def check_bfloat16(
     family: str, scale: zoo.Scale = zoo.WIDE, device: str = "cpu", draws: int = 8
 ) -> list[float]:
-    """Our bf16 logits' error over transformers' in bf16, both from its float32, input by input."""
+    """For each input, return our bf16 logits' error over that of transformers' bf16 logits."""
     features = zoo.features(family, scale)
     config = {**features.get("window", features["basic"]).config, "num_hidden_layers": 3}
     feature = zoo.Feature("file", config, dtype=torch.bfloat16)

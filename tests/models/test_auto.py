@@ -1,4 +1,4 @@
-"""AutoLiger picks the class that config.json names, also one that was registered from outside."""
+"""AutoLiger picks the class for a config.json, also one registered outside the package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LigerOutside(LigerLlama):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten after it."""
+    """The families that a test registers are removed after it."""
     monkeypatch.setattr(auto, "_registered", families())
     yield
 
@@ -58,7 +58,7 @@ def test_a_wrapper_is_of_its_text_models_family() -> None:
 
 
 def test_every_family_file_registers_itself() -> None:
-    """Nothing but the folder says which families there are."""
+    """The folder is the only list of the families."""
     script = "from ligermodels.models.auto import families; print(*families())"
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

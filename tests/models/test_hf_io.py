@@ -151,7 +151,7 @@ def test_a_length_that_rope_computes_with_is_not_changed_by_a_save(
     tmp_path: Path, rope: str
 ) -> None:
     model = saved(tmp_path / "a")
-    model.config.max_position_embeddings = 77  # without effect on plain rope
+    model.config.max_position_embeddings = 77  # plain rope does not use it
     model.save_hf(tmp_path / "b")
     assert LlamaConfig.from_hf(tmp_path / "b").max_position_embeddings == 77
     scaling = {"rope_type": rope, "factor": 2.0}
@@ -166,7 +166,8 @@ def test_projections_of_two_dtypes_need_a_choice(tmp_path: Path, name: str) -> N
     saved(tmp_path, torch.float32)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()  # a norm may differ
+    # A norm may have another dtype.
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
     save_file(tensors, file, metadata={"format": "pt"})
     assert LigerLlama.from_hf(tmp_path).norm.weight.dtype == torch.float64
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()

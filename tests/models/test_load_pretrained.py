@@ -1,4 +1,4 @@
-"""Starting a module from a checkpoint: what is loaded, what is told, what is refused."""
+"""Starting a module from a checkpoint: the loaded tensors, the report and the errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_untouched(module: nn.Module, before: dict[str, torch.Tensor]) -> None
 
 
 def refused(module: nn.Module, source: Path, match: str, **options) -> str:
-    """The message of the one error there is; the module is as it was."""
+    """Return the error's message, and assert that the module did not change."""
     before = values(module) if not any(p.is_meta for p in module.parameters()) else {}
     with pytest.raises(CheckpointError, match=match) as caught:
         load_pretrained(module, source, **options)
@@ -294,7 +294,7 @@ def test_sharded_and_integer_parameters_are_refused(source):
     model = llama(seed=2)
     model.norm.weight = nn.Parameter(torch.zeros(48, dtype=torch.int64), requires_grad=False)
     refused(model, source, r"'norm\.weight' is of torch\.int64")
-    model.norm.weight.full_tensor = None  # what tells a DTensor
+    model.norm.weight.full_tensor = None  # load_pretrained knows a DTensor by this method
     refused(model, source, r"'norm\.weight' is sharded; load before sharding")
 
 
@@ -321,7 +321,7 @@ def test_what_only_the_data_can_tell_leaves_the_module_alone(source):
     refused(model, source, r"'lm_head\.weight' holds NaN")
     load_pretrained(model, source, allow_nonfinite=True)
     assert model.head.proj.weight.isnan().sum() == 1
-    # Parameters that are not asked for are not read.
+    # The load does not read tensors that the module lacks.
     assert load_pretrained(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused
 
 

@@ -14,7 +14,7 @@ from ligermodels.models.llama import LlamaConfig
 from tests.families import DECODERS
 from tests.models import zoo
 
-# Fields that no feature sets under their names, and why they are compared all the same.
+# Fields that features set under another name, and where.
 SET_OTHERWISE = {
     "rope_local_base_freq": "theta of rope_parameters' sliding_attention, in 'local theta'",
 }
@@ -23,7 +23,7 @@ SET_OTHERWISE = {
 def fields_not_compared(
     config_class: type[ModelConfig], configs: list[dict[str, Any]]
 ) -> list[str]:
-    """The fields, of those that ModelConfig lacks, that have their default in every config."""
+    """Return the fields that ModelConfig lacks and that no config changes."""
     shared = {field.name for field in dataclasses.fields(ModelConfig)}
     default = config_class()
     own = {field.name for field in dataclasses.fields(config_class)} - shared
@@ -35,7 +35,7 @@ def fields_not_compared(
     ]
 
 
-# A wrapper has the config class of its text model, which is among them.
+# A wrapper has the config class of its text model, which is one of these.
 @pytest.mark.parametrize("family", DECODERS)
 def test_every_field_of_a_family_is_compared(family: str) -> None:
     configs = [zoo.sizes(family), *(each.config for each in zoo.features(family).values())]
@@ -58,6 +58,6 @@ def test_a_field_that_no_feature_sets_is_named() -> None:
 
 
 def test_fields_set_otherwise_exist() -> None:
-    """An entry that no family needs any more would hide a field of that name."""
+    """A stale entry would hide a new field of that name."""
     known = {f.name for cls in families().values() for f in dataclasses.fields(cls.config_class)}
     assert SET_OTHERWISE.keys() <= known

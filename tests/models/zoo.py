@@ -1,7 +1,6 @@
-"""The families and the features that each is compared with transformers on.
+"""The families, and the features in which each is compared with transformers.
 
-A feature is a config, what its config.json is rewritten to by hand, how it is sharded, and the
-inputs it is run on.
+A feature is a config, an edit of its config.json, the size of its shards, and its inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KINDS = ("maths", "numbers", "file", "input")
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that change with the machine, and through them what a feature means in tokens."""
+    """Sizes for one kind of machine; windows and lengths of the features follow from them."""
 
     name: str
     vocab: int | None  # None: the family's own
@@ -37,7 +36,7 @@ class Scale:
     head_dim: int
     seq: int
     window: int
-    trained: int  # the length that scaled rope goes beyond
+    trained: int  # scaled rope goes beyond this length
     prompt: int
     new: int
 
@@ -53,11 +52,11 @@ class Feature:
 
     Attributes:
         kind: "maths" changes what is computed, "numbers" only sizes and scales, "file" only how
-            the checkpoint is written, "input" only what the model is fed. Numbers and files compile
-            to nothing new, and an "input" comes from a checkpoint that another feature takes round.
-        config: fields over the family's sizes.
+            the checkpoint is written, "input" only the model's inputs. Numbers and files compile
+            to nothing new, and another feature has the round trip of an "input"'s checkpoint.
+        config: fields that override the family's sizes.
         inputs: "plain", "packed", "left padding" or "right padding".
-        rewrite: edits config.json (of a wrapper: its text_config) before anyone reads it.
+        rewrite: a function that edits config.json (a wrapper's text_config) before a load.
     """
 
     kind: str = "maths"
@@ -69,18 +68,18 @@ class Feature:
 
 
 class Inputs(NamedTuple):
-    """What a model is fed; `ours` and `theirs` are keywords that mean the same."""
+    """A model's inputs; `ours` and `theirs` are keywords that mean the same."""
 
     ids: Tensor
     labels: Tensor
     ours: dict[str, Tensor]
     theirs: dict[str, Any]
     real: Tensor  # tokens that are not padding
-    exact_labels: Tensor  # labels with those that transformers cannot leave out by itself
+    exact_labels: Tensor  # labels for transformers, without those that ours ignores by itself
 
 
 def has(family: str, name: str) -> bool:
-    """Whether the family's config has a field of this name."""
+    """Return whether the family's config has a field of this name."""
     return name in {each.name for each in dataclasses.fields(_config_class(family))}
 
 
@@ -89,12 +88,12 @@ def _config_class(family: str) -> Any:
 
 
 def _always_slides(family: str) -> bool:
-    """Whether half of its layers have a window without being asked, as in Gemma since 2."""
+    """Return whether half of its layers have a window by default, as in Gemma since 2."""
     return has(family, "query_pre_attn_scalar")
 
 
 def sizes(family: str, scale: Scale = TINY) -> Json:
-    """The config every feature of the family starts from."""
+    """Return the config that every feature of the family starts from."""
     config: Json = {
         "vocab_size": scale.vocab or families.FAMILIES[family].vocabulary,
         "hidden_size": scale.hidden,
@@ -120,7 +119,7 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
 
 
 def rope_types(family: str, scale: Scale) -> dict[str, Json]:
-    """A `rope_parameters` of every type, most with sequences beyond the trained length."""
+    """Return `rope_parameters` of every type; in most, sequences exceed the trained length."""
     beyond = {"original_max_position_embeddings": scale.trained}
     takes_head_dim = families.FAMILIES[family].takes_head_dim
     pairs = (scale.head_dim if takes_head_dim else scale.hidden // scale.heads) // 2
@@ -136,7 +135,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
             **beyond,
             "mscale": 0.7,
             "mscale_all_dim": 1.1,
-            # not read where rope is nested by layer type
+            # transformers does not read this if rope is nested by layer type
             **({} if has(family, "rope_local_base_freq") else {"truncate": False}),
         },
         "yarn rope, attention_factor": {
@@ -169,7 +168,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
 
 
 def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
-    """Everything the family is compared on, by name."""
+    """Return all features of the family, by name."""
     cls, tested = _config_class(family), families.FAMILIES[family]
     activation = cls.activation_field
     two_ropes, tied = has(family, "rope_local_base_freq"), cls.tie_word_embeddings
@@ -215,7 +214,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     for name, parameters in rope_types(family, scale).items():
         longest = 2 * scale.seq if name == "longrope, short" else scale.trained
         extra = {} if "yarn" in name or name == "longrope" else {"max_position_embeddings": longest}
-        # The types whose angles depend on the length of the call are computed another way.
+        # The angles of these types depend on the length of the call, so other code computes them.
         kind = "maths" if name in ("longrope", "dynamic rope") else "numbers"
         found[name] = Feature(kind, {**rope(1e4, parameters), **extra})
     if tested.sliding is not None and not _always_slides(family):
@@ -274,7 +273,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 rewrite=lambda raw: raw.pop("layer_types"),
             ),
         }
-    if cls.head_dim is None:  # by default it follows from hidden_size
+    if cls.head_dim is None:  # the default follows from hidden_size
         if tested.takes_head_dim:
             found["head_dim from hidden"] = Feature("numbers", {"head_dim": None})
         else:
@@ -288,7 +287,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         del found["erf gelu"]
     if has(family, "attention_bias"):
         found["attention_bias"] = Feature(config={"attention_bias": True})
-    if tested.text_model:  # its features are the text model's; here, what the wrapper may change
+    if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
             *(
                 "basic",
@@ -322,13 +321,13 @@ def _rope_by_layer_type(theta: float, parameters: Json, local: float = 1e4) -> J
 
 
 def old_spelling(raw: Json) -> None:
-    """What transformers 4 wrote, with keys that nobody reads among the rest."""
+    """Rewrite a config as transformers 4 wrote it, with some keys that no reader uses."""
     rope = raw.pop("rope_parameters")
     if "full_attention" in rope:
         raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
-    # Gemma 3 came after the rename of "type", and would not be scaled by it.
+    # Gemma 3 came after the rename of "type", and does not read that key.
     key = "rope_type" if "rope_local_base_freq" in raw else "type"
     scaling = {key: rope.pop("rope_type"), **rope}
     raw["rope_scaling"] = None if scaling == {key: "default"} else scaling
@@ -338,12 +337,12 @@ def old_spelling(raw: Json) -> None:
 
 
 def config_class(family: str) -> Any:
-    """transformers' config of the family."""
+    """Return transformers' config class of the family."""
     return getattr(transformers, families.FAMILIES[family].hf[0])
 
 
 def _leave_out(family: str) -> Callable[[Json], None]:
-    """Drop every key that says what transformers assumes anyway, as files on the hub do."""
+    """Drop every key that holds transformers' default, as files on the hub do."""
 
     def rewrite(raw: Json) -> None:
         default = config_class(family)().to_dict()
@@ -361,7 +360,7 @@ def _leave_out(family: str) -> Callable[[Json], None]:
 
 
 def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> Inputs:
-    """Two rows of tokens, the padding token among them, some labels ignored."""
+    """Make two rows of tokens with the padding token among them and some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     rows, seq = 2, scale.seq
     # A wrapper's last three tokens stand for images.
@@ -387,7 +386,7 @@ def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> In
         real = mask.bool()
         labels = labels.masked_fill(~real, -100)
         if kind == "left padding":
-            # Predicted from padding, which sees nothing: transformers itself has two answers.
+            # Padding attends to no token, and transformers' backends differ in what follows it.
             labels[0, padding] = -100
         exact = labels
     return Inputs(ids, labels, ours, theirs, real, exact)

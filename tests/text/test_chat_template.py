@@ -62,7 +62,7 @@ def test_rendering_equals_transformers(folder, template):
         assert "never seen" not in text or template == JSON
         ids = ours.apply_chat_template(TALK, **options)
         assert ids == theirs.apply_chat_template(TALK, return_dict=False, **options)
-        # the template writes its own bos, and no second one is put in front
+        # the template writes its own bos, so the tokenizer adds none
         assert ids == ours.encode(text, add_special_tokens=False)
 
 

@@ -31,8 +31,8 @@ def test_tokenizer_model_equals_transformers(spm, tmp_path, config):
     ]
     texts = [*TEXTS, *drawn]
     if config.get("legacy"):
-        # Every stretch of text has a prefix then; where one begins with a space, transformers 5 has
-        # none (see test_leading_spaces_are_sentencepieces).
+        # Then each piece of text between special tokens gets a prefix. transformers 5 omits it if
+        # the piece begins with a space (see test_leading_spaces_are_sentencepieces).
         texts = [re.sub(r"([>\]]) +", r"\1", text) for text in texts]
     assert_same(theirs, ours, texts)
 
@@ -43,7 +43,7 @@ def test_leading_spaces_are_sentencepieces(spm, tmp_path):
     for text in [" the dog", "   the", "\n the", " "]:
         assert ours.encode(text, add_special_tokens=False) == model.encode(text)
         assert ours.decode(ours.encode(text)) == text
-    # after a special token the text is taken as it is
+    # text after a special token gets no prefix
     ids = ours.encode("<|im|>the<|im|> the", add_special_tokens=False)
     assert ids.count(360) == 2
     assert ours.decode(ids, skip_special_tokens=False) == "<|im|>the<|im|> the"
@@ -58,7 +58,7 @@ def test_a_bare_tokenizer_model_has_its_own_special_tokens(spm, tmp_path):
 
 
 def test_a_model_without_prefix_space_gets_none(tmp_path):
-    """As Gemma's."""
+    """Gemma's tokenizer adds no prefix space."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
         model_prefix=str(tmp_path / "tokenizer"),

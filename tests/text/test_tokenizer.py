@@ -49,5 +49,5 @@ def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
     assert ours.decode(torch.tensor(ids)) == "the dog"
     assert ours.decode([*ids, 10**6, -100]) == "the dog"
     assert ours.decode(ids[-1]) == ours.decode(ids[-1:])
-    # the file was saved with truncation to 4 tokens switched on, which is not obeyed
+    # the file asks for truncation to 4 tokens, which encode ignores
     assert len(ours.encode("the quick brown fox jumps over the lazy dog")) > 4

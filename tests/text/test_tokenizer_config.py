@@ -19,26 +19,38 @@ def test_special_tokens_map_serves_where_the_config_is_silent(bpe, tmp_path):
 
 
 def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, subtests):
-    for name, content, key in (
-        ("tokenizer_config.json", "[" * 100_000, "nested too deep"),
-        ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "too many digits"),
-        ("tokenizer_config.json", '{"a": 1, "a": 2}', "key 'a' appears twice"),
-        ("tokenizer_config.json", '{"bos_token": 5}', "'bos_token' is 5"),
-        ("tokenizer_config.json", '{"eos_token": {"x": 1}}', "'eos_token' is {'x': 1}"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "'added_tokens_decoder' is"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "'added_tokens_decoder'"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": 4}}', "'added_tokens_decoder'"),
-        ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is 5"),
-        ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),
-        ("special_tokens_map.json", '{"pad_token": []}', r"'pad_token' is \[\]"),
-        ("chat_template.jinja", b"\xff", "cannot be read"),
-        ("tokenizer.json", "", "not a tokenizer file"),
-        ("tokenizer.json", "{}", "not a tokenizer file"),
+    for number, (name, content, key) in enumerate(
+        (
+            ("tokenizer_config.json", "[" * 100_000, "nested too deep"),
+            ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "too many digits"),
+            ("tokenizer_config.json", '{"a": 1, "a": 2}', "key 'a' appears twice"),
+            ("tokenizer_config.json", '{"bos_token": 5}', "'bos_token' is 5"),
+            ("tokenizer_config.json", '{"eos_token": {"x": 1}}', "'eos_token' is {'x': 1}"),
+            ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "'added_tokens_decoder' is"),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"x": {}}}',
+                "'added_tokens_decoder'",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"1": 4}}',
+                "'added_tokens_decoder'",
+            ),
+            ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is 5"),
+            ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),
+            ("special_tokens_map.json", '{"pad_token": []}', r"'pad_token' is \[\]"),
+            ("chat_template.jinja", b"\xff", "cannot be read"),
+            ("tokenizer.json", "", "not a tokenizer file"),
+            ("tokenizer.json", "{}", "not a tokenizer file"),
+        )
     ):
         with subtests.test(f"{name}: {content[:40]!r}"):
-            (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
             content = content if isinstance(content, bytes) else content.encode()
-            (tmp_path / name).write_bytes(content)
+            (folder / name).write_bytes(content)
             with pytest.raises(CheckpointError, match=key) as caught:
-                Tokenizer.from_hf(tmp_path)
-            assert str(caught.value).startswith(f"{tmp_path / name}: ")
+                Tokenizer.from_hf(folder)
+            assert str(caught.value).startswith(f"{folder / name}: ")

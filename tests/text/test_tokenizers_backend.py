@@ -17,7 +17,7 @@ from tests.text.folders import FAST, TEXTS, added, assert_same, configure
         {**FAST, "add_bos_token": True, "add_eos_token": True},
         {**FAST, "bos_token": None, "add_bos_token": True},
         {**FAST, "eos_token": "<|im|>", "pad_token": "<|im|>"},
-        {**FAST, "pad_token": "[PAD]"},  # not in the vocabulary: it is appended
+        {**FAST, "pad_token": "[PAD]"},  # this is not in the vocabulary, so it is appended
         {
             **FAST,
             "eos_token": {"content": "</s>", "__type": "AddedToken"},

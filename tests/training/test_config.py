@@ -1,4 +1,4 @@
-"""The options of a run: their types, their limits, and what may change on resume."""
+"""The options of a run: their types and limits, and which ones may change on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading text and JSONL: what becomes a document, what becomes a target, and what is refused."""
+"""Text and JSONL files: the documents and targets they become, and the refused ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOS, EOS = 1, 2
 
 
 class Letters:
-    """A tokenizer of characters, with ids from 10, and a template with a turn's end."""
+    """A tokenizer of characters, with ids from 10 and a template that ends each turn."""
 
     eos_token_id = EOS
 
@@ -27,7 +27,7 @@ class Letters:
 
 
 class Pairs(Letters):
-    """Merges "ab" into one token, so that a boundary between a and b is none between tokens."""
+    """A tokenizer that merges "ab" into one token, across the boundary of two texts."""
 
     def encode(self, text, add_special_tokens=True):
         ids = super().encode(text.replace("ab", "\x00"), False)
@@ -35,7 +35,7 @@ class Pairs(Letters):
 
 
 def plain(document):
-    """What a Letters document says, and the same with a dot where nothing is learnt."""
+    """Return a Letters document's text, and the same with a dot for each ignored token."""
     names = {BOS: "^", EOS: "$"}
     text = [names.get(int(i)) or chr(int(i) - 10) for i in document.ids]
     return "".join(text), "".join(c if t else "." for c, t in zip(text, document.loss_mask))

@@ -210,7 +210,7 @@ def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text,
     (first.output_dir / "notes.txt").write_text("mine")
     with pytest.raises(LigerError, match="holds another run"):
         run(checkpoint, text, tmp_path / "run", max_steps=1)
-    with pytest.raises(DataError):  # a mistake in the new run leaves the old one alone
+    with pytest.raises(DataError):  # a mistake in the new run leaves the old one unchanged
         run(checkpoint, tmp_path / "none.txt", tmp_path / "run", overwrite_output_dir=True)
     with pytest.raises(LigerError, match="would remove the model"):
         run(first.model_dir, text, tmp_path / "run", overwrite_output_dir=True)
@@ -226,7 +226,7 @@ def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, tex
     none = run(checkpoint, text, tmp_path / "b", max_steps=1, eval_fraction=0, save_steps=0)
     assert kept.eval_loss_before is not None and kept.metrics[0]["step"] == 0
     assert none.eval_loss_before is None and none.perplexity_after is None
-    # neither takes anything from the training data
+    # neither holds out training data
     assert same(kept.model.state_dict(), none.model.state_dict())
     assert not (kept.output_dir / "checkpoints").exists()
 

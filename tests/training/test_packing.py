@@ -1,4 +1,4 @@
-"""Packing: every target once, boundaries kept, an order that follows from the seed."""
+"""Packing: every target occurs once, boundaries are kept, and the seed gives the order."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_epoch_visits_every_row_once_and_the_next_in_another_order():
     second = [order(i) for i in range(20, 40)]
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
-    # without state: asked anew from the middle, as after a resume, the answer is the same
+    # the order has no state, so a resumed run gets the same order from the middle
     assert [row_order(20, seed=1)(i) for i in range(15, 25)] == (first + second)[15:25]
     assert [row_order(20, seed=2)(i) for i in range(20)] != first
 

@@ -1,4 +1,4 @@
-"""The run folder: what is refused, what survives, what a checkpoint holds."""
+"""The run folder: its checkpoints, its metrics, and the folders that a run refuses."""
 
 from __future__ import annotations
 

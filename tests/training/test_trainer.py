@@ -18,7 +18,7 @@ from tests.training.tiny_run import make_checkpoint, tiny_config
 
 
 def make_rows(count=24, seq_len=32, seed=0):
-    """Documents of unequal lengths, of which some learn only their last few tokens."""
+    """Make documents of unequal lengths; in half of them only the last tokens are targets."""
     rng = np.random.default_rng(seed)
     documents = []
     for i in range(count):
@@ -37,7 +37,7 @@ def make_trainer(rows, eval_rows=None, **options):
 
 
 def test_the_head_spares_the_rows_of_prompts(monkeypatch):
-    """Where many targets are ignored the head is told how many are not; the loss is the same."""
+    """If many targets are ignored, the head gets the number of the others; the loss is equal."""
     rows = make_rows()
     given = []
 
@@ -188,7 +188,7 @@ def test_bf16_mixed_keeps_float32_weights_and_states():
 
 
 def beside_transformers(folder, rows, steps, rate):
-    """Losses of our steps, and of the same steps by transformers in plain PyTorch."""
+    """Return the losses of our steps, and of the same steps by transformers."""
     transformers = pytest.importorskip("transformers")
     ours = AutoLiger.from_hf(folder, dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -210,7 +210,7 @@ def beside_transformers(folder, rows, steps, rate):
     for step in range(steps):
         (batch,) = trainer.micro_batches(step)
         loss, _, now = trainer.step(step, [batch])
-        # plain causal attention: these rows hold one document each
+        # each row holds one document, so causal attention is enough
         logits = theirs(batch.input_ids).logits[:, :-1].flatten(0, 1)
         other = torch.nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten())
         other.backward()
