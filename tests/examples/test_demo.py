@@ -35,7 +35,7 @@ def test_the_demo_runs_through(smollm2, tmp_path):
     model.save_hf(tmp_path / "tiny")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2 / name, tmp_path / "tiny" / name)
-    command = [sys.executable, str(DEMO), "--model", str(tmp_path / "tiny"), "--max-steps", "3"]
+    command = [sys.executable, str(DEMO), "--model", str(tmp_path / "tiny"), "--max-steps", "1"]
     done = subprocess.run(
         [*command, "--output-dir", str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(DEMO.parents[1])},
@@ -45,7 +45,7 @@ def test_the_demo_runs_through(smollm2, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     perplexities = [float(x) for x in re.findall(r"held-out perplexity ([\d.]+)", done.stdout)]
-    assert len(perplexities) == 4
+    assert len(perplexities) == 2  # before and after the step
     assert perplexities[-1] < perplexities[0]
     assert float(re.search(r"largest logit difference.*: ([\d.e+-]+) ", done.stdout)[1]) < 1e-4
     assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()

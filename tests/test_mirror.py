@@ -1,0 +1,48 @@
+"""tests/ mirrors ligermodels/: each module has a test file of its name, or a reason here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ligermodels import cli
+from ligermodels.models.auto import families
+
+ROOT = Path(__file__).parent.parent
+PACKAGE, TESTS = ROOT / "ligermodels", ROOT / "tests"
+# Modules and folders without a mirror, and the tests that cover them.
+ELSEWHERE = {
+    "__main__.py": "tests/cli/test_finetune.py starts the module",
+    "converters/dtypes.py": "it is a table, which the loads and saves read",
+    "kernels/dtypes.py": "it is a table, which the ops read",
+    "kernels/checks.py": "the tests of the ops",
+    "kernels/loss_options.py": "the tests of cross_entropy and linear_cross_entropy",
+    "kernels/linear_cross_entropy/loops.py": "test_functions.py beside it",
+    "kernels/linear_cross_entropy/strategies.py": "test_functions.py beside it",
+    "kernels/reference": "tests/kernels/test_<op>.py",
+    "kernels/triton": "tests/kernels/test_<op>.py",
+}
+
+
+def mirror(module: Path) -> Path:
+    return TESTS / module.parent / f"test_{module.name}"
+
+
+def test_each_module_has_a_test_file_of_its_name() -> None:
+    # Tests of all families take a family as a parameter: see tests/models/test_parity.py.
+    own = {f"models/{cls.__module__.rpartition('.')[2]}.py" for cls in families().values()}
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE)
+        covered = {str(module), *map(str, module.parents)} & (own | ELSEWHERE.keys())
+        if module.name != "__init__.py" and not covered and not mirror(module).is_file():
+            missing.append(str(module))
+    assert not missing, f"no test file of its name, and no reason in ELSEWHERE: {missing}"
+
+
+def test_the_reasons_are_of_files_that_exist() -> None:
+    assert [name for name in ELSEWHERE if not (PACKAGE / name).exists()] == []
+
+
+def test_each_command_has_its_test_file() -> None:
+    names = [module.__name__.rpartition(".")[2] for module in cli.COMMANDS]
+    assert [name for name in names if not (TESTS / "cli" / f"test_{name}.py").is_file()] == []
