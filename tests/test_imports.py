@@ -110,7 +110,7 @@ def test_importing_takes_neither_triton_nor_transformers() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_every_public_name_can_be_imported() -> None:
     import ligermodels
 
     for name in ligermodels.__all__:

@@ -39,7 +39,7 @@ def test_each_module_has_a_test_file_of_its_name() -> None:
     assert not missing, f"no test file of its name, and no reason in ELSEWHERE: {missing}"
 
 
-def test_the_reasons_are_of_files_that_exist() -> None:
+def test_every_reason_names_a_file_that_exists() -> None:
     assert [name for name in ELSEWHERE if not (PACKAGE / name).exists()] == []
 
 

@@ -44,7 +44,7 @@ def test_torch_is_imported_with_the_first_public_name_only() -> None:
     assert python("from ligermodels import *; print(LigerLlama.__name__)") == "LigerLlama"
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_a_name_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'LigerLama'"):
         _ = ligermodels.LigerLama
     with pytest.raises(ImportError, match="LigerLama"):

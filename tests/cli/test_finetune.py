@@ -82,7 +82,7 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert out.startswith("training loss ")
 
 
-def test_resuming_where_no_run_is(call, tmp_path):
+def test_resuming_a_folder_without_a_run_is_refused(call, tmp_path):
     result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
     assert_one_line(result, "nothere: holds no run to resume")
 

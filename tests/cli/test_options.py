@@ -21,7 +21,7 @@ def test_sizes(subtests):
             assert byte_size(text) == size
 
 
-def test_what_is_no_size(subtests):
+def test_bad_sizes_are_refused(subtests):
     for text in ("", "big", "GB", "-1GB", "0", "0.1", "nan", "inf", "1e999GB"):
         with subtests.test(repr(text)):
             with pytest.raises(argparse.ArgumentTypeError, match="not a size"):

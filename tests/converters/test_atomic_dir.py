@@ -72,7 +72,7 @@ def replace_and_die(target, after):
     replace(target)
 
 
-def test_killed_anywhere_it_is_old_or_new(tmp_path, way):
+def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
     """A process is killed before its n-th call that changes or reads the disk, for every n."""
     seen = set()
     for after in range(100):

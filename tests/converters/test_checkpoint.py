@@ -142,7 +142,7 @@ def test_quantised_parts_lead_the_message(make, subtests):
             assert "is part of a quantised weight" in first and f"  {Q} is missing" in rest
 
 
-def test_bitsandbytes_is_told_by_its_bytes(make):
+def test_bitsandbytes_weights_are_recognised_by_their_dtype(make):
     add = {Q: torch.zeros(128, 1, dtype=torch.uint8), f"{Q}.absmax": torch.ones(4)}
     folder, config = make(add={**add, f"{Q}.quant_map": torch.ones(16)})
     with pytest.raises(CheckpointError, match=f"'{Q}' is stored as U8: quantised"):
@@ -229,7 +229,7 @@ def test_symlinks_are_followed(make, tmp_path):
     native(Checkpoint(links), LigerLlama.weight_map(config), torch.bfloat16)
 
 
-def test_bitwise_equal_tells_what_equality_does_not():
+def test_bitwise_equal_tells_nan_and_signed_zeros_apart():
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert bitwise_equal(nan, nan.clone()) and not bitwise_equal(zero, -zero)
     assert not bitwise_equal(zero, zero.bfloat16()) and not bitwise_equal(zero, torch.zeros(2))

@@ -132,7 +132,7 @@ def test_modes_follow_the_umask(make, tmp_path, subtests):
                 assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
 
 
-def test_saving_again_removes_what_is_stale_and_keeps_what_is_the_users(make, tmp_path):
+def test_saving_again_removes_stale_files_and_keeps_the_users(make, tmp_path):
     folder, config = make(shards=3)
     (folder / "notes.txt").write_text("mine")
     (folder / "runs").mkdir()
@@ -180,7 +180,7 @@ def test_a_damaged_index_is_replaced_and_names_none_of_the_users_files(make, ind
     assert not (folder / "model.safetensors.index.json").exists()
 
 
-def test_half_a_surrogate_pair_comes_out_as_it_came_in(make, tmp_path):
+def test_half_a_surrogate_pair_is_exported_unchanged(make, tmp_path):
     folder, config = make(name_of_it="\ud800", accent="é")
     resave(folder, config, tmp_path / "out")
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -200,7 +200,7 @@ def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
     assert (out / "tokenizer.model").read_bytes() == TOKENIZER["tokenizer.model"]
 
 
-def test_additional_chat_templates_come_along_and_onto_themselves(make, tmp_path):
+def test_additional_chat_templates_are_copied_also_onto_themselves(make, tmp_path):
     folder, config = make()
     templates = folder / "additional_chat_templates"
     templates.mkdir()

@@ -109,7 +109,9 @@ def each_call(place, every, **options):
 
 @every
 @pytest.mark.parametrize("existing", [True, False])
-def test_killed_before_any_call_it_is_old_or_new(make, tmp_path, way, existing, every):
+def test_after_a_kill_before_any_call_the_folder_is_old_or_new(
+    make, tmp_path, way, existing, every
+):
     place = Place(make, tmp_path / "place", existing)
     names, outcomes = set(), []
     for call, status, name in each_call(place, every):

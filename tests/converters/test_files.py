@@ -51,7 +51,7 @@ def test_json_keeps_what_python_can_hold():
     assert value["c"] == "\ud800" and value["d"] == 12345678901234567890123
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, subtests):
+def test_pipes_folders_and_devices_are_refused_at_once(tmp_path, subtests):
     for kind in ("pipe", "folder", "device", "loop", "null byte"):
         with subtests.test(kind):
             path, message = tmp_path / kind, "is no regular file"
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, subtests):
                 read_json(path, ConfigError)
 
 
-def test_what_is_no_number(subtests):
+def test_is_number_refuses_other_values(subtests):
     for value in (True, None, "1", [1], float("nan"), 10**400):
         with subtests.test(repr(value)[:40]):
             assert not is_number(value)

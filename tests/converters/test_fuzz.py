@@ -107,7 +107,7 @@ def test_broken_checkpoints(tmp_path, report, family, cases):
 
 @pytest.mark.filterwarnings("ignore:.*tensors left out")
 @pytest.mark.parametrize("family", families())
-def test_what_is_only_written_otherwise_loads(tmp_path, family):
+def test_another_order_and_whitespace_load(tmp_path, family):
     """A loader that refuses everything would fail here."""
     rng = random.Random(family)
     for seed in seeds(family):

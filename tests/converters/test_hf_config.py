@@ -99,7 +99,7 @@ def test_a_config_made_in_python_is_written_whole():
     assert hf.hidden_size == 64 and hf.rope_parameters["rope_type"] == "yarn"
 
 
-def test_refused_with_file_and_key(tmp_path, subtests):
+def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
     for key, value, message in (
         ("model_type", "mistral", "'model_type' is 'mistral'; this class reads 'llama'"),
         ("model_type", None, "'model_type' is None"),
@@ -195,7 +195,7 @@ def test_absent_config(tmp_path):
         read_config(tmp_path / "absent")
 
 
-def test_extra_is_a_copy_of_its_own():
+def test_extra_is_an_independent_copy():
     raw = {**CONFIG, "mine": [1]}
     config = parse(raw)
     raw["mine"].append(2)

@@ -222,7 +222,7 @@ OWN_FIELDS = {
 }
 
 
-def test_mistral_always_says_which_window() -> None:
+def test_mistral_always_writes_its_window() -> None:
     assert to_hf(parse({"model_type": "mistral"}))["sliding_window"] == 4096
     for raw in ({"model_type": "mistral", "sliding_window": None}, {"model_type": "mistral"}):
         config = parse(raw)
@@ -256,7 +256,7 @@ def test_the_old_name_of_the_rope_type_loses_in_gemma_3() -> None:
     assert parse(raw).rope_scaling == LINEAR
 
 
-def test_refused_by_name(subtests: pytest.Subtests) -> None:
+def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for family, keys, message in (
         ("llama", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
@@ -334,7 +334,7 @@ def test_refused_by_name(subtests: pytest.Subtests) -> None:
             assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_another_family_implements_is_not_refused_where_it_is() -> None:
+def test_a_field_is_accepted_in_the_family_that_implements_it() -> None:
     assert parse({"model_type": "gemma2"}).attn_logit_softcapping == 50.0
     assert parse({"model_type": "gemma3_text"}).final_logit_softcapping is None
 

@@ -94,7 +94,7 @@ def test_the_spellings_of_an_export_agree():
     assert exported["rope_scaling"] is None
 
 
-def test_a_contradiction_stays_as_it_came_and_means_the_same():
+def test_a_contradiction_is_exported_unchanged():
     raw = {**BASE, "rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}
     exported = to_hf(parse(raw))
     assert exported["rope_theta"] == 5.0 and exported["rope_scaling"]["rope_theta"] == 7.0
@@ -140,7 +140,7 @@ def test_a_rope_that_is_changed_is_written_in_every_spelling():
     }
 
 
-def test_longrope_has_its_length_where_transformers_4_reads_it():
+def test_longrope_writes_its_length_where_transformers_4_reads_it():
     factors = [1.0] * 64
     scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
     scaling |= {"factor": 4.0, "original_max_position_embeddings": 16}

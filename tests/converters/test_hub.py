@@ -120,7 +120,7 @@ def test_local_folders_are_taken_as_they_are(make, monkeypatch):
         resolve(folder, revision="v1")
 
 
-def test_what_cannot_be_an_id_is_an_absent_folder(subtests):
+def test_a_name_that_is_no_hub_id_is_an_absent_folder(subtests):
     for name in (
         *("/no/where", "./absent", "../a/b", "a/b/c", "~/absent/x", "a b"),
         *("~nobody-of-this-name/x", "x" * 200, "a/" * 3000, "a\0b", "a\nb", "\ud800"),
@@ -164,7 +164,7 @@ def test_without_weights_only_small_files_come(fake):
     assert {p.name for p in folder.iterdir()} == {"config.json", *TOKENIZER} == fake.fetched()
 
 
-def test_additional_chat_templates_come_too(fake):
+def test_additional_chat_templates_are_downloaded(fake):
     templates = fake.repos[REPO] / "additional_chat_templates"
     (templates / "deeper").mkdir(parents=True)
     (templates / "tool_use.jinja").write_text("{{ tools }}")
@@ -173,7 +173,7 @@ def test_additional_chat_templates_come_too(fake):
     assert [p.relative_to(found).as_posix() for p in found.rglob("*")] == ["tool_use.jinja"]
 
 
-def test_what_is_cached_is_not_fetched_again(fake):
+def test_cached_files_are_not_fetched_again(fake):
     first = resolve(REPO)
     fake.log.clear()
     assert resolve(REPO) == first
@@ -196,7 +196,7 @@ def test_without_a_connection_the_cache_serves_with_a_warning(fake, monkeypatch,
     assert "no connection" in caplog.text and "using the cached copy" in caplog.text
 
 
-def test_offline_and_not_or_half_cached(fake, monkeypatch):
+def test_offline_without_a_whole_cached_copy_is_refused(fake, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set, and nothing .* unset") as e:
         resolve(REPO)

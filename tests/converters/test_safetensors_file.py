@@ -172,7 +172,7 @@ def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
             assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, subtests):
+def test_pipes_folders_and_devices_are_refused_at_once(tmp_path, subtests):
     for kind in ("pipe", "folder", "device"):
         with subtests.test(kind):
             path = tmp_path / f"{kind} w.safetensors"

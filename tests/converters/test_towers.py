@@ -121,7 +121,7 @@ def test_its_own_class_loads_it_too(saved: Path) -> None:
         LigerGemma3.from_hf(saved)
 
 
-def test_nothing_is_said_of_a_text_model_alone(saved: Path, tmp_path: Path) -> None:
+def test_a_text_model_alone_gives_no_warning(saved: Path, tmp_path: Path) -> None:
     load(saved).save_hf(tmp_path / "export")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def parse(raw: dict[str, Any]) -> Gemma3Config:
     return Gemma3Config(**fields_from_hf(raw, Gemma3Config))
 
 
-def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
+def test_a_published_wrapper_leaves_most_keys_out() -> None:
     """The keys are those of gemma-3-27b-it's config.json."""
     text = {
         "head_dim": 128,
@@ -208,7 +208,7 @@ def test_a_wrapper_as_published_leaves_out_almost_everything() -> None:
     assert exported.layer_types == hf.layer_types and exported.head_dim == hf.head_dim == 128
 
 
-def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
+def test_the_wrappers_keys_override_its_text_config() -> None:
     inner = {"tie_word_embeddings": True, "torch_dtype": "float32", "eos_token_id": 1}
     raw = {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": False, **TOP}
     config = parse(raw)
@@ -224,7 +224,7 @@ def test_what_the_wrapper_says_holds_for_the_text_model() -> None:
     assert unknown_keys({**raw, "text_config": {"mine": 1}}, Gemma3Config) == {"mine": 1}
 
 
-def test_a_wrapper_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
+def test_a_contradictory_wrapper_is_refused(subtests: pytest.Subtests) -> None:
     for keys, message in (
         ({"text_config": 5}, "'text_config' is 5, expected an object"),
         ({"text_config": {"model_type": "llama"}}, "'text_config.model_type' is 'llama'"),

@@ -35,7 +35,7 @@ def test_a_stored_tied_head_counts_as_its_original(make):
     assert verify(folder, LigerLlama).ok
 
 
-def test_what_differs_is_reported(make, monkeypatch):
+def test_differences_are_reported(make, monkeypatch):
     folder, _ = make()
     original = module.to_hf
 
@@ -75,7 +75,7 @@ def test_a_null_rope_parameters_is_not_a_difference(make):
     assert verify(folder, LigerLlama).ok
 
 
-def test_what_cannot_be_loaded_is_an_error(make):
+def test_a_checkpoint_that_does_not_load_is_an_error(make):
     folder, _ = make(drop=["model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
         verify(folder, LigerLlama)
@@ -100,7 +100,7 @@ def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     assert report.differences == ("model.norm.weight: differs", "tokenizer.json: differs")
 
 
-def test_a_copy_in_another_dtype_than_said_differs(make, tmp_path):
+def test_a_copy_in_another_dtype_than_given_differs(make, tmp_path):
     folder, _ = make()
     LigerLlama.from_hf(folder, dtype=torch.float32).save_hf(tmp_path / "copy")
     for dtype in (None, torch.float16):

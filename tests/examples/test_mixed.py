@@ -53,7 +53,7 @@ NEW = [
 ]
 
 
-def test_it_is_told_what_was_loaded_and_what_is_new(source):
+def test_the_report_lists_loaded_and_new_parameters(source):
     model, report = mixed.start(source)
     llama = LigerLlama.from_hf(source).state_dict()
     assert sorted(report.loaded.values()) == sorted(llama)
@@ -151,19 +151,19 @@ def test_torch_compile_equals_eager(model, data):
         torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_report_on_kernels_knows_both_kinds_of_attention(model):
+def test_the_report_on_kernels_lists_both_kinds_of_attention(model):
     report = model.kernels()
     assert {"attention", "attention, window 8, soft cap 50", "qk_norm_rope"} <= report.keys()
     assert report["norm + linear, linear + rope, glu + linear"] == "fused"
 
 
-def test_it_does_not_pass_for_a_llama(model, tmp_path):
+def test_it_is_not_saved_as_a_llama(model, tmp_path):
     with pytest.raises(ConfigError, match="'mixed' has no weight map"):
         model.save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_pretrained_checkpoint_goes_in_whole(smollm2):
+def test_the_whole_pretrained_checkpoint_is_loaded(smollm2):
     _, report = mixed.start(smollm2)
     layers = 30
     assert len(report.loaded) == 2 + 6 * layers
@@ -171,7 +171,7 @@ def test_the_pretrained_checkpoint_goes_in_whole(smollm2):
     assert (report.mismatched, report.unused) == ({}, [])
 
 
-def test_it_runs_from_its_first_line_to_its_last(smollm2, tmp_path, capsys):
+def test_the_whole_example_runs(smollm2, tmp_path, capsys):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from examples import smollm2 as example
 
 
-def test_rows_of_a_head_go_back_to_halves():
+def test_rows_of_a_head_are_split_into_halves():
     heads, half, columns = 3, 4, 5
     original = torch.arange(heads * 2 * half * columns).view(heads * 2 * half, columns).float()
     paired = original.view(heads, 2, half, columns).transpose(1, 2).reshape(original.shape)

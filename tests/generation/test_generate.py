@@ -136,7 +136,7 @@ def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
 
 
 @pytest.mark.parametrize("family", families())
-def test_a_row_does_not_depend_on_its_company_or_the_kind_of_cache(family):
+def test_a_row_does_not_depend_on_the_other_rows_or_the_cache(family):
     model = random_model(family)
     options = {"max_new_tokens": 12, "eos_token_id": []}
     batch = generate(model, PROMPTS, **options)
@@ -147,7 +147,7 @@ def test_a_row_does_not_depend_on_its_company_or_the_kind_of_cache(family):
     assert torch.equal(generate(model, PROMPTS, cache=Everything(), **options), batch)
 
 
-def test_a_prompt_may_go_on_behind_what_a_cache_holds():
+def test_a_prompt_continues_the_tokens_in_a_cache():
     model = random_model("gemma2")
     ids, mask = left_padded(PROMPTS)
     options = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": []}
@@ -172,7 +172,7 @@ def test_the_cache_of_a_layer_is_as_long_as_its_window():
     assert caches[0].sizes == windows and len(set(windows)) == 2
 
 
-def test_a_layer_changed_by_hand_sees_what_it_asks_for():
+def test_the_cache_follows_a_layer_whose_window_was_changed():
     """The cache takes its sizes from the layers, even if they differ from the config."""
     model = random_model("mistral")
     for layer in model.layers:

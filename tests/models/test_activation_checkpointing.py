@@ -67,7 +67,7 @@ def test_gradients_are_the_same_with_every_second_layer() -> None:
         assert relative(grad, expected[name]) <= 1e-6, name
 
 
-def test_what_is_not_done_is_refused(subtests: pytest.Subtests) -> None:
+def test_unsupported_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for spelling in ("activation_checkpointing", "gradient_checkpointing"):
         for arguments, complaint in (
             ({"offload": True}, "offload=True is not implemented"),

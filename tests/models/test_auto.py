@@ -53,7 +53,7 @@ def test_family_of(tmp_path: Path) -> None:
     assert family_of(tmp_path) is LigerLlama
 
 
-def test_a_wrapper_is_of_its_text_models_family() -> None:
+def test_a_wrapper_and_its_text_model_are_one_family() -> None:
     assert families()["gemma3"] is families()["gemma3_text"] is LigerGemma3
 
 

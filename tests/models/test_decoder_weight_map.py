@@ -42,7 +42,7 @@ variants = pytest.mark.parametrize(
 
 
 @variants
-def test_it_is_made_of_exactly_transformers_tensors(
+def test_it_maps_exactly_transformers_tensors_to_our_parameters(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """The map names our parameters and transformers' tensors, and reads the latter bit by bit."""

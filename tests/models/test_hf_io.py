@@ -97,7 +97,7 @@ def test_a_wrapped_projection_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_model_of_ones_own_does_not_pass_for_its_configs_family(tmp_path: Path) -> None:
+def test_a_class_without_the_configs_family_is_not_saved(tmp_path: Path) -> None:
     class Mine(DecoderModel):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
@@ -126,7 +126,7 @@ def test_a_meta_model_is_not_saved(tmp_path: Path) -> None:
         model.save_hf(tmp_path / "b")
 
 
-def test_another_family_is_refused_by_both_ways_in(tmp_path: Path) -> None:
+def test_another_family_is_refused_by_both_loads(tmp_path: Path) -> None:
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
@@ -135,7 +135,7 @@ def test_another_family_is_refused_by_both_ways_in(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def test_a_config_changed_under_the_model_is_not_saved(tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_model_is_not_saved(tmp_path: Path) -> None:
     model = saved(tmp_path / "a")
     model.config.rms_norm_eps = 1e-3
     with pytest.raises(SaveError, match=r"config.rms_norm_eps is 0.001.*built with 1e-06"):
@@ -147,9 +147,7 @@ def test_a_config_changed_under_the_model_is_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "yarn"])
-def test_a_length_that_rope_computes_with_is_not_changed_by_a_save(
-    tmp_path: Path, rope: str
-) -> None:
+def test_a_save_refuses_a_changed_length_that_rope_uses(tmp_path: Path, rope: str) -> None:
     model = saved(tmp_path / "a")
     model.config.max_position_embeddings = 77  # plain rope does not use it
     model.save_hf(tmp_path / "b")

@@ -101,7 +101,7 @@ def test_a_smaller_module_leaves_the_rest_unused(source):
     assert report.unused == [n for n, _ in original.named_parameters() if n != EMBEDDING]
 
 
-def test_what_the_checkpoint_lacks_is_new_and_stays_as_it_was(source):
+def test_parameters_that_the_checkpoint_lacks_stay_unchanged(source):
     torch.manual_seed(2)
     model = LigerQwen3(Qwen3Config(**SIZES))
     before = values(model)
@@ -115,7 +115,7 @@ def test_what_the_checkpoint_lacks_is_new_and_stays_as_it_was(source):
     assert report.unused == []
 
 
-def test_names_can_be_changed_left_out_and_are_told(source):
+def test_names_can_be_changed_or_left_out(source):
     module = nn.ModuleDict({"norm": ll.RMSNorm(48), "one": nn.Linear(48, 80, bias=False)})
     names = {"norm.weight": None, "layers.1.self_attn.qkv_proj.weight": "one.weight"}
     report = load_pretrained(module, source, rename=lambda name: names.get(name, name))
@@ -126,7 +126,7 @@ def test_names_can_be_changed_left_out_and_are_told(source):
     assert "one.weight <- layers.1.self_attn.qkv_proj.weight" in str(report)
 
 
-def test_other_towers_are_left_out_and_told(tmp_path):
+def test_other_towers_are_left_out_and_reported(tmp_path):
     torch.manual_seed(1)
     text = LigerGemma3(Gemma3Config(**SIZES))
     text.save_hf(tmp_path)
@@ -176,7 +176,7 @@ def test_a_packed_parameter_is_named_by_its_first_tensor(source):
     assert "[80, 48] in the checkpoint, [144, 48] in the module" in message
 
 
-def test_mismatches_can_be_allowed_and_are_told(source):
+def test_mismatches_can_be_allowed_and_are_reported(source):
     wide = llama(seed=2, vocab_size=101)
     before = values(wide)
     report = load_pretrained(wide, source, ignore_mismatched_sizes=True)
@@ -222,7 +222,7 @@ def sandwiched(model: LigerLlama) -> LigerLlama:
     return model
 
 
-def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
+def test_a_norm_in_another_place_does_not_take_the_weight(source):
     model = sandwiched(llama(seed=2))
     message = refused(
         model, source, "has its place before the MLP in the checkpoint's family, behind"
@@ -270,7 +270,7 @@ def test_one_parameter_under_two_names(tmp_path, source):
     assert torch.equal(model.head.proj.weight, llama(tie_word_embeddings=True).head.weight)
 
 
-def test_dtypes_memory_and_frozenness_stay_the_modules(source):
+def test_the_module_keeps_dtypes_memory_and_requires_grad(source):
     model = llama(seed=2).to(torch.bfloat16)
     model.norm.float()
     model.embed_tokens.requires_grad_(False)
@@ -312,7 +312,7 @@ def test_a_module_without_parameters_is_refused(source):
     refused(nn.Identity(), source, "no parameter of the checkpoint's names")
 
 
-def test_what_only_the_data_can_tell_leaves_the_module_alone(source):
+def test_a_nan_found_while_reading_leaves_the_module_unchanged(source):
     file = source / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"][3, 4] = float("nan")
@@ -363,7 +363,7 @@ def test_the_report_puts_layers_of_one_kind_in_a_line(source):
     assert "\n  ... and 8 more\n" in str(longest)
 
 
-def test_what_was_loaded_computes_what_the_checkpoint_computes(source):
+def test_a_loaded_module_computes_what_the_checkpoint_computes(source):
     model = llama(seed=2)
     load_pretrained(model, source)
     ids = torch.randint(0, 97, (2, 9))

@@ -72,7 +72,7 @@ def test_every_feature_changes_what_is_computed(family: str) -> None:
     assert not idle
 
 
-def test_the_published_table_is_of_this_zoo() -> None:
+def test_the_published_table_lists_this_zoo() -> None:
     """docs/parity.md lists these families and features; `make parity` writes it."""
     assert parity_table.rows(parity_table.PAGE.read_text()) == [
         (family, name) for family in zoo.FAMILIES for name in zoo.features(family)

@@ -18,7 +18,7 @@ def test_a_hub_id_is_fetched_without_its_weights(bpe, monkeypatch):
     assert asked == [("someone/model", "v2", False)]
 
 
-def test_what_cannot_be_used_is_named(tmp_path):
+def test_unusable_folders_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="there is no such folder"):
         Tokenizer.from_hf(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no tokenizer.model; found no tokenizer files"):

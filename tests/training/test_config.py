@@ -52,7 +52,7 @@ def test_paths_become_strings_and_one_file_a_list():
     assert (config.model, config.train_files, config.eval_files) == ("m", ["a.txt"], ["b", "c"])
 
 
-def test_what_is_trained_may_not_change_on_resume():
+def test_options_that_change_training_are_fixed_on_resume():
     assert {"train_files", "output_dir", "eval_steps", "save_steps", "resume"} <= FREE_ON_RESUME
     fixed = {"model", "separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
     assert not fixed & FREE_ON_RESUME

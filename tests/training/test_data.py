@@ -69,7 +69,7 @@ def test_the_order_is_that_of_the_files(tmp_path):
     assert [plain(d)[0] for d in read_documents(files, Letters())] == ["^b$", "^a$", "^c$"]
 
 
-def test_windows_line_ends_and_byte_order_marks_are_no_text(tmp_path):
+def test_windows_line_ends_and_byte_order_marks_are_removed(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo")
     assert plain(read_documents([file], Letters())[0])[0] == "^one\ntwo$"
@@ -141,7 +141,7 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     assert str(error.value) == f"{file}:1: the chat template fails: no chat template"
 
 
-def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
+def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(tmp_path):
     class Ends(Letters):
         def encode(self, text, add_special_tokens=True):
             ids = super().encode(text, add_special_tokens)
@@ -177,7 +177,7 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
             assert message in str(error.value)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path, subtests):
+def test_a_file_without_text_is_refused(tmp_path, subtests):
     for name, data, message in (
         ("a.txt", b"fine\n\xff", "a.txt:2: not UTF-8 text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: not UTF-8 text"),

@@ -76,7 +76,7 @@ def test_perplexity_falls_and_every_step_is_logged(finished):
     assert [json.loads(line) for line in lines] == finished.metrics
 
 
-def test_the_folder_holds_what_was_promised(finished):
+def test_the_folder_holds_plot_checkpoints_and_export(finished):
     assert (finished.output_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(file.name for file in (finished.output_dir / "checkpoints").iterdir())
     assert names == ["step-00000032.safetensors", "step-00000040.safetensors"]
@@ -327,7 +327,7 @@ def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"compile": True}])
-def test_on_a_gpu_the_ways_to_run_agree(checkpoint, text, tmp_path, changes):
+def test_on_a_gpu_checkpointing_and_compilation_change_nothing(checkpoint, text, tmp_path, changes):
     given = {"device": "cuda", "max_steps": 4, "precision": "float32"}
     plain = run(checkpoint, text, tmp_path / "a", **given)
     other = run(checkpoint, text, tmp_path / "b", **given, **changes)

@@ -135,7 +135,7 @@ def test_overwriting_what_the_run_reads_is_refused(folder):
     folder.check(False, True, [("training data", folder.path / "a.txt")])
 
 
-def test_what_is_no_run_cannot_be_resumed(folder, tmp_path):
+def test_a_folder_without_a_run_cannot_be_resumed(folder, tmp_path):
     folder.model_dir.mkdir()
     with pytest.raises(LigerError, match=r"no run\.json"):
         folder.check(True, False, [])

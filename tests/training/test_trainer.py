@@ -36,7 +36,7 @@ def make_trainer(rows, eval_rows=None, **options):
     return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
 
 
-def test_the_head_spares_the_rows_of_prompts(monkeypatch):
+def test_the_head_skips_the_rows_of_prompts(monkeypatch):
     """If many targets are ignored, the head gets the number of the others; the loss is equal."""
     rows = make_rows()
     given = []
@@ -135,7 +135,7 @@ def test_a_packed_step_equals_its_documents_one_by_one():
     assert loss.item() == pytest.approx(total / count, rel=1e-5)
 
 
-def test_a_step_is_the_same_whoever_used_the_generators_before():
+def test_a_step_does_not_depend_on_the_callers_generators():
     rows = make_rows()
     found = []
     for noise in (1, 2):
