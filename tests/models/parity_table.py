@@ -1,4 +1,4 @@
-"""Run the parity tests and write their measurements into a page of the docs.
+"""Runs the parity tests and writes what they measured into a page of the docs.
 
     python -m tests.models.parity_table            docs/parity.md, from tests/models/test_parity.py
     python -m tests.models.parity_table --gpu      docs/parity_gpu.md, from tests/gpu
@@ -53,7 +53,7 @@ GPU_NOTE = """\
 
 
 class Collector:
-    """A pytest plugin that collects the measurements of all workers."""
+    """A pytest plugin that keeps what the tests recorded, from every worker."""
 
     def __init__(self) -> None:
         self.errors: Errors = {}
@@ -70,7 +70,7 @@ class Collector:
 
 
 def cell(column: str, errors: dict[str, float]) -> str:
-    """Format an error for the table."""
+    """An error as the table shows it."""
     if column not in errors:
         return "–"
     if column == "generation":
@@ -81,17 +81,17 @@ def cell(column: str, errors: dict[str, float]) -> str:
 
 
 def line(first: str, errors: dict[str, float]) -> str:
-    """Format a row of the table."""
+    """A row of a table."""
     return f"| {first} | " + " | ".join(cell(column, errors) for column in parity.COLUMNS) + " |"
 
 
 def heading(first: str) -> list[str]:
-    """Format the head of a table."""
+    """The head of a table."""
     return [f"| {first} | {' | '.join(parity.COLUMNS)} |", "|---" * (len(parity.COLUMNS) + 1) + "|"]
 
 
 def page(collector: Collector, gpu: bool = False) -> str:
-    """Format the whole page, in the zoo's order."""
+    """The whole page, in the zoo's order."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -143,7 +143,7 @@ def page(collector: Collector, gpu: bool = False) -> str:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """Return the (family, feature) pairs of a page, in its order."""
+    """The (family, feature) pairs of a page, in its order."""
     found, family = [], ""
     for one in text.splitlines():
         if one.startswith("## "):
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     tests = "tests/gpu/test_parity_on_gpu.py" if options.gpu else "tests/models/test_parity.py"
     collector = Collector()
-    # The page may be out of date, which is the reason to run this.
+    # The page may be out of date: that is why this runs.
     selection = ["--deselect", f"{tests}::test_the_published_table_lists_this_zoo"]
     selection += ["-m", "long or not long"]  # every pair, not the default run's sample
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])
