@@ -18,6 +18,9 @@ def test_greedy_equals_transformers_for_unequal_prompts(pair):
         generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
     )
     assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
+    ids, flat_mask = torch.tensor([0, *PROMPTS[0]]), torch.tensor([0, 1, 1, 1])
+    one = generate(ours, ids, attention_mask=flat_mask, max_new_tokens=8)
+    assert torch.equal(one[0, 4:], generate(ours, PROMPTS[0], max_new_tokens=8)[0, 3:])
     # a row does not depend on the other rows
     alone = generate(ours, PROMPTS[0], max_new_tokens=30)
     assert torch.equal(alone[0, 3:], expected[0, 7:])

@@ -42,6 +42,7 @@ def test_loss_of_num_items_in_batch() -> None:
 def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
     for inputs, complaint in (
         ({"cu_seqlens": torch.tensor([0, 8])}, "batch must be 1"),
+        ({"cu_seqlens": torch.tensor([0, 8]), "position_ids": torch.arange(8)}, "position_ids"),
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
         ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
         ({"position_ids": torch.arange(7)[None]}, "position_ids"),
