@@ -256,6 +256,6 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
     made = [full if window is None else sliding for window in config.sliding_windows]
     if given is not None and given != made:
         yield (
-            f"layer_types is {shown(given)}, but the other fields of this {config.model_type!r} "
-            f"config give {shown(made)}"
+            f"layer_types is {shown(given)}, but the layers of this {config.model_type!r} are "
+            f"{shown(made)}; correct layer_types or remove it"
         )
