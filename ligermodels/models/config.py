@@ -202,7 +202,7 @@ def windows_from_types(layer_types: list[str], window: int | None) -> list[int |
 def _faults(config: ModelConfig) -> Iterator[str]:
     """Yield a description of each field that no model can have.
 
-    A check may rely on the checks before it, so only the first description is certain.
+    A check may rely on the checks before it, so the caller reads only the first description.
     """
     for name, largest in _LARGEST.items():
         value = getattr(config, name, 1)
