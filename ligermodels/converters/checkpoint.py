@@ -20,7 +20,7 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-_MAX_OPEN_FILES = 64  # This is far below the limit of a process.
+_MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
 class Checkpoint:
@@ -131,7 +131,7 @@ class Checkpoint:
     def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
 
-        This reads only these rows from the files, one HF tensor at a time. The copy casts them.
+        This reads only these rows from the files, one HF tensor at a time, and casts them on copy.
 
         Args: out has shape (rows, *entry.shape[1:]), any float dtype and any device.
         Raises:
@@ -188,7 +188,7 @@ class Checkpoint:
         return file.read(name, first, last)
 
     def _check_finite(self, span: Span, stored: Tensor, dtype: torch.dtype) -> None:
-        # The minimum and maximum are NaN if any value is NaN. isfinite().all() would take memory.
+        # The minimum and maximum are NaN if any value is NaN. isfinite() would allocate a mask.
         ends = torch.stack(stored.aminmax())
         if not ends.isfinite().all():
             what = "holds NaN or infinite values; pass allow_nonfinite=True to accept them"

@@ -179,9 +179,8 @@ def _start(
         cache = KVCache(config, batch, prompt + max_new_tokens - 1, sliding_windows=windows)
     elif cache.length >= prompt:
         raise ValueError(
-            f"cache: the cache holds {cache.length} tokens already, and the prompt must begin with "
-            f"them and have at least one more, but it is only {prompt} long; pass the whole "
-            "sequence or an empty cache"
+            f"cache: the cache holds {cache.length} tokens already, but the prompt is only "
+            f"{prompt} long; pass a prompt of the cached tokens and at least one new token"
         )
     steps = _steps(
         model, ids_BS, mask_BS, max_new_tokens, sampling, penalty, stops, pad, generator, cache

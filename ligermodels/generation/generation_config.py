@@ -52,7 +52,7 @@ def read_generation_config(folder: Path | None) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
-            f"{path}: {', '.join(left_out)}: not implemented; ligermodels ignores these settings",
+            f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
             stacklevel=4,  # This is the caller of `generate`.
         )
     return found
@@ -74,7 +74,7 @@ def resolve_eos_token_ids(
     try:
         return [found] if isinstance(found, int) else [operator.index(token) for token in found]
     except TypeError:
-        raise ValueError(f"eos_token_id={found!r}: expected a token id or a list of them") from None
+        raise ValueError(f"eos_token_id={found!r}: expected a token id or several ids") from None
 
 
 def resolve_pad_token_id(
