@@ -79,7 +79,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        Args: add_special_tokens adds bos and eos if the checkpoint's settings ask for them.
+        Args: add_special_tokens adds bos and eos, each if the checkpoint's settings enable it.
         """
         return self.backend.encode(text, add_special_tokens)
 
