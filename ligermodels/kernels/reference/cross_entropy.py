@@ -44,10 +44,69 @@ def cross_entropy_rows(
         largest. It is to be handed back only: an implementation may keep it in other units, and
         anything for an ignored row.
     """
+    rows, columns = logits.shape
+    per_block = _rows_per_block(logits)
+    if per_block >= rows:
+        loss, z, lse, grad = _block(
+            logits, targets, grad_output, lse, class_weights, options, stats, first_column, vocab
+        )
+        return loss, z, lse, logits.copy_(grad) if in_place and grad is not None else grad
+
+    out = None
+    if grad_output is not None:
+        out = logits if in_place else torch.empty_like(logits)
+    made = []
+    for start in range(0, rows, per_block):
+        block = slice(start, start + per_block)
+        *losses, grad = _block(
+            logits[block],
+            targets[block],
+            None if grad_output is None else grad_output.rows(block),
+            None if lse is None else lse[block],
+            class_weights,
+            options,
+            None if stats is None else TokenStats(*(x[block] for x in stats)),
+            first_column,
+            vocab,
+        )
+        made.append(losses)
+        if out is not None:
+            out[block] = grad
+    loss, z, lse = map(torch.cat, zip(*made))
+    return loss, z, lse, out
+
+
+def _rows_per_block(logits: Tensor) -> int:
+    """How many rows of logits to compute at a time, so that a CPU's caches hold them.
+
+    A block takes 2^17 elements of each thread's cache, and at most a sixteenth of the rows, so that
+    all of a block's temporary tensors together are smaller than the logits in `compute_dtype`.
+    """
+    rows, columns = logits.shape
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        return max(rows, 1)
+    in_cache = torch.get_num_threads() * 2**17 // max(columns, 1)
+    return max(1, min(in_cache, rows // 16))
+
+
+def _block(
+    logits: Tensor,
+    targets: Tensor,
+    grad_output: OutputGrads | None,
+    lse: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    stats: TokenStats | None,
+    first_column: int,
+    vocab: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`cross_entropy_rows` of some rows, out of place."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     columns = logits.shape[-1]
     vocab = columns if vocab is None else vocab
-    scaled = cast(logits, compute_dtype(logits)) * logit_scale
+    scaled = cast(logits, compute_dtype(logits))
+    if logit_scale != 1:
+        scaled = scaled * logit_scale
     t, tanh = scaled, None
     if softcap is not None:
         tanh = torch.tanh(scaled / softcap)
@@ -55,7 +114,7 @@ def cross_entropy_rows(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    ones = t.new_ones(1).expand(vocab)  # without memory of their own
+    ones = t.new_ones(1).expand(vocab)  # an expanded tensor takes no memory of the vocabulary's size
     weights = ones if class_weights is None else cast(class_weights, t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
@@ -63,15 +122,19 @@ def cross_entropy_rows(
     if lse is not None:
         loss = z = lse
         top, log_sum = lse.unbind(-1)
+        # The softmax is exp / exp_sum.
+        exp, exp_sum = torch.exp(t - top[:, None] - log_sum[:, None]), torch.ones_like(top)
     else:
         top = t.amax(-1)
-        log_sum = torch.exp(t - top[:, None]).sum(-1).log()
+        exp = torch.exp(t - top[:, None])
+        exp_sum = exp.sum(-1)
+        log_sum = exp_sum.log()
         lse = torch.stack((top, log_sum), -1)
         target_t = t.gather(-1, index[:, None])[:, 0]
         target_log_p = target_t - top - log_sum
         loss = -target_weight * target_log_p
         if label_smoothing:
-            # Everything less the target: sums over large logits would lose their differences.
+            # The target's t is subtracted first: sums over large logits would lose the differences.
             anchor = torch.where(target_t == -torch.inf, 0.0, target_t)
             above = top - anchor + log_sum
             weighted = ((t - anchor[:, None]) * weights).sum(-1)
@@ -83,7 +146,7 @@ def cross_entropy_rows(
             log_p = t - top[:, None] - log_sum[:, None]
             p = torch.exp(log_p)
             entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
-            # Compared before the softcap, which may round unequal logits to equal ones.
+            # The comparison uses logits before the softcap, which may round unequal ones to equal.
             best = scaled.gather(-1, index[:, None])
             before = torch.arange(columns, device=t.device) < index[:, None]
             beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
@@ -99,26 +162,38 @@ def cross_entropy_rows(
     if grad_output.log_probs is not None:
         at_target = at_target + grad_output.log_probs
         factor = factor - grad_output.log_probs
-    p = torch.exp(t - top[:, None] - log_sum[:, None])
-    grad = p * factor[:, None]
+    of_entropy = None
+    if grad_output.entropy is not None:
+        assert grad_output.entropy_value is not None
+        p = exp / exp_sum[:, None]
+        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
+        # A class of probability 0 adds 0 to the entropy, also where its logit is -infinity.
+        of_entropy = grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+    grad = exp.mul_((factor / exp_sum)[:, None])  # nothing reads `exp` after this
     here = index - first_column
     mine = (here >= 0) & (here < columns)
-    grad = grad.scatter_add(
+    grad.scatter_add_(
         -1, torch.where(mine, here, 0)[:, None], torch.where(mine, at_target, 0.0)[:, None]
     )
     if label_smoothing:
-        block = weights[first_column : first_column + columns]
-        grad = grad - (smooth * scale)[:, None] * block
-    if grad_output.entropy is not None:
-        assert grad_output.entropy_value is not None
-        # p log p is 0 where p is, -infinity or not.
-        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
-        grad = grad - grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+        grad = grad - (smooth * scale)[:, None] * weights[first_column : first_column + columns]
+    if of_entropy is not None:
+        grad = grad - of_entropy
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
-    # An ignored row gets exact zeros even where its logits are not finite.
-    grad = cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
-    return loss, z, lse, logits.copy_(grad) if in_place else grad
+    if logit_scale != 1:
+        grad = grad * logit_scale
+    if not _known_to_hold(valid):
+        # An ignored row gets exact zeros even if its logits are not finite.
+        grad = torch.where(valid[:, None], grad, 0.0)
+    return loss, z, lse, cast(grad, logits.dtype)
+
+
+def _known_to_hold(condition: Tensor) -> bool:
+    """Whether all elements are True and the host can tell without waiting for a device."""
+    if condition.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool(condition.all())
 
 
 def mean_loss(
