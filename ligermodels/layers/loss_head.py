@@ -307,7 +307,8 @@ class LossHead(nn.Module):
     ) -> chunk_plan.Sizes:
         """What the calls of a swapped projection with rows (rows, hidden) take memory for."""
         narrow = rows.element_size()
-        wide_bytes = compute_dtype(rows).itemsize * chunk_plan.wide_copies(rows, with_stats)
+        wide = compute_dtype(rows).itemsize
+        copies, row_copies = chunk_plan.wide_copies(rows, with_stats)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
@@ -318,9 +319,9 @@ class LossHead(nn.Module):
             len(rows),
             self.vocab_size,
             # The projection's result, its gradient and float32 copies of either, or the loss's.
-            logit_bytes=max(2 * narrow + 16, narrow + wide_bytes),
+            logit_bytes=max(2 * narrow + 16, narrow + wide * copies),
             accumulator_bytes=sums,
-            fixed_bytes=fixed_bytes,
+            fixed_bytes=fixed_bytes + row_copies * wide * self.vocab_size,
             vocab_loop=False,
         )
 

@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, its mean and its gradient, in plain PyTorch."""
+"""Plain PyTorch: cross entropy of rows of logits, its mean and its gradient."""
 
 import torch
 from torch import Tensor
@@ -24,25 +24,30 @@ def cross_entropy_rows(
     first_column: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss of each row and, given grad_output, the gradient of the logits.
+    """Compute the loss of each row and, given grad_output, the gradient of the logits.
 
-    t = softcap * tanh(logit_scale * logits / softcap); loss = cross entropy of t, with class
-    weights and label smoothing as in `torch.nn.functional.cross_entropy`, + z_loss * lse(t)^2.
-    A row whose target is neither in the vocabulary nor ignore_index gets NaN.
+    t = softcap * tanh(logit_scale * logits / softcap). The loss is the cross entropy of t, with
+    class weights and label smoothing as in `torch.nn.functional.cross_entropy`, plus
+    z_loss * logsumexp(t)^2. If a target is not ignore_index and is outside the vocabulary, its row
+    gets NaN.
 
-    Args: logits (rows, vocab); targets (rows) int64; grad_output, float32, or None for no gradient:
-        it is that of sum(grad_output.loss * loss), plus the same of log_probs and entropy where
-        they are given; lse (rows, 2) from an earlier call, which spares a pass over the logits;
-        class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
-        given, not together with lse. With first_column and vocab, logits
-        (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
-        lse must be given.
-    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows, 2), gradient
-        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
-        with lse given, the first two may be anything. lse is the largest t and the logarithm of
-        sum(exp(t - largest)): their sum, the logsumexp, would be rounded to the size of the
-        largest. It is to be handed back only: an implementation may keep it in other units, and
-        anything for an ignored row.
+    Args:
+        logits: (rows, vocab).
+        targets: (rows) int64.
+        grad_output: float32 upstream gradients of loss, log_probs and entropy; None for no gradient
+            of the logits.
+        lse: (rows, 2) from an earlier call, to save a pass over the logits.
+        class_weights: (vocab).
+        in_place: whether to overwrite logits with their gradient.
+        stats: if given, this function fills it. Do not pass it together with lse.
+        first_column, vocab: logits are (rows, columns), of the classes first_column, first_column +
+            1, ... of `vocab` classes. Requires lse.
+    Returns: loss (rows), which includes the z-loss; z-loss (rows); lse (rows, 2); gradient (rows,
+        vocab) or None. All except the gradient are float32, or float64 for float64 logits. If lse
+        is given, loss and z-loss are meaningless. lse is the largest t and log(sum(exp(t -
+        largest))). Their sum, the logsumexp, would lose digits if the largest t is large. The
+        caller only passes lse back to this function: an implementation may store it in other
+        units, and any value for an ignored row.
     """
     rows, columns = logits.shape
     per_block = _rows_per_block(logits)
@@ -114,7 +119,7 @@ def _block(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    ones = t.new_ones(1).expand(vocab)  # an expanded tensor takes no memory of the vocabulary's size
+    ones = t.new_ones(1).expand(vocab)  # takes no memory
     weights = ones if class_weights is None else cast(class_weights, t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
@@ -134,7 +139,7 @@ def _block(
         target_log_p = target_t - top - log_sum
         loss = -target_weight * target_log_p
         if label_smoothing:
-            # The target's t is subtracted first: sums over large logits would lose the differences.
+            # Subtract the target logit first: sums of large logits would round differences away.
             anchor = torch.where(target_t == -torch.inf, 0.0, target_t)
             above = top - anchor + log_sum
             weighted = ((t - anchor[:, None]) * weights).sum(-1)
@@ -146,7 +151,7 @@ def _block(
             log_p = t - top[:, None] - log_sum[:, None]
             p = torch.exp(log_p)
             entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
-            # The comparison uses logits before the softcap, which may round unequal ones to equal.
+            # Compare before the softcap, because it may round different logits to the same value.
             best = scaled.gather(-1, index[:, None])
             before = torch.arange(columns, device=t.device) < index[:, None]
             beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
@@ -167,7 +172,7 @@ def _block(
         assert grad_output.entropy_value is not None
         p = exp / exp_sum[:, None]
         log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
-        # A class of probability 0 adds 0 to the entropy, also where its logit is -infinity.
+        # p log p is 0 if p is 0, also if log p is -infinity.
         of_entropy = grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
     grad = exp.mul_((factor / exp_sum)[:, None])  # nothing reads `exp` after this
     here = index - first_column
@@ -204,9 +209,10 @@ def mean_loss(
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of loss (rows), that of z_loss (rows) and what both are divided by, scalars.
+    """Return sum(loss) / divisor, sum(z_loss) / divisor and the divisor, as scalars.
 
-    A divisor of None stands for `target_weight_sum` of the targets, which must then be given.
+    loss and z_loss are (rows). If divisor is None, it is `target_weight_sum` of the targets, and
+    targets must be given.
     """
     if divisor is None:
         assert targets is not None
@@ -215,12 +221,12 @@ def mean_loss(
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in dtype, for a scale of one element; multiplied in float32 or wider.
+    """Return x * scale in dtype. scale has one element, and the product is in float32 or wider.
 
-    In x's own low precision the scale would be rounded first, and with it every element alike.
+    A scale rounded to the low precision of x would put the same relative error on all elements.
     """
     scale = cast(scale, compute_dtype(x)).view([1] * x.ndim)
     if torch.compiler.is_compiling():
         return cast(x * scale, dtype)
-    # Straight into dtype, without a float32 product beside it.
+    # Write directly in dtype, so that no float32 product takes memory.
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
