@@ -70,7 +70,7 @@ def linear_cross_entropy(
         normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor, only for "mean". By default it is
             the number of targets that are not ignored, or the sum of their class weights. It gets
             no gradient.
-        ignore_index: the target of tokens that add nothing to the loss and to the gradients.
+        ignore_index: the target of tokens that do not count in the loss or the gradients.
         class_weights: (vocab). They get no gradient.
         chunk_size: the number of rows whose logits exist at once; it overrides the budget.
         max_scratch_bytes: the most memory to use besides inputs, outputs and gradients. It must
@@ -79,11 +79,11 @@ def linear_cross_entropy(
             the weight gradient (vocab * in * 4 bytes) and enough rows, the weight gradient takes
             one more matrix product. If it cannot hold twice the hidden gradient, which forward
             saves for backward, the hidden gradient also takes one more. By default the budget is
-            that sum, 2^30 bytes of logits (or all logits, if they take at most twice the sum) and
-            the gradients that forward saves. The budget includes the copy of a sliced hidden. It
-            does not include the tensors that autocast casts, and the copies that autograd makes
-            for a transposed leaf. The plain PyTorch path also makes several float32 copies of a
-            row of logits, and the budget includes them.
+            the float32 sum, 2^30 bytes of logits (or all logits, if they take at most twice the
+            sum) and the gradients that forward saves. The budget includes the copy of a sliced
+            hidden. It does not include the tensors that autocast casts or the copies that autograd
+            makes for a transposed leaf. The plain PyTorch path also makes several float32 copies
+            of a row of logits, and the budget includes them.
         skip_ignored: whether the matrix products skip the rows whose target is ignored. Without
             max_valid, this costs one host synchronisation, and raises an error under torch.compile
             and CUDA graph capture.
@@ -163,7 +163,7 @@ def linear_log_probs(
 
     t = softcap(logit_scale * (hidden weight^T + bias)). d log p_y / d t_j = [j = y] - p_j. The
     entropy is H = -sum p_j log p_j in nats, and d H / d t_j = -p_j (log p_j + H). A class whose
-    logit is -infinity has probability 0 and adds nothing to the entropy and to the gradients.
+    logit is -infinity has probability 0 and adds nothing to the entropy or the gradients.
 
     Args:
         hidden: (..., in), floating point.
@@ -188,7 +188,7 @@ def linear_log_probs(
     head = _head(hidden, weight, targets, bias, None, options, chunking, entropy, False)
     out = _token_outputs(head, targets)
     if out.log_probs is None:
-        # Without smoothing and z-loss the loss is -log p. Unlike -x, 0 - x gives no -0.
+        # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
         return 0.0 - out.loss, None
     return out.log_probs, out.entropy
 
@@ -318,7 +318,7 @@ def _sizes(
     with_stats: bool,
     one_loss: bool,
 ) -> chunk_plan.Sizes:
-    """Return the sizes for the chunk plan of a call with `tokens` targets and `rows` products."""
+    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
     vocab, width = weight.shape
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
     copies, row_copies = chunk_plan.wide_copies(hidden, with_stats)

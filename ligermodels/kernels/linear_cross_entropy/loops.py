@@ -142,7 +142,7 @@ def token_loop(
                 grad_weight = add_product(grad_weight, grad.t(), chunk_hidden)
             if grad_bias is not None:
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
-        del chunk_hidden, grad  # before the next chunk's logits are made
+        del chunk_hidden, grad  # free them before the next chunk's logits
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
     loss, z_loss, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made))
@@ -177,7 +177,7 @@ def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tenso
             if grad_bias is not None:
                 chunk_bias = grad.sum(0, dtype=dtype)
                 bias_total = chunk_bias if bias_total is None else bias_total + chunk_bias
-            del chunk_hidden, grad  # before the next block's logits are made
+            del chunk_hidden, grad  # free them before the next block's logits
         if total is not None:
             grad_weight[block] = total
         if grad_bias is not None and bias_total is not None:

@@ -58,8 +58,9 @@ class GradsInForward(torch.autograd.Function):
 class LogitsGradInForward(torch.autograd.Function):
     """Save the gradient of the logits in forward; backward computes the other gradients from it.
 
-    This is for a single chunk of few tokens, whose logits take less memory than the weight. Both
-    passes together take three matrix products, and no tensor of the weight's size is scaled.
+    This is for a single chunk with at most min(in, vocab) tokens, whose logits take no more memory
+    than the weight. Both passes together take three matrix products, and no tensor of the weight's
+    size is scaled.
     """
 
     @staticmethod
@@ -90,7 +91,7 @@ class LogitsGradInForward(torch.autograd.Function):
         with without_autocast(hidden):
             rows = gather(hidden, index)
             if dtype == torch.float16:
-                # Scaled rows could overflow or underflow. The float32 product can be scaled.
+                # Scaled float16 rows could overflow or underflow, so scale the float32 product.
                 grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, dtype)
             else:
                 grad_weight = grad_logits.t() @ ops.scaled(rows, scale, dtype)

@@ -1,4 +1,4 @@
-"""act(gate) * up on packed rows, in plain PyTorch."""
+"""Plain PyTorch: act(gate) * up of packed rows."""
 
 import math
 
@@ -10,9 +10,10 @@ from ligermodels.kernels.dtypes import cast, compute_dtype
 
 
 def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
+    """Return act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
 
-    Args: activation "silu"; "gelu_tanh" or "gelu", arXiv:1606.08415, approximated or with erf.
+    Args: activation: "silu", or the GELU of arXiv:1606.08415: "gelu_tanh" (approximation) or
+        "gelu" (erf).
     """
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
@@ -25,7 +26,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 def glu_backward(
     gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if asked for."""
+    """Return the gradient of `glu_forward` (..., 2 * intermediate), and its output or None."""
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
     grad = cast(grad_output, dtype)
