@@ -27,7 +27,7 @@ copies that exist while the values of the chunks are concatenated."""
 def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
     """Return how many copies of logits in `compute_dtype` exist at the peak of memory.
 
-    The first number counts copies of a chunk's logits, the second one copies of a single row's.
+    The first number counts copies of a chunk's logits, the second one further copies of one row's.
     """
     if choose(hidden.device, hidden.dtype)[0] == "triton":
         return 0, 0  # the kernels overwrite the logits
@@ -35,7 +35,7 @@ def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return most, 0
     # On a CPU the reference computes blocks of at most a sixteenth of the chunk, or of one row.
-    return 1, most
+    return 1, most - 1
 
 
 class Sizes(NamedTuple):
