@@ -318,7 +318,8 @@ class LossHead(nn.Module):
     ) -> chunk_plan.Sizes:
         """Return the memory needs of calling a swapped projection on rows (rows, hidden)."""
         narrow = rows.element_size()
-        wide_bytes = compute_dtype(rows).itemsize * chunk_plan.wide_copies(rows, with_stats)
+        wide = compute_dtype(rows).itemsize
+        copies, row_copies = chunk_plan.wide_copies(rows, with_stats)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
@@ -331,9 +332,9 @@ class LossHead(nn.Module):
             self.vocab_size,
             # The larger of two peaks: in backward the logits, their gradient and float32 copies of
             # both; in the loss the logits and the copies that the loss makes.
-            logit_bytes=max(2 * narrow + 16, narrow + wide_bytes),
+            logit_bytes=max(2 * narrow + 16, narrow + wide * copies),
             accumulator_bytes=sums,
-            fixed_bytes=fixed_bytes,
+            fixed_bytes=fixed_bytes + row_copies * wide * self.vocab_size,
             vocab_loop=False,
         )
 
