@@ -74,7 +74,7 @@ def cross_entropy_rows(
             vocab,
         )
         made.append(losses)
-        if out is not None:
+        if out is not None and grad is not None:
             out[block] = grad
     loss, z, lse = map(torch.cat, zip(*made))
     return loss, z, lse, out
