@@ -83,10 +83,10 @@ class _Session(code.InteractiveConsole):
     """Python's prompt; an error is raised instead of printed."""
 
     def showtraceback(self) -> None:
-        raise  # noqa: PLE0704 (called from an except clause)
+        raise
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        raise  # noqa: PLE0704
+        raise
 
 
 def paste_python(text: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def run_python(text: str, name: str = "block", **names: Any) -> dict[str, Any]:
 
 
 def small_checkpoint(smollm2: Path, folder: Path) -> Path:
-    """SmolLM2 with two of its thirty layers: its tokenizer and its names, in a fifth of the size."""
+    """SmolLM2 with two of its thirty layers: its tokenizer and names, in a fifth of the size."""
     folder.mkdir()
     for path in smollm2.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
@@ -115,7 +115,7 @@ def small_checkpoint(smollm2: Path, folder: Path) -> Path:
     with safe_open(smollm2 / "model.safetensors", "pt") as file:
         tensors = {
             name: file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118 (it is no dict)
+            for name in file.keys()
             if ".layers." not in name or name.split(".")[2] in ("0", "1")
         }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Every block of the README runs as it is pasted, and its table is that of the committed results."""
+"""Every block of the README runs as it is pasted, and its table has the committed results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_shell_block_can_be_pasted_in_turn_and_again(
             text = text.replace(shown, smaller)
         if number == 0:  # the reader's shell moves, and the next blocks start where it ends
             text += "pwd\n"
-        for folder in ((elsewhere, clone) if number == 0 else (clone, clone)):
+        for folder in (elsewhere, clone) if number == 0 else (clone, clone):
             printed = markdown.run_shell(text, folder, tmp_path)
             if number == 0:
                 assert printed.split() == [str(clone)]

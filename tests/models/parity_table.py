@@ -125,9 +125,9 @@ def page(collector: Collector, gpu: bool = False) -> str:
         lines.append(line(family, largest))
     lines += [
         *("", "## bfloat16", ""),
-        "This is the error of our logits divided by that of transformers' logits. Both are in bf16,",
-        "and both errors are distances from transformers' float32 logits. Below 1, ours is closer. The",
-        f"average may be at most {parity.BFLOAT16_MEAN}, and a single input at most "
+        "This is the error of our logits divided by that of transformers' logits. Both are in",
+        "bf16, and both errors are distances from transformers' float32 logits. Below 1, ours is",
+        f"closer. The average may be at most {parity.BFLOAT16_MEAN}, and a single input at most "
         f"{parity.BFLOAT16_WORST}.",
         "",
         "| family | geometric mean | largest |",
