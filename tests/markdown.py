@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch
 
+from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -107,20 +107,22 @@ def run_python(text: str, name: str = "block", **names: Any) -> dict[str, Any]:
 
 
 def small_checkpoint(smollm2: Path, folder: Path) -> Path:
-    """SmolLM2 with two of its thirty layers: its tokenizer and names, in a fifth of the size."""
+    """SmolLM2's tokenizer and config with a hundredth of its parameters, which are random."""
     folder.mkdir()
     for path in smollm2.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             (folder / path.name).symlink_to(path)
-    with safe_open(smollm2 / "model.safetensors", "pt") as file:
-        tensors = {
-            name: file.get_tensor(name)
-            for name in file.keys()
-            if ".layers." not in name or name.split(".")[2] in ("0", "1")
-        }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((smollm2 / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig.from_hf(folder)).to(torch.bfloat16)
+    (folder / "config.json").unlink()
+    model.save_hf(folder / "saved")
+    for path in (folder / "saved").iterdir():
+        path.rename(folder / path.name)
+    (folder / "saved").rmdir()
     return folder
 
 

@@ -299,6 +299,33 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
+def test_the_figures_of_the_loss_head_are_those_of_the_committed_run() -> None:
+    page = (DOCS / "loss_head.md").read_text(encoding="utf-8")
+    measured: dict[str, dict[Any, dict[str, float]]] = {}
+    for row in result("ops.json")["rows"]:
+        if row["op"] == "linear_cross_entropy_budget":
+            key = row["sizes"]["max_scratch_bytes"]
+        elif row["op"] == "linear_cross_entropy_ignored":
+            key = row["sizes"]["ignored"]
+        else:
+            continue
+        both = row["forward + backward"]
+        measured.setdefault(f"{row['op']} {row['implementation']}", {})[key] = both
+    budgets = measured["linear_cross_entropy_budget ligermodels"]
+    shown = re.findall(r"^\| (default|\d+ \wiB).* \| ([\d.]+) ms \|$", page, re.MULTILINE)
+    units = {"default": None, "MiB": 2**20, "GiB": 2**30}
+    assert len(shown) == len(budgets)
+    for name, ms in shown:
+        number, _, unit = name.rpartition(" ")
+        budget = int(number) * units[unit] if number else None
+        assert f"{budgets[budget]['ms']:.{1 if budget is None else 0}f}" == ms
+    assert f"show {budgets[None]['scratch GB']:.1f} GB" in " ".join(page.split())
+    for name in ("ligermodels (skip_ignored)", "cce (filtered)"):
+        times = measured[f"linear_cross_entropy_ignored {name}"]
+        *first, last = (f"{times[share]['ms']:.1f}" for share in (0.0, 0.5, 0.8, 0.9))
+        assert f"{', '.join(first)} and {last} ms" in " ".join(page.split())
+
+
 def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
     lines, found = BENCHMARKS.splitlines(), result("convergence.json")
     kinds = ("curve", "tokens", "evaluation", "parameters")
