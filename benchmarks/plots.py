@@ -1,6 +1,7 @@
 """Draw and tabulate ops.json, no GPU needed: python -m benchmarks.plots [--results FOLDER]
 
-Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it.
+Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it. From step.json and
+families.json it draws step.png, the picture of the README.
 """
 
 import argparse
@@ -440,11 +441,85 @@ def write_all(result: Row, folder: Path) -> None:
     print(markdown(result))
 
 
+# The workloads of step.png: a whole model, then parts of two others. Each entry is the file, what
+# selects its rows there, and the title.
+STEPS: list[tuple[str, dict[str, Any], str]] = [
+    ("step.json", {"batch x seq": "1 x 8192"}, "Llama-3-8B, all 32 layers, 8192 tokens"),
+    ("families.json", {"family": "qwen3"}, "4 layers of Qwen3-8B, 4096 tokens"),
+    ("families.json", {"family": "gemma3_text"}, "6 layers of Gemma 3 4B, 4096 tokens"),
+]
+# Grey for the peers and one strong colour for this library, which the colour-blind see, too.
+BARS = {"transformers": "#C4C4C4", "transformers + liger": "#858585", OURS: "#0072B2"}
+
+
+def step_bars(folder: Path) -> list[tuple[str, list[Row]]]:
+    """The title of each workload of step.png, and a row for each implementation in `BARS`."""
+    files = {file: json.loads((folder / file).read_text())["rows"] for file, _, _ in STEPS}
+    found = []
+    for file, selected, title in STEPS:
+        rows = [row for row in files[file] if selected.items() <= row.items()]
+        by_name = {row["implementation"]: row for row in rows}
+        found.append((title, [by_name[name] for name in BARS]))
+    return found
+
+
+def draw_steps(folder: Path, path: Path) -> None:
+    """Time and memory of a training step as bars, each with its name and its value.
+
+    The bars of a workload are relative to transformers, so that workloads of any size fit.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    workloads = step_bars(folder)
+    figure = Figure(figsize=(10, 1.2 * len(workloads) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    quantities = (
+        ("ms", "Time of a training step", "{:.0f} ms"),
+        ("peak GiB", "Peak GPU memory", "{:.1f} GiB"),
+    )
+    places = [5 * number + bar for number in range(len(workloads)) for bar in range(len(BARS))]
+    for axes, (quantity, title, text) in zip(panels, quantities):
+        for number, (workload, rows) in enumerate(workloads):
+            for bar, row in enumerate(rows):
+                name, place = row["implementation"], 5 * number + bar
+                share = row[quantity] / rows[0][quantity]
+                axes.barh(place, share, height=0.86, color=BARS[name])
+                weight = "bold" if name == OURS else "normal"
+                axes.text(
+                    share + 0.02,
+                    place,
+                    text.format(row[quantity]),
+                    va="center",
+                    fontsize=10,
+                    fontweight=weight,
+                )
+            if axes is panels[0]:
+                axes.text(0, 5 * number - 0.75, workload, fontsize=11, va="bottom")
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=14)
+        axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+        axes.set_xticks([])
+        axes.tick_params(left=False)
+        axes.margins(x=0.16)
+        axes.set_xlim(left=0)
+    panels[0].set_yticks(places, list(BARS) * len(workloads), fontsize=10)
+    panels[0].invert_yaxis()
+    for label in panels[0].get_yticklabels():
+        if label.get_text() == OURS:
+            label.set_fontweight("bold")
+    gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
+    figure.supxlabel(f"Shorter is better. One {gpu}, bf16, AdamW.", fontsize=10, color="#444444")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of ops.json")
     folder = parser.parse_args().results
     write_all(json.loads((folder / "ops.json").read_text()), folder)
+    if all((folder / file).exists() for file, _, _ in STEPS):
+        draw_steps(folder, folder / "step.png")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import plots
 from benchmarks.cases import OPS, Random
+from benchmarks.common import RESULTS
 
 
 def timing(ms: float, op: str) -> dict:
@@ -166,3 +167,12 @@ def test_one_op_alone_is_drawn_without_the_others(result, tmp_path):
         "ops_memory.png",
     }
     assert "TFLOP/s" not in (tmp_path / "ops.md").read_text()
+
+
+def test_the_picture_of_the_steps_is_drawn_from_the_committed_results(tmp_path):
+    workloads = plots.step_bars(RESULTS)
+    assert [len(rows) for _, rows in workloads] == [3, 3, 3]
+    for _, rows in workloads:
+        assert [row["implementation"] for row in rows] == list(plots.BARS)
+    plots.draw_steps(RESULTS, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
