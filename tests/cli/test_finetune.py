@@ -88,7 +88,7 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
 
 def test_resuming_where_no_run_is(call, tmp_path):
     result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
-    assert_one_line(result, "nothere: holds no run to resume")
+    assert_one_line(result, "nothere: the folder holds no run to resume")
 
 
 def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tmp_path):
