@@ -85,7 +85,10 @@ def look_at(source: str | Path, steps: int | None, seconds: float) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoLiger.from_hf(source, dtype=torch.float32, device=device)
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{source}: {type(model).__name__}, {count / 1e6:.1f}M parameters, on {device}")
+    print(
+        f"{source}: {type(model).__name__}, {count / 1e6:.1f}M parameters, on {device}\n"
+        "The implementation of each op:"
+    )
     for op, choice in model.kernels().items():
         print(f"  {op}: {choice}")
     tokenizer = Tokenizer.from_hf(source)
