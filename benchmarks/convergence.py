@@ -44,7 +44,7 @@ VOCABULARIES = {
     "qwen3": 151936,
 }
 METRICS = ("curve", "tokens", "evaluation", "parameters")
-# The largest allowed ratios of our distance to transformers': mean of families, one family.
+# Bounds for our distance / transformers' distance: for the mean of all families, for each family.
 MEAN_BOUND, WORST_BOUND = 1.05, 1.3
 
 
@@ -140,7 +140,7 @@ RUNS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 
 
 def make_checkpoint(family: str, scale: Scale, folder: Path, seed: int, device: str) -> None:
-    """Save weights that transformers initialises, in bf16, so that all runs start from the same."""
+    """Save random weights, rounded to bf16, so that all runs start from the same weights."""
     import transformers
 
     torch.manual_seed(seed)
@@ -192,7 +192,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def train(model: Any, text: Tensor, held_out: Tensor, scale: Scale, seed: int) -> Run:
-    """Train with AdamW, warm-up and clipping on pieces of text that only the seed determines."""
+    """Train with AdamW, warm-up and clipping on pieces of text that depend only on the seed."""
     device = held_out.device
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(

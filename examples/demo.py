@@ -33,7 +33,12 @@ EPOCH = 90  # steps of BATCH_SIZE rows in the training text, for SmolLM2's token
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="hub id or local folder (default: SmolLM2-135M from PyPI)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=ROOT / "build" / "demo",
+        help="folder of the run (default: build/demo)",
+    )
     parser.add_argument("--seconds", type=float, default=240, help="time of the fine-tune on a CPU")
     parser.add_argument("--max-steps", type=int, help="number of steps, instead of --seconds")
     args = parser.parse_args()

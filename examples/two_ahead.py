@@ -1,4 +1,4 @@
-"""A new architecture from the layers of ligermodels, which no model family has.
+"""An architecture that no model family has, built from the layers of ligermodels.
 
 A block has one norm, and its attention and MLP run in parallel. A second head predicts the token
 after the next one. The tokens are bytes.

@@ -75,7 +75,7 @@ class Case:
 
 
 class Random:
-    """Random inputs from an own generator, because a failed capture breaks the default one."""
+    """Random inputs from their own generator: a failed capture breaks the default generator."""
 
     def __init__(self, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype = device, dtype

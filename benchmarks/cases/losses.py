@@ -40,7 +40,7 @@ def cross_entropy(random: Random, rows: int, vocab: int, softcap: float | None =
             "eager": eager,
             "torch.compile": compiled(eager),
             "liger (copying)": lambda logits: liger_cross_entropy(logits.clone()),
-            # The gradients overwrite the logits, so it has its own.
+            # Liger overwrites the logits with gradients, so this entry has its own logits.
             "liger (in place)": Implementation(
                 liger_cross_entropy, lambda: [random.normal(rows, vocab)]
             ),
