@@ -7,7 +7,7 @@ from ligermodels.errors import CheckpointError, ConfigError
 
 
 def test_an_unreadable_file_is_an_error_of_the_kind_asked_for(tmp_path):
-    with pytest.raises(CheckpointError, match="absent: cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match="absent: the file cannot be read: No such file"):
         read_json(tmp_path / "absent", CheckpointError)
     with pytest.raises(ConfigError, match="No such file"):
         read_json(tmp_path / "absent", ConfigError)
@@ -39,7 +39,7 @@ def test_json_of_a_terabyte_is_not_read(tmp_path):
     path.touch()
     os.truncate(path, 10**12)
     with pytest.raises(
-        ConfigError, match=r"config\.json: has 1000000000000 bytes, expected at most"
+        ConfigError, match=r"config\.json: the file has 1000000000000 bytes, expected at most"
     ):
         read_json(path, ConfigError)
 
@@ -54,7 +54,7 @@ def test_json_keeps_what_python_can_hold():
 def test_pipes_folders_and_devices_are_refused_at_once(tmp_path, subtests):
     for kind in ("pipe", "folder", "device", "loop", "null byte"):
         with subtests.test(kind):
-            path, message = tmp_path / kind, "is no regular file"
+            path, message = tmp_path / kind, "is not a regular file"
             if kind == "pipe":
                 os.mkfifo(path)
             elif kind == "folder":

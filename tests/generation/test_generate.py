@@ -158,7 +158,7 @@ def test_a_prompt_continues_the_tokens_in_a_cache():
         model(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], cache=cache)
     assert torch.equal(generate(model, ids, cache=cache, **options), expected)
     assert cache.length == 14
-    with pytest.raises(ValueError, match=r"cache: holds 14 tokens already.*7 long"):
+    with pytest.raises(ValueError, match=r"cache: the cache holds 14 tokens already.*7 long"):
         generate(model, ids, cache=cache, **options)
 
 

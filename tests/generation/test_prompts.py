@@ -28,7 +28,7 @@ def test_greedy_equals_transformers_for_unequal_prompts(pair):
 
 def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
     for prompts, options, message in (
-        ([], {}, "no tokens; begin"),
+        ([], {}, "there are no tokens"),
         ([[1], []], {}, "prompt 1 is empty"),
         (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
         ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),

@@ -30,8 +30,8 @@ def test_attention_on_a_cpu() -> None:
     assert report["attention, window 7"] == "; ".join(
         [
             dense,
-            f"documents by position_ids: {dense}",
-            f"by cu_seqlens and max_seqlen: {dense}",
+            f"documents inferred from position_ids: {dense}",
+            f"documents given by cu_seqlens and max_seqlen: {dense}",
             f"padding: {dense}",
         ]
     )
@@ -66,7 +66,7 @@ def test_swapped_norms_are_named() -> None:
 def test_the_backend_of_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     report = model.kernels()
-    assert report["rms_norm"] == "torch (cpu tensors take plain PyTorch)"
+    assert report["rms_norm"] == "torch (cpu tensors use plain PyTorch)"
     assert report["linear_cross_entropy"].startswith("chunked torch")
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     assert model.kernels()["glu"] == "triton (LIGERMODELS_BACKEND=triton)"

@@ -221,7 +221,7 @@ def test_backward_of_one_chunk_stays_in_the_budget(
 ) -> None:
     """From a budget of the logits alone to many times as much, counted as of the kernels."""
     module = import_module("ligermodels.kernels.linear_cross_entropy.chunk_plan")
-    monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
+    monkeypatch.setattr(module, "wide_copies", lambda *_: (0, 0))
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head_of(dtype, rows, width)
     targets %= vocab
