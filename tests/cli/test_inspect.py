@@ -38,11 +38,11 @@ def test_inspect_shows_family_parameters_and_memory(call, checkpoint):
         count = sum(file.get_tensor(name).numel() for name in file.keys())
     assert out.splitlines()[0] == f"{checkpoint}: llama, {count:,} parameters"
     found = sections(out)
-    assert found.keys() == {"config", "stored as", "files", "memory"}
+    assert found.keys() == {"config", "stored bytes by dtype", "files", "estimated memory"}
     assert found["config"]["hidden_size"] == "64"
-    assert found["stored as"] == {"F32": f"{4 * count / 1000:.2f} kB"}
+    assert found["stored bytes by dtype"] == {"F32": f"{4 * count / 1000:.2f} kB"}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= found["files"].keys()
-    assert any("AdamW" in name for name in found["memory"])
+    assert any("AdamW" in name for name in found["estimated memory"])
 
 
 def test_the_json_is_the_description(call, checkpoint):
@@ -58,7 +58,7 @@ def test_keys_that_nothing_reads_are_listed_apart(call, tmp_path):
     edit_config(folder, mine={"a": [1]}, **{"\x1b[2Jred": 1, "long": "x" * 600})
     code, out, _ = call("inspect", folder)
     assert code == 0 and "\x1b" not in out  # a name in the file cannot move the cursor
-    unread = sections(out)["config keys that nothing reads (kept in an export)"]
+    unread = sections(out)["config keys that the model does not use (an export keeps them)"]
     assert unread["mine"] == '{"a": [1]}' and unread[r"'\x1b[2Jred'"] == "1"
     assert unread["long"] == '"' + "x" * 499 + " ..."
 
