@@ -33,7 +33,7 @@ test: lint $(SMOLLM2)/config.json $(OLD)/transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
 
 # tests/conftest.py leaves these out of every run that does not ask for them.
-test-long: $(SMOLLM2)/config.json
+test-long: $(SMOLLM2)/config.json $(OLD)/transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 # Both processes write data files of their own, which `combine` puts together.
