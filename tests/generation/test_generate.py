@@ -117,8 +117,8 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
     assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
     assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
     for text, message in (
-        ("{", "is not JSON"),
-        ("[]", "holds a list, expected an object"),
+        ("{", "the content is not JSON"),
+        ("[]", "the JSON holds a list, expected an object"),
         ('{"eos_token_id": "x"}', "'eos_token_id' is 'x', expected an integer or a list"),
         ('{"eos_token_id": [1, [2]]}', "'eos_token_id' is"),
         ('{"pad_token_id": 1.5}', "'pad_token_id' is 1.5, expected an integer"),

@@ -183,10 +183,10 @@ def test_what_cannot_be_used_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer.json: not a tokenizer file"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: holds a list, expected"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: the JSON holds a list"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: is not JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: the content is not JSON"):
         Tokenizer.from_hf(tmp_path)
 
 
