@@ -75,7 +75,9 @@ def test_a_slice_touches_only_its_rows(make, monkeypatch):
     read = []
     original = Checkpoint._rows
     monkeypatch.setattr(
-        Checkpoint, "_rows", lambda self, *args: read.append(args) or original(self, *args)
+        Checkpoint,
+        "_rows",
+        lambda self, *args, out: read.append(args) or original(self, *args, out=out),
     )
     Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
     attention = "model.layers.0.self_attn"
