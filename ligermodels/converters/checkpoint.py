@@ -24,7 +24,7 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-_MAX_OPEN_FILES = 64  # This is far below the limit of a process.
+_MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
 class Checkpoint:
@@ -136,7 +136,7 @@ class Checkpoint:
     def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
 
-        This reads only these rows from the files, one HF tensor at a time. The copy casts them.
+        This reads only these rows from the files, one HF tensor at a time, and casts them on copy.
 
         Args: out has shape (rows, *entry.shape[1:]), any float dtype and any device.
         Raises:
@@ -161,7 +161,6 @@ class Checkpoint:
 
         Raises: what `read` raises. Of several faults, that of the first target.
         """
-
         threads = torch.get_num_threads()
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
         if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
@@ -178,10 +177,11 @@ class Checkpoint:
         direct = on_cpu and out.dtype == stored_dtype and out.is_contiguous()
         at = 0
         for stored in self._rows(name, first, last, out=out if direct else None):
-            part = out[at : at + len(stored)]
-            at += len(stored)
+            part = stored
             if not direct:
+                part = out[at : at + len(stored)]
                 part.copy_(stored)
+                at += len(part)
             if self.allow_nonfinite:
                 continue
             # A check on another device would make the host wait for that device.

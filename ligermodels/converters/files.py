@@ -1,7 +1,7 @@
 """Open files safely, read and write JSON objects, and flush files to the disk.
 
 A file from a hub may hold anything. If a key appears twice, `json.loads` silently keeps the last
-value; it also raises several kinds of errors. The functions here refuse such files with one error.
+value. It also raises several kinds of errors. The functions here refuse such files with one kind.
 """
 
 import contextlib

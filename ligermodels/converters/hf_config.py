@@ -227,7 +227,7 @@ def _refuse_quantised(raw: dict[str, Any]) -> None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
                 f"{key!r}: quantised checkpoints ({shown(method)}) are not supported; "
-                "load the original checkpoint in float32, bfloat16 or float16"
+                "load the checkpoint that it was made from, in float32, bfloat16 or float16"
             )
 
 
