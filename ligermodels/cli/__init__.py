@@ -3,7 +3,8 @@
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
 A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
 prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
-runs out or a comparison fails, 2 if the input or the arguments are wrong, and 130 after Ctrl-C.
+runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
+wrong, or if a file cannot be read or written.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def run(given: argparse.Namespace) -> None:
 
     known = families()
     if given.family is not None and given.family not in known:
-        raise LigerError(f"families: there is no {given.family!r}; known: {', '.join(known)}")
+        raise LigerError(
+            f"families: there is no family {given.family!r}; known: {', '.join(known)}"
+        )
     chosen = known.values() if given.family is None else [known[given.family]]
     found = {cls.config_class.model_type: facts(cls) for cls in chosen}
     if given.json:

@@ -218,7 +218,7 @@ class RunDir:
         return file
 
     def prune(self, keep: int) -> None:
-        """Remove old checkpoints except the newest `keep`, and files that a kill left unfinished."""
+        """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
         for old in [*self._all_checkpoints()[:-keep], *self.checkpoint_dir.glob("*.part")]:
             old.unlink()
 

@@ -172,7 +172,7 @@ class Trainer:
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
         run_dir.prune(config.save_total_limit)
         run_dir.cut_metrics(done if checkpoint else -1)
-        # In a log file each update of the bar is a new line, so there are fewer of them.
+        # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=self.total_steps,

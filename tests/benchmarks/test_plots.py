@@ -95,9 +95,9 @@ def test_what_is_of_another_run_is_named(result):
     ops |= {"layer_norm": {"run": "2030-01-02 12:00"}, "host": {"run": "2030-01-02 12:00"}}
     ops |= {"rms_norm": {"run": "2030-01-01 12:00"}, "geglu": {}}
     text = plots.markdown({**result, "ops": ops})
-    assert "\nOf another run, 2030-01-02 12:00: host times, LayerNorm.\n" in text
-    assert "\nOf another run, before: GeGLU (tanh).\n" in text
-    assert text.count("Of another run") == 2
+    assert "\nAnother run (2030-01-02 12:00) measured: host times, LayerNorm.\n" in text
+    assert "\nAnother run (an earlier one) measured: GeGLU (tanh).\n" in text
+    assert text.count("Another run") == 2
 
 
 def test_failures_are_shown_and_an_op_without_rows_is_left_out(result):
@@ -120,7 +120,7 @@ def test_the_text_names_the_machine_the_ceilings_and_what_is_missing(result):
     assert text.startswith(
         "NVIDIA H200; torch 2.11.0, liger-kernel 0.8.5. In the same run a copy moves 4000 GB/s, "
     )
-    assert "Not complete: rope: stopped after 150 s." in text
+    assert "not complete: rope: stopped after 150 s." in text
     # Three products of 2 x rows x width x vocabulary in 0.5 ms, at the table's sizes.
     least, most = (6 * size / 0.5 / 1e9 for size in (8192 * 4096 * 128256, 32768 * 4096 * 128256))
     assert f"alone run at {least:.0f} to {most:.0f} TFLOP/s." in text
