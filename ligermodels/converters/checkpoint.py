@@ -165,7 +165,8 @@ class Checkpoint:
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
         if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
             for entry, out in targets:
-                yield self.read(entry, out)
+                self.read(entry, out)
+                yield
         else:
             with ThreadPoolExecutor(threads) as pool:
                 yield from pool.map(self.read, *zip(*targets))
