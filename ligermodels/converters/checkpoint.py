@@ -1,16 +1,20 @@
 """Read a checkpoint: first all headers, then compare names and shapes, then read the tensors."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
+from threading import Lock
+from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
-from ligermodels.converters.weight_map import Entry, Span, Towers, WeightMap
+from ligermodels.converters.weight_map import Entry, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
 # The tensors of a quantised weight have names with these endings. The first line is of GPTQ and
@@ -42,6 +46,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.allow_nonfinite = allow_nonfinite
         self._open: list[SafetensorsFile] = []
+        self._lock = Lock()  # of _open
         if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: there is no such folder; check the path")
         files, shard_of = local_weight_files(self.folder)
@@ -144,12 +149,45 @@ class Checkpoint:
             for span in entry.spans:
                 first, last = max(start, span.row), min(start + rows, span.row + span.rows)
                 if first < last:
-                    offset, at = span.source_row - span.row, first - start
-                    for stored in self._rows(span.source, first + offset, last + offset):
-                        if not self.allow_nonfinite:
-                            self._check_finite(span, stored, out.dtype)
-                        out[at : at + len(stored)].copy_(stored)
-                        at += len(stored)
+                    part = out[first - start : last - start]
+                    offset = span.source_row - span.row
+                    self._read_rows(span.source, first + offset, last + offset, part)
+
+    def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
+        """Read whole parameters, each into a new tensor; yield once for each parameter.
+
+        Values that need no cast are read by as many threads as torch uses. torch itself uses
+        its threads for the casts.
+
+        Raises: what `read` raises. Of several faults, that of the first target.
+        """
+        threads = torch.get_num_threads()
+        cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
+        if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
+            for entry, out in targets:
+                self.read(entry, out)
+                yield
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                yield from pool.map(self.read, *zip(*targets))
+
+    def _read_rows(self, name: str, first: int, last: int, out: Tensor) -> None:
+        """Copy rows of an HF tensor into `out`, and check the values while the cache holds them."""
+        on_cpu = out.device.type == "cpu"
+        stored_dtype = DTYPES[self.tensors[name].dtype]
+        direct = on_cpu and out.dtype == stored_dtype and out.is_contiguous()
+        at = 0
+        for stored in self._rows(name, first, last, out=out if direct else None):
+            part = stored
+            if not direct:
+                part = out[at : at + len(stored)]
+                part.copy_(stored)
+                at += len(part)
+            if self.allow_nonfinite:
+                continue
+            # A check on another device would make the host wait for that device.
+            if not is_finite(part if on_cpu else stored.to(out.dtype)):
+                self._refuse_nonfinite(name, stored, out.dtype)
 
     def check_aliases(self, weight_map: WeightMap) -> None:
         """Compare each tensor that is stored twice, such as a tied head, with its original.
@@ -176,33 +214,60 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Return an HF tensor in its stored dtype, as a new tensor."""
         info = self.tensors[name]
-        return torch.cat([piece.clone() for piece in self._rows(name)]).view(info.shape)
+        out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        for _ in self._rows(name, out=out):
+            pass
+        return out
 
-    def _rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+    def _rows(
+        self, name: str, first: int = 0, last: int | None = None, out: Tensor | None = None
+    ) -> Iterator[Tensor]:
         name = self._name_in_file(name)
         file = self._file_of[name]
-        if file not in self._open:
-            if len(self._open) == _MAX_OPEN_FILES:
-                self._open.pop(0).close()
-            self._open.append(file)
-        return file.read(name, first, last)
+        with self._lock:
+            if file not in self._open:
+                if len(self._open) == _MAX_OPEN_FILES:
+                    self._open.pop(0).close()
+                self._open.append(file)
+        return file.read(name, first, last, out=out)
 
-    def _check_finite(self, span: Span, stored: Tensor, dtype: torch.dtype) -> None:
-        # The minimum and maximum are NaN if any value is NaN. isfinite() would allocate a mask.
-        ends = torch.stack(stored.aminmax())
-        if not ends.isfinite().all():
-            what = "holds NaN or infinite values; pass allow_nonfinite=True to accept them"
-        elif not ends.to(dtype).isfinite().all():
+    def _refuse_nonfinite(self, name: str, stored: Tensor, dtype: torch.dtype) -> NoReturn:
+        if is_finite(stored):
             what = f"holds values too large for {dtype}; load it in a dtype with a larger range"
         else:
-            return
-        raise CheckpointError(
-            f"{self.tensors[span.source].path}: {self._name_in_file(span.source)!r} {what}"
-        )
+            what = "holds NaN or infinite values; pass allow_nonfinite=True to accept them"
+        raise CheckpointError(f"{self.tensors[name].path}: {self._name_in_file(name)!r} {what}")
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:
         dtypes = (DTYPES[self.tensors[span.source].dtype] for span in entry.spans)
         return reduce(torch.promote_types, dtypes)
+
+
+# By float dtype: the integers of its size, and the bits of its positive infinity.
+_BITS = {
+    torch.float64: (torch.int64, np.uint64, 0x7FF << 52),
+    torch.float32: (torch.int32, np.uint32, 0xFF << 23),
+    torch.float16: (torch.int16, np.uint16, 0x1F << 10),
+    torch.bfloat16: (torch.int16, np.uint16, 0xFF << 7),
+}
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether a float tensor on the CPU contains neither NaN nor an infinity.
+
+    The bits of positive floats, read as integers, have the order of the floats, and NaN comes
+    after infinity. Negative floats have the same bits below a sign bit: they are negative as signed
+    integers, and larger than all positive ones as unsigned integers. Two integer maxima therefore
+    decide. They need no memory, and take a quarter of the time of `isfinite` or `aminmax`.
+    """
+    signed, unsigned, infinity = _BITS[values.dtype]
+    bits = values.view(signed).numpy()
+    minus_infinity = infinity | 1 << (8 * values.dtype.itemsize - 1)
+    axes = tuple(range(bits.ndim))
+    return bool(
+        np.maximum.reduce(bits, axes, initial=0) < infinity
+        and np.maximum.reduce(bits.view(unsigned), axes, initial=0) < minus_infinity
+    )
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:

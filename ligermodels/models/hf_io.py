@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from typing_extensions import Self
 
@@ -92,13 +93,15 @@ class HFModel(nn.Module):
             )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutInitialValues():
             model = cls(config)
-        weights: dict[str, Tensor] = {}
-        for entry in tqdm(weight_map.entries, desc="Loading weights", unit="tensor", disable=None):
-            weight = torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
-            checkpoint.read(entry, weight)
-            weights[entry.name] = weight
+        weights: dict[str, Tensor] = {
+            entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
+            for entry in weight_map
+        }
+        reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
+        for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
+            pass
         model.load_state_dict(weights, assign=True)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
@@ -139,6 +142,21 @@ class HFModel(nn.Module):
             source_folder=self.source_folder,
             max_shard_size=max_shard_size,
         )
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Skip the functions of `torch.nn.init` for tensors on the meta device, which have no values.
+
+    There, drawing weights computes nothing but takes longer than the rest of building a model.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def _check_one_dtype(

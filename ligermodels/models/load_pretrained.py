@@ -130,11 +130,13 @@ def load_pretrained(
     targets = {name: parameters[name] for name in entries}
     _check_writable(targets, entries, folder)
 
-    staged: dict[str, Tensor] = {}
-    progress = tqdm(entries.items(), desc="Loading weights", unit="tensor", disable=None)
-    for name, entry in progress:
-        staged[name] = torch.empty(entry.shape, dtype=targets[name].dtype, device="cpu")
-        checkpoint.read(entry, staged[name])
+    staged: dict[str, Tensor] = {
+        name: torch.empty(entry.shape, dtype=targets[name].dtype, device="cpu")
+        for name, entry in entries.items()
+    }
+    reads = checkpoint.read_all([(entry, staged[name]) for name, entry in entries.items()])
+    for _ in tqdm(reads, "Loading weights", len(staged), unit="tensor", disable=None):
+        pass
     with torch.no_grad():
         for name, values in staged.items():
             targets[name].copy_(values)

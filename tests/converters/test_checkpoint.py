@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal, is_finite
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 from tests.pairwise import pairwise
@@ -73,7 +73,9 @@ def test_a_slice_touches_only_its_rows(make, monkeypatch):
     read = []
     original = Checkpoint._rows
     monkeypatch.setattr(
-        Checkpoint, "_rows", lambda self, *args: read.append(args) or original(self, *args)
+        Checkpoint,
+        "_rows",
+        lambda self, *args, out: read.append(args) or original(self, *args, out=out),
     )
     Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
     attention = "model.layers.0.self_attn"
@@ -183,6 +185,66 @@ def test_nonfinite_weights_are_refused_unless_allowed(make, subtests):
             weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
             got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
             assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits_is_finite_or_not_as_torch_says(dtype):
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    finite = values.isfinite()
+    assert is_finite(values[finite])
+    for value in values[~finite]:
+        assert not is_finite(value.expand(1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_least_infinite_and_the_largest_finite_value(dtype):
+    most = torch.finfo(dtype).max
+    values = torch.tensor([[most, -most, 0.0], [-0.0, 5e-324, -torch.finfo(dtype).tiny]]).to(dtype)
+    values[0, :2] = torch.tensor([most, -most], dtype=dtype)
+    assert is_finite(values) and is_finite(values.T) and is_finite(values[:0])
+    for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+        for place in ((0, 0), (1, 2)):
+            changed = values.clone()
+            changed[place] = bad
+            assert not is_finite(changed) and not is_finite(changed.T)
+    # The bits of the NaNs nearest to the infinities.
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+    for infinity in (torch.inf, -torch.inf):
+        bits = torch.tensor([infinity], dtype=dtype).view(integers)
+        assert not is_finite((bits + 1).view(dtype)) and is_finite((bits - 1).view(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_threads_read_what_one_reads(make, monkeypatch, dtype):
+    monkeypatch.setattr("ligermodels.converters.checkpoint._MAX_OPEN_FILES", 1)
+    folder, config = make(shards=3)
+    table = LigerLlama.weight_map(config)
+    expected = native(Checkpoint(folder), table, dtype)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            weights = {e.name: torch.full(e.shape, -7.0, dtype=dtype) for e in table}
+            checkpoint = Checkpoint(folder)
+            done = list(checkpoint.read_all([(e, weights[e.name]) for e in table]))
+            assert len(done) == len(weights)
+            assert all(bitwise_equal(weights[name], expected[name]) for name in expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_of_several_faults_threads_report_the_first(make):
+    nan = torch.full((16, 16), torch.nan)
+    folder, config = make(add={Q: nan, Q.replace("layers.1", "layers.0"): nan.clone()})
+    table = LigerLlama.weight_map(config)
+    weights = [(e, torch.empty(e.shape, dtype=torch.bfloat16)) for e in table]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj.* holds"):
+            list(Checkpoint(folder).read_all(weights))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_cast_that_overflows_is_refused(make):

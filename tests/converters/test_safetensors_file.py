@@ -142,6 +142,21 @@ def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
                     got = [part.clone() for part in file.read(name, first, last)]
                     assert torch.equal(torch.cat([tensor[:0], *got]), tensor[first:last])
                     assert all(part.nbytes <= max(piece, part[0].nbytes) for part in got)
+                    out = torch.full_like(tensor[first:last], -7)
+                    got = list(file.read(name, first, last, out=out))
+                    assert torch.equal(out, tensor[first:last])
+                    assert torch.equal(torch.cat([tensor[:0], *got]), out)
+
+
+def test_files_are_read_without_preadv_and_madvise(tmp_path, monkeypatch):
+    """Windows has neither."""
+    monkeypatch.delattr(weights.os, "preadv", raising=False)
+    monkeypatch.setattr(weights, "_madvise", None)
+    tensor = torch.randn(300_000)
+    save_file({"a": tensor}, tmp_path / "w.safetensors")
+    out = torch.empty(300_000)
+    list(SafetensorsFile(tmp_path / "w.safetensors").read("a", out=out))
+    assert torch.equal(out, tensor)
 
 
 def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig, SaveError
+from ligermodels.models import hf_io
 from ligermodels.models.base import DecoderModel
 
 SIZES = {
@@ -184,3 +185,27 @@ def test_weights_tied_by_hand_are_saved_under_both_names(tmp_path: Path) -> None
     model.save_hf(tmp_path / "b")
     again = LigerLlama.from_hf(tmp_path / "b")
     assert torch.equal(again.head.proj.weight, again.embed_tokens.weight)
+
+
+def test_a_load_draws_no_weights(tmp_path, monkeypatch):
+    saved(tmp_path)
+    state = torch.get_rng_state()
+    drawn = []
+    original = torch.nn.init._no_grad_normal_
+    monkeypatch.setattr(
+        torch.nn.init, "_no_grad_normal_", lambda *args: drawn.append(args) or original(*args)
+    )
+    LigerLlama.from_hf(tmp_path)
+    assert drawn == [] and torch.equal(torch.get_rng_state(), state)
+    LigerLlama(LlamaConfig(**SIZES))
+    assert drawn
+
+
+def test_a_tensor_with_memory_is_initialised_also_during_a_load():
+    """A family may compute a buffer in its constructor."""
+    with torch.device("meta"), hf_io._WithoutInitialValues():
+        filled = torch.nn.init.ones_(torch.zeros(3, device="cpu"))
+        drawn = torch.nn.init.constant_(torch.zeros(3, device="cpu"), 1.0)
+        skipped = torch.nn.init.normal_(torch.empty(3))
+    assert torch.equal(filled, torch.ones(3)) and torch.equal(drawn, filled)
+    assert skipped.is_meta
