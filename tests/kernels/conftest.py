@@ -30,6 +30,8 @@ def places(*cpu: torch.dtype, gpu: tuple[torch.dtype, ...]) -> list:
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 PLACES = places(FLOAT32, torch.float64, BFLOAT16, gpu=(FLOAT32, BFLOAT16))
 EVERY_PLACE = places(FLOAT32, torch.float64, BFLOAT16, FLOAT16, gpu=(FLOAT32, BFLOAT16, FLOAT16))
+FLOAT32_PLACES = places(FLOAT32, gpu=(FLOAT32,))
+COMPILED_PLACES = places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,))
 
 
 def taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
@@ -51,13 +53,13 @@ def every_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return taken(request.param, monkeypatch)
 
 
-@pytest.fixture(params=places(FLOAT32, gpu=(FLOAT32,)))
+@pytest.fixture(params=FLOAT32_PLACES)
 def float32_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Float32 alone, for tests of what does not depend on the dtype."""
     return taken(request.param, monkeypatch)
 
 
-@pytest.fixture(params=places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,)))
+@pytest.fixture(params=COMPILED_PLACES)
 def compiled_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     """One precise and one low dtype, for tests that take a second each."""
     return taken(request.param, monkeypatch)
