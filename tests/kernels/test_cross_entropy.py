@@ -180,15 +180,17 @@ def test_target_out_of_range_is_an_error_on_the_cpu() -> None:
 def test_mean_over_more_rows_than_a_block(float32_place, weights) -> None:
     """One program computes the sums and the divisor of 5000 rows, some of which are ignored."""
     device = float32_place.device
-    logits = random(5000, 3, seed=4).float().to(device)
+    loss, z_loss = (random(5000, seed=seed).abs().float().to(device) for seed in (4, 5))
     targets = torch.arange(5000, device=device) % 4
     targets[targets == 3] = -100
+    loss[targets == -100] = z_loss[targets == -100] = 0
     class_weights = torch.tensor([0.5, 0.0, 2.0], device=device) if weights else None
-    loss, _ = cross_entropy(logits, targets, class_weights=class_weights)
-    exact = torch.nn.functional.cross_entropy(
-        logits.double(), targets, None if class_weights is None else class_weights.double()
-    )
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    ops = select("cross_entropy", loss.view(-1, 1))
+    *means, divisor = ops.mean_loss(loss, z_loss, None, targets, class_weights)
+    exact = 1250 * 2.5 if weights else 3750
+    assert divisor == exact
+    for mean, rows in zip(means, (loss, z_loss)):
+        torch.testing.assert_close(mean.double(), rows.double().sum() / exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

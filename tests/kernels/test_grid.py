@@ -1,4 +1,4 @@
-"""What every op of the table must satisfy: precision, autocast, retained graphs, repeatable runs."""
+"""What every op must satisfy: precision, autocast, retained graphs, repeatable runs."""
 
 from __future__ import annotations
 

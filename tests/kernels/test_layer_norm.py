@@ -47,7 +47,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
     """Rows too long for the registers: the kernel reads them again after its reductions."""
     op, formula, _ = OPS[residual]
     assert nvidia_backward(residual, 8200).reload
-    compare(op, formula, off_centre((5, 8200), residual), float32_place)
+    compare(op, formula, off_centre((2, 8200), residual), float32_place)
 
 
 @pytest.mark.parametrize("residual", [False, True])
