@@ -16,7 +16,7 @@ from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
 from tests.kernels.linear_cross_entropy import test_functions as test_linear_cross_entropy
 from tests.kernels.linear_cross_entropy import test_log_probs as test_linear_log_probs
-from tests.kernels.linear_cross_entropy.test_budget import spy_on_the_plan
+from tests.kernels.linear_cross_entropy.test_loops import spy_on_the_plan
 from tests.kernels.scratch import peak_scratch
 from tests.pairwise import pairwise
 

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 
-ARCHES = {90: "nvidia", "gfx942": "amd"}
-SAMPLED_ARCHES = {80: "nvidia", 100: "nvidia", "gfx90a": "amd"}
+ARCHES = [("nvidia", 90), ("amd", "gfx942")]
+SAMPLED_ARCHES = [("nvidia", 80), ("nvidia", 100), ("amd", "gfx90a")]
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
 NVIDIA_SHARED = 99 * 1024
@@ -233,10 +233,9 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("arch", ARCHES)
-def test_each_pair_of_features(arch, kernel) -> None:
+@pytest.mark.parametrize("vendor, arch", ARCHES)
+def test_each_pair_of_features(vendor, arch, kernel) -> None:
     """Threads, shared memory and spills are within the limits of sm_90 and of gfx942."""
-    vendor = ARCHES[arch]
     chosen = pairs_of_features(launches_of(kernel, vendor, full=True))
     found = [complaint(launch, vendor, arch) for launch in chosen]
     wrong = [str(x) for x in found if x is not None]
@@ -244,9 +243,8 @@ def test_each_pair_of_features(arch, kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", SAMPLED_ARCHES)
-def test_the_largest_launch_of_each_kernel(arch) -> None:
-    vendor = SAMPLED_ARCHES[arch]
+@pytest.mark.parametrize("vendor, arch", SAMPLED_ARCHES)
+def test_the_largest_launch_of_each_kernel(vendor, arch) -> None:
     found = [complaint(largest_launch(kernel, vendor), vendor, arch) for kernel in KERNELS]
     wrong = [str(x) for x in found if x is not None]
     assert not wrong, "\n".join(wrong)

@@ -86,7 +86,7 @@ def test_vocabularies_at_the_edges_of_a_block(float32_place, vocab) -> None:
     compare(cross_entropy, formulas.cross_entropy, made, float32_place, constant=CONSTANT)
 
 
-@pytest.mark.parametrize("normalizer", [3, 7.5, torch.tensor(11), torch.tensor(2.5)], ids=str)
+@pytest.mark.parametrize("normalizer", [3, torch.tensor(2.5)], ids=str)
 def test_normalizer(float32_place, normalizer) -> None:
     made = inputs((ROWS,), VOCAB)
     if isinstance(normalizer, torch.Tensor):

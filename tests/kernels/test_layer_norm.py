@@ -90,13 +90,13 @@ def test_rows_of_equal_values_are_zero(float32_place, width) -> None:
     assert torch.equal(layer_norm(x, bias=x[2]), x[2].expand_as(x))
 
 
-def test_residual_in_a_wider_dtype(place) -> None:
+def test_residual_in_a_wider_dtype(float32_place) -> None:
     """The sum of a bfloat16 x and a float32 residual is float32, and so is its gradient."""
     made = inputs((3, 16), True)
-    x = made["x"].to(torch.bfloat16).to(place.device).requires_grad_()
-    residual = made["residual"].float().to(place.device).requires_grad_()
-    weight = made["weight"].to(torch.bfloat16).to(place.device).requires_grad_()
-    bias = made["bias"].float().to(place.device).requires_grad_()
+    x = made["x"].to(torch.bfloat16).to(float32_place.device).requires_grad_()
+    residual = made["residual"].float().to(float32_place.device).requires_grad_()
+    weight = made["weight"].to(torch.bfloat16).to(float32_place.device).requires_grad_()
+    bias = made["bias"].float().to(float32_place.device).requires_grad_()
     y, s = add_layer_norm(x, residual, weight, bias)
     assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
     (y.float().square().sum() + s.sum()).backward()

@@ -6,7 +6,7 @@ import torch
 from ligermodels.kernels import qk_norm_rope, rms_norm, rope
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
-from tests.kernels.conftest import PLACES
+from tests.kernels.conftest import COMPILED_PLACES
 from tests.pairwise import pairwise
 
 # batch, seq, heads, kv heads, head_dim
@@ -36,11 +36,13 @@ def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows:
     }
 
 
-@pairwise(indirect=["place"], place=PLACES, shape=SHAPES, variant=VARIANTS)
-def test_qk_norm_rope(place, shape, variant) -> None:
+@pairwise(
+    indirect=["compiled_place"], compiled_place=COMPILED_PLACES, shape=SHAPES, variant=VARIANTS
+)
+def test_qk_norm_rope(compiled_place, shape, variant) -> None:
     casting_mode, offset = variant
     made = inputs(*shape) | {"casting_mode": casting_mode, "offset": offset, "eps": 1e-5}
-    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, compiled_place, constant=CONSTANT)
 
 
 @pytest.mark.parametrize("used", range(3))

@@ -70,11 +70,11 @@ def test_large_values_do_not_overflow(place) -> None:
     torch.testing.assert_close(y, torch.ones_like(y))
 
 
-def test_residual_in_a_wider_dtype(place) -> None:
+def test_residual_in_a_wider_dtype(float32_place) -> None:
     """The sum of a bfloat16 x and a float32 residual is float32, and so is its gradient."""
-    x = random(3, 16, seed=1).to(torch.bfloat16).to(place.device).requires_grad_()
-    residual = random(3, 16, seed=2).float().to(place.device).requires_grad_()
-    weight = random(16, seed=3).to(torch.bfloat16).to(place.device).requires_grad_()
+    x = random(3, 16, seed=1).to(torch.bfloat16).to(float32_place.device).requires_grad_()
+    residual = random(3, 16, seed=2).float().to(float32_place.device).requires_grad_()
+    weight = random(16, seed=3).to(torch.bfloat16).to(float32_place.device).requires_grad_()
     y, s = add_rms_norm(x, residual, weight)
     assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
     (y.float().sum() + s.sum()).backward()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable, compare, random
+from tests.kernels.checks import compare, random
 from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.test_cross_entropy import OPTIONS, OUT_OF_RANGE, options_for, targets_for
 from tests.pairwise import pairwise
@@ -98,7 +98,7 @@ def test_one_hidden_column(float32_place, reduction) -> None:
     compare(ours, formula, made, float32_place)
 
 
-@pytest.mark.parametrize("normalizer", [3, 7.5, torch.tensor(11), torch.tensor(2.5)], ids=str)
+@pytest.mark.parametrize("normalizer", [3, torch.tensor(2.5)], ids=str)
 def test_normalizer(float32_place, normalizer) -> None:
     value = float(normalizer)
     if isinstance(normalizer, torch.Tensor):
@@ -135,45 +135,6 @@ def test_accumulation_steps_with_one_normalizer(compiled_place, weighted) -> Non
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 10)
 
 
-@pairwise(
-    indirect=["place"],
-    place=PLACES,
-    frozen=[
-        ("hidden",),
-        ("weight",),
-        ("bias",),
-        ("hidden", "weight"),
-        ("hidden", "bias"),
-        ("weight", "bias"),
-    ],
-    cut=CUTS,
-    reduction=["none", "mean"],
-)
-def test_frozen_inputs_get_no_gradient(place, frozen, cut, reduction) -> None:
-    width, chunk_size = CUTS[cut]
-    made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
-    compare(ours, formula, made, place, frozen=frozen)
-
-
-# Which loops run depends on all three, so their product is tested.
-@pytest.mark.parametrize("width", [WIDTH, WIDE])
-@pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])
-def test_number_of_products(float32_place, reduction, again, width) -> None:
-    """There is one matrix product for the logits (two for "none") and one for each gradient."""
-    for frozen in ((), ("hidden",), ("weight",), ("hidden", "weight")):
-        made = on(float32_place, inputs(width=width, bias=False))
-        for name in frozen:
-            made[name].requires_grad_(False)
-        with FlopCounterMode(display=False) as counter:
-            loss, *_ = linear_cross_entropy(**made, reduction=reduction)
-            if loss.requires_grad:
-                loss.sum().backward()
-        gradients = 2 - len(frozen)
-        products = 1 + gradients + (again if gradients else 0)
-        flops = products * 2 * ROWS * width * VOCAB
-        assert counter.get_total_flops() == flops, f"frozen: {frozen}"
-
-
 def test_no_grad(float32_place) -> None:
     made = on(float32_place, inputs())
     expected = linear_cross_entropy(**made)
@@ -206,25 +167,6 @@ def test_all_ignored(place, reduction, chunk_size) -> None:
         assert torch.equal(x, torch.zeros_like(x))
 
 
-def test_twice_over_a_retained_graph(compiled_place) -> None:
-    for reduction in ("none", "mean"):
-        for width, chunk_size in CUTS.values():
-            made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
-            check_repeatable(ours, made, compiled_place)
-
-
-@pytest.mark.parametrize("width", [WIDTH, WIDE])
-def test_targets_may_change_before_backward(float32_place, width) -> None:
-    """A caller may write the next batch's targets into the same buffer between the two passes."""
-    made = on(float32_place, inputs(width=width))
-    leaves = [made[name] for name in ("hidden", "weight", "bias")]
-    expected = torch.autograd.grad(linear_cross_entropy(**made).loss, leaves)
-    loss = linear_cross_entropy(**made).loss
-    made["targets"].zero_()
-    for grad, wanted in zip(torch.autograd.grad(loss, leaves), expected):
-        assert torch.equal(grad, wanted)
-
-
 def test_any_chunk_size_gives_the_same(compiled_place) -> None:
     whole = on(compiled_place, inputs(name="z-loss"))
     expected, _, expected_tokens, *_ = linear_cross_entropy(**whole)
@@ -241,31 +183,6 @@ def test_any_chunk_size_gives_the_same(compiled_place) -> None:
             torch.testing.assert_close(
                 got, wanted, **bounds, msg=lambda text, n=chunk_size: f"chunk_size={n}: {text}"
             )
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
-@pytest.mark.parametrize("cut", ["rows", "columns"])
-@pytest.mark.parametrize("place", places(BFLOAT16, gpu=(BFLOAT16,)), indirect=True)
-def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
-    """In bfloat16, many chunks are no further from float64 than one. A bfloat16 sum would be."""
-    rows, width, vocab = 256, 16, 8
-    made = inputs((rows,), width, vocab, bias=False)
-    exact = {
-        k: v.bfloat16().double() if v.is_floating_point() else v
-        for k, v in made.items()
-        if v is not None
-    }
-    exact["weight"].requires_grad_()
-    formulas.linear_cross_entropy(**exact)[0].backward()
-    errors = []
-    # With the least budget, each product covers few columns of the gradient and few rows.
-    least = {"max_scratch_bytes": small_budget(made, place, 0)}
-    for options in ({"chunk_size": rows}, {"chunk_size": 4} if cut == "rows" else least):
-        leaves = on(place, made)
-        linear_cross_entropy(**leaves, **options)[0].backward()
-        grad = leaves["weight"].grad.double().cpu()
-        errors.append(float((grad - exact["weight"].grad).square().mean().sqrt()))
-    assert errors[1] <= 1.1 * errors[0]
 
 
 def test_target_out_of_range_is_an_error_on_the_cpu() -> None:
@@ -294,36 +211,6 @@ def small_budget(made: dict, place, rows: int = 12, op=linear_cross_entropy, **o
         op(**on(place, made), **options, max_scratch_bytes=1)
     least = int(str(error.value).split()[-1])
     return least + rows * VOCAB * place.dtype.itemsize
-
-
-@pairwise(
-    indirect=["place"],
-    place=PLACES,
-    reduction=["none", "mean"],
-    cut=["few rows", "one chunk", "rows", "columns", "skipping"],
-)
-def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
-    rows, width = (WIDE, WIDE) if cut == "few rows" else (64, WIDTH)
-    made = inputs((rows,), width, name="everything")
-    options = {"reduction": reduction, "return_token_stats": True}
-    options |= {
-        "few rows": {},
-        "one chunk": {},
-        "rows": {"chunk_size": 9},
-        "columns": {"max_scratch_bytes": small_budget(made, place, **options)},
-        "skipping": {"chunk_size": 9, "skip_ignored": True, "max_valid": 60},
-    }[cut]
-    runs = []
-    for _ in range(2):
-        leaves = on(place, made)
-        out = linear_cross_entropy(**leaves, **options)
-        total = out.loss.sum()
-        if reduction == "none":
-            total = total + out.log_probs.square().sum() + out.entropy.square().sum()
-        total.backward()
-        runs.append((*out, *(leaves[k].grad for k in ("hidden", "weight", "bias"))))
-    for a, b in zip(*runs):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")

@@ -75,7 +75,7 @@ def test_options_and_chunks(place, name, asked, chunk_size) -> None:
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, extra=[0, 12])
 def test_budgets_without_an_accumulator(place, name, extra) -> None:
-    made = inputs(name=name)
+    made = inputs((WIDTH + 2,), name=name)
     budget = small_budget(made, place, extra, linear_log_probs, entropy=True)
     compare(both, formula, made | {"max_scratch_bytes": budget}, place)
 
@@ -95,6 +95,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(op, leaves)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
 def test_number_of_products(float32_place) -> None:
     """Forward makes one; backward makes the logits again and one product for each gradient."""
     made = on(float32_place, inputs(bias=False))

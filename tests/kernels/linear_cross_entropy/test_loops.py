@@ -1,4 +1,4 @@
-"""The loss head within a budget of scratch memory: its plan, products, results and peak."""
+"""The loops of the loss head within a budget: plan, products, results and peak memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_budget_reaches_the_chunks(compiled_place, monkeypatch) -> None:
 )
 def test_budgets_without_an_accumulator(place, monkeypatch, name, reduction, extra) -> None:
     """Every option, if the weight gradient is computed in blocks of the vocabulary."""
-    made = inputs(name=name)
+    made = inputs((WIDTH + 2,), name=name)
     budget = small_budget(made, place, extra, reduction=reduction)
     plans = spy_on_the_plan(monkeypatch)
     made |= {"reduction": reduction, "max_scratch_bytes": budget}
@@ -100,6 +100,7 @@ def test_frozen_without_an_accumulator(place, frozen, reduction, bias) -> None:
     compare(ours, formula, made, place, frozen=frozen)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_number_of_products_without_an_accumulator(float32_place, reduction) -> None:
     """The second loop needs one product more for its logits, and so does a backward of its own.
@@ -124,6 +125,7 @@ def test_number_of_products_without_an_accumulator(float32_place, reduction) -> 
         assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB, f"frozen: {frozen}"
 
 
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
 def test_number_of_products_of_several_chunks(float32_place) -> None:
     """There are three, whether torch's own product or a registered op accumulates them."""
     made = on(float32_place, inputs(bias=False))
