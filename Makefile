@@ -1,13 +1,13 @@
-# make demo   fine-tune a small pretrained model on this machine, export it, open it in transformers
-# make test   lint, types and every test
-# make lint   ruff and mypy alone
-# make parity run the comparison with transformers and write docs/parity.md
-# make parity-gpu   the same at real vocabulary sizes on a GPU: docs/parity_gpu.md
-# make bench-ops    measure every op beside its peers on a GPU: benchmarks/results/ops.*
+# make demo         fine-tune a small pretrained model, export it, and open it in transformers
+# make test         run ruff, mypy and every test
+# make lint         run only ruff and mypy
+# make parity       compare with transformers, and write docs/parity.md
+# make parity-gpu   the same at real vocabulary sizes on a GPU: write docs/parity_gpu.md
+# make bench-ops    measure every op and its peers on a GPU: write benchmarks/results/ops.*
 #
-# Each makes .venv first, from constraints.txt. MODEL=<hub id or folder> gives the demo another model;
-# PYTHON=<interpreter> makes the environment with another Python; WORKERS=<n> sets how many
-# processes run the tests.
+# Each target first creates .venv from constraints.txt. Variables: MODEL=<hub id or folder> is another
+# model for the demo, PYTHON=<interpreter> is the Python that creates .venv, and WORKERS=<n> is the
+# number of processes that run the tests.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 SMOLLM2 := build/smollm2
-# The last transformers 4, which reads configs spelt the older way: exports must open there, too.
+# The last transformers 4. It reads the older spelling of configs, and exports must open in it, too.
 OLD := build/transformers-4.57.6
 
 .PHONY: demo test lint format parity parity-gpu bench-ops clean
@@ -24,8 +24,8 @@ OLD := build/transformers-4.57.6
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
 
-# The interpreter's choice is made when triton is imported, so its tests have their own process.
-# The larger run comes last: its summary is the last line.
+# Triton reads TRITON_INTERPRET when it is imported, so the interpreter's tests have their own process.
+# The larger run comes last, so that its summary is the last line.
 test: lint $(SMOLLM2)/config.json $(OLD)/transformers
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
@@ -51,12 +51,12 @@ format: $(VENV)/.test
 $(SMOLLM2)/config.json: | $(VENV)/.test
 	$(BIN)/python examples/smollm2.py $(SMOLLM2)
 
-# Beside the environment, not in it: these versions exclude the tested ones.
+# These versions conflict with the tested ones, so they are installed outside of the environment.
 $(OLD)/transformers: | $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLD) \
 		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
 
-# torch goes first and alone, so that a CPU build that pip already knows of is taken as it is.
+# torch is installed first and alone, so that pip keeps a CPU build that it already knows.
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)

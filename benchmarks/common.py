@@ -1,4 +1,4 @@
-"""Timing, memory and bookkeeping shared by the benchmarks."""
+"""Helpers that the benchmarks share: timing, memory, and writing of results."""
 
 import gc
 import importlib.metadata
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, str]:
-    """GPU and versions of everything that takes part."""
+    """Return the GPU and the versions of everything that is compared."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     versions = {"python": platform.python_version(), "gpu": gpu}
     for package in ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"):
@@ -30,13 +30,13 @@ def environment() -> dict[str, str]:
 
 
 def device_times(run: Callable[[], Any], repeats: int = 20, warmup: int = 5) -> list[float]:
-    """Milliseconds of `repeats` calls, each between two events on the device."""
+    """Return the milliseconds of `repeats` calls, each measured between two events."""
     for _ in range(warmup):
         run()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # A stretch of other work lets the host run ahead, so that launches are not timed.
+        # The device sleeps first, so that the host runs ahead and no launch is timed.
         torch.cuda._sleep(2_000_000)
         start.record()
         run()
@@ -49,8 +49,8 @@ def device_times(run: Callable[[], Any], repeats: int = 20, warmup: int = 5) -> 
 def release_memory() -> None:
     """Give cached memory back to the device, and wait until the driver has cleared it.
 
-    It clears what was freed at some 400 GB/s (on an H200) beside whatever runs next, which takes a
-    tenth longer until that is done. The wait is for a slower clearing, to be safe.
+    The driver clears freed memory at about 400 GB/s (on an H200) while the next kernels run, and
+    these take a tenth longer until it is done. The wait assumes 250 GB/s, to be safe.
     """
     gc.collect()
     reserved = torch.cuda.memory_reserved()
@@ -59,7 +59,7 @@ def release_memory() -> None:
 
 
 def synchronises(run: Callable[[], Any]) -> bool:
-    """Whether a call waits for the device, which a CUDA graph cannot capture."""
+    """Whether a call waits for the device. A CUDA graph cannot capture such a call."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -74,13 +74,13 @@ def synchronises(run: Callable[[], Any]) -> bool:
 
 
 def graph_times(run: Callable[[], Any], calls: int, repeats: int) -> list[float]:
-    """Milliseconds of one call, from each of `repeats` replays of a CUDA graph of `calls` calls."""
+    """Return the milliseconds of one call, for each of `repeats` replays of a graph of `calls`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()  # whatever is made once for a stream is not captured
+        run()  # what a stream allocates only once must not be captured
     torch.cuda.current_stream().wait_stream(stream)
-    release_memory()  # a capture does so, and does not wait
+    release_memory()  # a capture also frees memory, but does not wait
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
@@ -88,7 +88,7 @@ def graph_times(run: Callable[[], Any], calls: int, repeats: int) -> list[float]
     graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # replays are queued before the first one starts
+    torch.cuda._sleep(2_000_000)  # all replays are queued before the first one starts
     events[0].record()
     for event in events[1:]:
         graph.replay()
@@ -98,10 +98,11 @@ def graph_times(run: Callable[[], Any], calls: int, repeats: int) -> list[float]
 
 
 def device_time(run: Callable[[], Any]) -> dict[str, Any]:
-    """Median and quartiles of the device's milliseconds for a call that has run before.
+    """Return the median and the quartiles of the device's milliseconds for a call.
 
-    By graph replay; by events around eager calls, and said so, where the call cannot be captured.
-    Short calls are repeated within a graph, long ones are replayed fewer times.
+    The call must have run before. It is timed by replays of a CUDA graph, or by events around eager
+    calls if it cannot be captured; "method" says which. A graph holds a short call several times,
+    and a long call is replayed fewer times.
     """
     waits = synchronises(run)
     start = time.perf_counter()
@@ -124,7 +125,7 @@ def device_time(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def host_microseconds(run: Callable[[], Any]) -> float:
-    """Time the host spends in one call, the device being idle when it begins."""
+    """Return the microseconds that the host spends in one call. The device is idle at its start."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -132,7 +133,7 @@ def host_microseconds(run: Callable[[], Any]) -> float:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most memory held during a call beyond what was held before, its results included."""
+    """Return the peak of memory during a call, without what was held before; results count."""
     run()
     gc.collect()
     torch.cuda.synchronize()
@@ -145,7 +146,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large device copy, read plus written: the ceiling to compare with."""
+    """Return the bytes per second, read plus written, of a large copy: the bandwidth ceiling."""
     source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     milliseconds = statistics.median(device_times(lambda: target.copy_(source)))
@@ -159,7 +160,7 @@ def write(name: str, content: dict[str, Any], folder: Path | None = None) -> Non
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """Rows as a Markdown table."""
+    """Format rows as a Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     for row in rows:
         cells = [row.get(column, "") for column in columns]

@@ -1,9 +1,9 @@
-"""This checkout beside another one: python -m benchmarks.compare OTHER_CHECKOUT [--out FOLDER]
+"""Compare two checkouts: python -m benchmarks.compare OTHER_CHECKOUT [--out FOLDER]
 
-Each op at the sizes of its table, its time on the host, and a training step of Llama-3-8B. The two
-checkouts take turns in processes of their own, in the order A B B A, each with its own
-`benchmarks`, so that a drift of the machine falls on both alike. What is written, compare.json, has
-the median of both and their quotient; a quotient near 1 says that nothing changed.
+This measures each op at the sizes of its table, its host time, and a training step of Llama-3-8B.
+The two checkouts run alternately, in the order A B B A, so that a drift of the machine affects both
+equally. Each runs in its own process with its own `benchmarks`. compare.json holds the medians of
+both and their quotient. A quotient near 1 means that nothing changed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, environment, table, write
 HERE = Path(__file__).resolve().parent.parent
 ORDER = ("other", "this", "this", "other")
 STEPS = (("1", "8192"), ("16", "512"))
-# Runs in the other checkout, too: it may use only what the benchmarks have had for long.
+# This also runs in the other checkout, so it uses only what older benchmarks have, too.
 WORKER = """
 import json, statistics, sys
 import torch
@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 
 def run(checkout: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON in the last line that a process with this checkout on its path prints."""
+    """Run Python in a checkout, and return the JSON in the last line that it prints."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=checkout, capture_output=True, text=True
     )
@@ -68,7 +68,7 @@ def run(checkout: Path, *arguments: str) -> dict[str, Any]:
 
 
 def measure(checkout: Path, with_step: bool) -> dict[str, float]:
-    """Every figure of a checkout, by what it is of and its unit."""
+    """Return every figure of a checkout, by what was measured and the unit."""
     found = run(checkout, "-c", WORKER)
     if with_step:
         for batch, seq in STEPS:
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="the checkout to compare with")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for compare.json")
-    parser.add_argument("--without-step", action="store_true", help="the ops alone")
+    parser.add_argument("--without-step", action="store_true", help="measure only the ops")
     given = parser.parse_args()
     checkouts = {"this": HERE, "other": given.other.resolve()}
     figures: dict[str, list[dict[str, float]]] = {"this": [], "other": []}

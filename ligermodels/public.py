@@ -1,6 +1,6 @@
-"""The public names: this list is the only one, and `import ligermodels` makes them its own.
+"""The only list of public names. The package `ligermodels` re-exports each of them.
 
-A name is imported as itself, which tells type checkers that it is meant to be imported from here.
+Each import has the form `X as X`, which tells type checkers that the name is exported from here.
 """
 
 from ligermodels.errors import CheckpointError as CheckpointError

@@ -1,23 +1,362 @@
-"""The files and names that the documentation for contributors gives are those of the code."""
+"""Every block of the documentation runs, and the files, names and figures it gives are true."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
+import inspect
+import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-ROOT = Path(__file__).parent.parent
+from ligermodels.models import auto
+from tests import markdown
+from tests.test_readme import RESULTS, step_line, steps
+
+ROOT = markdown.ROOT
 PACKAGE = ROOT / "ligermodels"
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"]
+LINKING = [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+BENCHMARKS = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
 # What a page's reader replaces or makes: the op of the example, a placeholder in capitals.
-EXAMPLES = re.compile(r"softcap|[A-Z]{2}")
+EXAMPLES = re.compile(r"softcap|[A-Z]{2}|^runs/")
+# Pages whose Python blocks are parts of one example; tests below run them together.
+OP_PAGE, FAMILY_PAGE = DOCS / "adding_an_op.md", DOCS / "adding_a_family.md"
+TOGETHER = {OP_PAGE: 6, FAMILY_PAGE: 8}
+# What a newcomer pastes: in zsh a comment at the prompt is an error, and so is an open pattern.
+PASTED = ["README", "benchmarks", "composing", "loss_head", "support", "training"]
+
+SHELL_BLOCKS = [block for page in PAGES for block in markdown.runnable(page, markdown.SHELL)]
+PYTHON_BLOCKS = [
+    block
+    for page in PAGES
+    if page not in TOGETHER
+    for block in markdown.runnable(page, markdown.PYTHON)
+]
 
 
 def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
+
+
+@pytest.fixture(scope="module")
+def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return markdown.small_checkpoint(smollm2, tmp_path_factory.mktemp("docs") / "smollm2")
+
+
+@pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
+def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
+    """As it is, on a small checkpoint: the pages' own options are quick."""
+    checkout = markdown.make_checkout(tmp_path / "ligermodels")
+    text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
+    text = text.replace("<hub id or folder>", str(small_smollm2))
+    markdown.run_shell(text, checkout, tmp_path)
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.id)
+def test_python_block(
+    block: markdown.Block, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(markdown.make_checkout(tmp_path / "ligermodels"))
+    torch.manual_seed(0)
+    text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
+    if "class " in text:  # Python's prompt ends a class at the first empty line
+        names = markdown.run_python(text)
+    else:
+        names = markdown.paste_python(text)
+    if "same_loss" in names:
+        torch.testing.assert_close(names["loss"], names["same_loss"])
+    if "policy_loss" in names:
+        assert names["model"].embed_tokens.weight.grad.count_nonzero() > 0
+    if "labels" in names:
+        valid = names["labels"][:, 1:] != -100
+        assert names["out"].token_log_probs[:, :-1][valid].isfinite().all()
+
+
+def test_the_checkpoints_of_blocks_are_ungated() -> None:
+    """Blocks name one hub id, which needs no account."""
+    text = "\n".join(
+        block.text
+        for page in [*PAGES, ROOT / "README.md"]
+        for block in markdown.blocks(page)
+        if block.language not in markdown.SHOWN
+    )
+    ids = re.findall(r"(?:ligermodels \w+ |from_hf\(\"|name = \"|model=\")([\w.-]+/[\w./-]+)", text)
+    assert set(ids) - {"runs/capitals/model", "runs/novel/model"} == {markdown.CHECKPOINT}
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_shell_blocks_can_be_pasted_into_zsh(name: str) -> None:
+    page = ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
+    for block in markdown.runnable(page, markdown.SHELL):
+        bare = re.sub(r"<<'EOF'.*?\nEOF\n", "\n", block.text, flags=re.DOTALL)
+        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", bare)
+        assert not re.search(r"[#*?!\[\]]", bare), block.id
+
+
+def load(name: str, file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A block as a module of the package; Triton reads a kernel's source from its file."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    parent, _, child = name.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
+    spec.loader.exec_module(module)
+    return module
+
+
+def example_op(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """The op of the page, as the reader has it in the end: its reference and its kernels."""
+    from ligermodels import kernels
+
+    reference, triton, function, public, _, _ = (
+        block.text for block in markdown.runnable(OP_PAGE, markdown.PYTHON)
+    )
+    base = "ligermodels.kernels"
+    made = [
+        load(f"{base}.{room}.softcap", folder / room / "softcap.py", text, monkeypatch)
+        for room, text in (("reference", reference), ("triton", triton))
+    ]
+    load(f"{base}.softcap", folder / "softcap.py", function, monkeypatch)
+    names = markdown.run_python(public)
+    monkeypatch.setattr(kernels, "softcap", names["softcap"])
+    return made[0], made[1]
+
+
+def test_the_example_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files, its entry in the tests' table and its entry in the benchmarks' table."""
+    pytest.importorskip("triton")
+    reference, triton = example_op(tmp_path, monkeypatch)
+    for name in ("softcap_forward", "softcap_backward"):
+        twins = [inspect.signature(getattr(module, name)) for module in (reference, triton)]
+        assert twins[0] == twins[1]
+
+    from benchmarks.cases import glu
+    from tests.kernels import ops_table
+
+    *_, entry, case = (block.text for block in markdown.runnable(OP_PAGE, markdown.PYTHON))
+    names = markdown.run_python(f"CASES = {{\n{entry}}}", **vars(ops_table))
+    softcap = names["CASES"]["softcap"]
+    inputs = softcap.inputs((3,), 5)
+    made = ops_table.leaves(softcap, inputs, (torch.device("cpu"), torch.float64))
+    ours = ops_table.outputs_and_gradients(softcap.function, made)
+    exact = ops_table.outputs_and_gradients(softcap.formula, made)
+    torch.testing.assert_close(ours, exact)
+    with pytest.raises(ValueError, match="softcap: cap=0; expected a positive number"):
+        softcap.function(made["x"], 0)
+
+    case = case.partition("    ...")[0] + "}"  # the table has more entries
+    names = markdown.run_python(case, **vars(glu), torch=torch)
+    measured = names["OPS"]["softcap"].build(glu.Random("cpu"), 4, 8)
+    assert measured.implementations.keys() == {"eager", "torch.compile", "ligermodels"}
+    (x,) = measured.inputs()
+    implementations = [measured.implementations[name] for name in ("eager", "ligermodels")]
+    torch.testing.assert_close(*(each(x.float()) for each in implementations))
+
+
+@pytest.mark.interpreter
+def test_the_kernels_of_the_example_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, triton = example_op(tmp_path, monkeypatch)
+    x, grad = 30 * torch.randn(3, 700), torch.randn(3, 700)
+    torch.testing.assert_close(triton.softcap_forward(x, 20.0), reference.softcap_forward(x, 20.0))
+    torch.testing.assert_close(
+        triton.softcap_backward(x, grad, 20.0), reference.softcap_backward(x, grad, 20.0)
+    )
+
+
+def is_excerpt(text: str, file: Path) -> bool:
+    """Whether the file has the lines of the text in their order, with "..." for lines left out.
+
+    A function may be shown without its annotations.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if text.startswith("def forward"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+            elif isinstance(node, ast.FunctionDef):
+                node.returns = None
+        source = ast.unparse(tree)
+    else:
+        source = file.read_text(encoding="utf-8")
+    lines = iter(line.strip() for line in source.splitlines())
+    wanted = [line.strip() for line in text.splitlines()]
+    return all(line in lines for line in wanted if line and line != "...")
+
+
+def test_the_example_family(
+    small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Excerpts are of the files, and the two blocks of new code run."""
+    from ligermodels.layers import RMSNorm
+
+    norm, *excerpts, outside = (
+        block.text for block in markdown.runnable(FAMILY_PAGE, markdown.PYTHON)
+    )
+    names = markdown.run_python(norm, RMSNorm=RMSNorm)
+    x = torch.randn(2, 3, 4, 8)
+    exact = F.rms_norm(x.flatten(-2), (32,), eps=names["AllHeadsNorm"](32).eps).view_as(x)
+    torch.testing.assert_close(names["AllHeadsNorm"](32)(x), exact)
+
+    files = [PACKAGE / "models" / "qwen3.py"] * 5 + [ROOT / "tests" / "families.py"]
+    assert [is_excerpt(*each) for each in zip(excerpts, files)] == [True] * 6
+
+    monkeypatch.setattr(auto, "_registered", dict(auto._registered))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "olmo2.py").write_text(
+        "import ligermodels\n"
+        "class Olmo2Config(ligermodels.LlamaConfig):\n"
+        "    model_type = 'olmo2'\n"
+        "@ligermodels.register\n"
+        "class LigerOlmo2(ligermodels.LigerLlama):\n"
+        "    config_class = Olmo2Config\n"
+    )
+    config = json.loads((small_smollm2 / "config.json").read_text())
+    checkpoint = tmp_path / "my-checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
+    (checkpoint / "model.safetensors").symlink_to(small_smollm2 / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = markdown.run_python(outside)
+    assert type(names["model"]).__name__ == "LigerOlmo2"
+    for module in ("my_package", "my_package.olmo2"):
+        sys.modules.pop(module)
+
+
+@pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.stem)
+def test_no_block_of_an_example_is_left_out(page: Path) -> None:
+    """The tests above take so many Python blocks."""
+    assert len(markdown.runnable(page, markdown.PYTHON)) == TOGETHER[page]
+
+
+@pytest.mark.parametrize(
+    "text", ["```\nx\n```\n", "```console\nx\n```\n", "```bash\n", "a\n\n    x\n"]
+)
+def test_a_block_that_nobody_would_run_is_refused(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=r"page\.md:"):
+        markdown.blocks(page)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_make_targets_exist(page: Path) -> None:
+    targets = re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8"))
+    assert set(targets) <= markdown.make_targets()
+
+
+def test_the_table_of_the_steps_is_that_of_the_committed_runs() -> None:
+    lines = BENCHMARKS.splitlines()
+    for workload, rows in steps().items():
+        errors = [row.get("gradient error") for row in rows]
+        if None in errors:
+            shown = "not measured"
+        else:
+            cells = (f"{each:.4f}" for each in errors)
+            shown = ", ".join(
+                f"**{cell}**" if each == min(errors) else cell for cell, each in zip(cells, errors)
+            )
+        assert f"{step_line(workload, rows)} {shown} |" in lines
+
+
+def test_the_tables_of_the_ops_are_those_of_the_committed_run() -> None:
+    """Row for row, except for a peer that is absent everywhere."""
+    shown = BENCHMARKS[BENCHMARKS.index("## Ops") : BENCHMARKS.index("## Accuracy")].splitlines()
+    rows = [line for line in shown if line.startswith("|")]
+    measured = (RESULTS / "ops.md").read_text(encoding="utf-8")
+    measured = measured.replace("absent (torch linear_cross_entropy), ", "")
+    assert len(rows) > 20
+    assert not set(rows) - set(measured.splitlines())
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_the_figures_of_the_loss_head_are_those_of_the_committed_run() -> None:
+    page = (DOCS / "loss_head.md").read_text(encoding="utf-8")
+    measured: dict[str, dict[Any, dict[str, float]]] = {}
+    for row in result("ops.json")["rows"]:
+        if row["op"] == "linear_cross_entropy_budget":
+            key = row["sizes"]["max_scratch_bytes"]
+        elif row["op"] == "linear_cross_entropy_ignored":
+            key = row["sizes"]["ignored"]
+        else:
+            continue
+        both = row["forward + backward"]
+        measured.setdefault(f"{row['op']} {row['implementation']}", {})[key] = both
+    budgets = measured["linear_cross_entropy_budget ligermodels"]
+    shown = re.findall(r"^\| (default|\d+ \wiB).* \| ([\d.]+) ms \|$", page, re.MULTILINE)
+    units = {"default": None, "MiB": 2**20, "GiB": 2**30}
+    assert len(shown) == len(budgets)
+    for name, ms in shown:
+        number, _, unit = name.rpartition(" ")
+        budget = int(number) * units[unit] if number else None
+        assert f"{budgets[budget]['ms']:.{1 if budget is None else 0}f}" == ms
+    assert f"show {budgets[None]['scratch GB']:.1f} GB" in " ".join(page.split())
+    for name in ("ligermodels (skip_ignored)", "cce (filtered)"):
+        times = measured[f"linear_cross_entropy_ignored {name}"]
+        *first, last = (f"{times[share]['ms']:.1f}" for share in (0.0, 0.5, 0.8, 0.9))
+        assert f"{', '.join(first)} and {last} ms" in " ".join(page.split())
+
+
+def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
+    lines, found = BENCHMARKS.splitlines(), result("convergence.json")
+    kinds = ("curve", "tokens", "evaluation", "parameters")
+    for family in found["families"]:
+        ratios = " | ".join(f"{family['ratios'][kind]:.2f}" for kind in kinds)
+        assert f"| {family['family']} | {ratios} |" in lines
+    means = [found["means"][kind] for kind in kinds]
+    shown = [f"{mean:.2f} ± {error:.2f}" for mean, error in means[:3]]
+    shown.append("{:.3f} ± {:.3f}".format(*means[3]))
+    assert f"| geometric mean, standard error | {' | '.join(shown)} |" in lines
+
+    text = " ".join(lines)
+    total = result("fuzz.json")["total"]
+    refused = total["CheckpointError"] + total["ConfigError"]
+    assert f"at random {total['cases']:,} times. {refused:,} were refused" in text
+    assert f"{total['loaded']:,} loaded" in text
+    exact = result("exactness.json")
+    largest, ratios = exact["largest float32 error"], exact["bf16 error, ours / transformers'"]
+    assert (
+        f"{largest['logits']:.1e} for the logits, {largest['loss']:.1e} for the loss and "
+        f"{largest['embedding gradient']:.1e} for the gradient"
+    ) in text
+    assert f"{ratios['logits']['geometric mean']:.2f} for the logits" in text
+    assert f"{ratios['embedding gradient']['geometric mean']:.2f} for the gradient" in text
+    demo = [json.loads(line) for line in (RESULTS / "demo.jsonl").read_text().splitlines()]
+    first, last = (each["eval_perplexity"] for each in (demo[0], demo[-1]))
+    assert f"from {first:.1f} to {last:.1f}" in text
 
 
 def rows(start: str) -> list[list[str]]:

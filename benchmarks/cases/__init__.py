@@ -1,8 +1,8 @@
-"""The ops under measurement: inputs of a size, implementations, and what each must move.
+"""The ops that are measured: their inputs, their implementations, and the bytes they must move.
 
-Each module ends with the table of its ops, and an op is one entry of one of them. Bytes are the
-fewest that the op can move, each input read and each output written once a pass; what is saved
-between the passes counts, statistics and weights of a row's width do not.
+Each module ends with the table of its ops, OPS, and each op has one entry in it. The bytes are the
+fewest that an op can move: each pass reads each input once and writes each output once. Tensors
+that forward saves for backward count. Statistics, and weights as wide as one row, do not count.
 """
 
 from benchmarks.cases import glu, linears, losses, norms, ropes

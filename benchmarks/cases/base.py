@@ -1,4 +1,4 @@
-"""What an entry of the table and a case are, random inputs, and peers, if they are installed."""
+"""The types of the tables, random inputs, and the peers that are installed."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ Sizes = dict[str, Any]
 
 
 class Absent(Exception):
-    """A peer that is not installed here, or that this PyTorch does not have."""
+    """The peer is not installed, or this PyTorch does not have it."""
 
 
 class _AbsentModule:
@@ -25,7 +25,7 @@ class _AbsentModule:
 
 
 def peer(name: str) -> Any:
-    """The module, or a stand-in whose every attribute raises Absent."""
+    """Import a module; if it is missing, return an object whose attributes all raise Absent."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -39,7 +39,7 @@ cce = peer("cut_cross_entropy")
 
 @dataclasses.dataclass
 class Implementation:
-    """A function, and what differs from the case where it takes other inputs."""
+    """A function, with its own inputs and bytes if they differ from those of the case."""
 
     function: Function
     inputs: Callable[[], list[Tensor]] | None = None
@@ -50,10 +50,12 @@ class Implementation:
 class Case:
     """One op at one size.
 
-    inputs: makes the leaves that every implementation without inputs of its own takes.
-    bytes: the fewest, forward and forward + backward; None where matrix products are the floor.
-    products: rows, in and out of a linear's three matrix products; a head's out is the vocabulary.
-    forward_products: how often the first is needed, more than once by a head that keeps no logits.
+    inputs: makes the leaf tensors for every implementation that has no inputs of its own.
+    bytes: the fewest bytes, forward and forward + backward; None if matrix products are the floor.
+    products: rows, in_features and out_features of a linear's three matrix products. For a head,
+        out_features is the vocabulary.
+    forward_products: how often the logits are computed. A head that does not keep them computes
+        them more than once.
     """
 
     inputs: Callable[[], list[Tensor]]
@@ -63,7 +65,7 @@ class Case:
     forward_products: int = 1
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation of that name, its inputs and bytes filled in."""
+        """Return the implementation of that name, with its inputs and bytes filled in."""
         entry = self.implementations[name]
         if not isinstance(entry, Implementation):
             entry = Implementation(entry)
@@ -73,19 +75,19 @@ class Case:
 
 
 class Random:
-    """Inputs from a generator of its own: a capture that fails leaves the default one unusable."""
+    """Random inputs from their own generator: a failed capture breaks the default generator."""
 
     def __init__(self, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype = device, dtype
         self.generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """A leaf that requires a gradient."""
+        """Return a normally distributed leaf tensor that requires a gradient."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return tensor.normal_(0, scale, generator=self.generator).requires_grad_()
 
     def targets(self, rows: int, vocab: int, ignored: float = 0.0) -> Tensor:
-        """Token ids, the given share of them -100 at random places."""
+        """Return token ids. At random places, the share `ignored` of them is -100."""
         targets = torch.randint(
             vocab, (rows,), device=self.device, generator=self.generator, dtype=torch.int64
         )
@@ -94,7 +96,7 @@ class Random:
         return targets
 
     def angles(self, seq: int, half: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, seq, half), float32."""
+        """Return cos and sin, each (1, seq, half), float32."""
         angles = 6 * torch.rand(1, seq, half, device=self.device, generator=self.generator)
         return angles.cos(), angles.sin()
 
@@ -103,10 +105,13 @@ class Random:
 class Op:
     """An op of the table: how to build its case, and at which sizes to measure it.
 
-    label: its name in the tables. small: a size at which the device is never what is waited for,
-    that of the host times and of the tests. table: the sizes of the tables. sweep: those of the
-    plots, on top. rounds: how often to measure on the device, there and back; of each time the best
-    counts. host: whether to measure host times. scratch: whether its scratch memory has a table.
+    label: the name in the tables.
+    small: the size for host times and tests, so small that the host never waits for the device.
+    table: the sizes of the tables.
+    sweep: the additional sizes of the plots.
+    rounds: how often device times are measured, in alternating order; the best time counts.
+    host: whether host times are measured.
+    scratch: whether the scratch table has this op.
     """
 
     label: str
@@ -120,10 +125,10 @@ class Op:
 
 
 def sizes(names: str, *values: tuple[Any, ...]) -> list[Sizes]:
-    """Sizes of these names, one for each tuple of values."""
+    """Return one dictionary of sizes for each tuple of values."""
     return [dict(zip(names.split(), value, strict=True)) for value in values]
 
 
 def compiled(function: Function) -> Function:
-    """As a user compiles it, for this very shape."""
+    """Compile a function as a user does, for one shape."""
     return torch.compile(function, dynamic=False)

@@ -12,9 +12,10 @@ def _liger(random: Random, rows: int, width: int, name: str) -> dict[str, Implem
         return getattr(liger, f"liger_{name}")(gate, up)
 
     return {
-        # Halves of packed rows are not contiguous: Liger copies them.
+        # The halves of packed rows are not contiguous, so Liger copies them.
         "liger": Implementation(lambda gate_up: glu(*gate_up.chunk(2, -1))),
-        # Halves apart, as the linears of transformers make them; gradients overwrite them.
+        # Gate and up are separate, as the linears of transformers make them. Their gradients
+        # overwrite them.
         "liger (in place)": Implementation(
             glu, lambda: [random.normal(rows, width) for _ in range(2)]
         ),
@@ -56,7 +57,7 @@ def geglu(random: Random, rows: int, width: int) -> Case:
 
 
 def geglu_erf(random: Random, rows: int, width: int) -> Case:
-    """With the exact GELU, which Liger does not have."""
+    """GeGLU with the exact GELU, which Liger does not have."""
     return _glu(random, rows, width, F.gelu, {}, lambda gate_up: kernels.geglu(gate_up, "none"))
 
 

@@ -1,6 +1,6 @@
-"""Linears fused with what comes before them, at the shapes of a decoder block.
+"""Linears that are fused with the op before them, at the shapes of a decoder block.
 
-Their ceiling is the time of the matrix products alone.
+Their floor is the time of the matrix products alone.
 """
 
 import torch.nn.functional as F
@@ -81,7 +81,8 @@ def norm_qkv_rope(
         {
             "eager": eager,
             "torch.compile": compiled(eager),
-            # Three linears, as transformers has them: q and k are contiguous and turned in place.
+            # There are three linears, as in transformers, so q and k are contiguous and are rotated
+            # in place.
             "liger (in place)": Implementation(
                 liger_separate, lambda: [*start(), *map(weight, (heads, kv_heads, kv_heads))]
             ),

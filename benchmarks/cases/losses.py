@@ -1,4 +1,4 @@
-"""Cross entropy, the heads that make logits of their own, and log-probabilities."""
+"""Cross entropy, the heads that compute the logits themselves, and log-probabilities."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def cross_entropy(random: Random, rows: int, vocab: int, softcap: float | None =
             "eager": eager,
             "torch.compile": compiled(eager),
             "liger (copying)": lambda logits: liger_cross_entropy(logits.clone()),
-            # Gradients overwrite the logits: leaves of its own.
+            # Liger overwrites the logits with gradients, so this entry has its own logits.
             "liger (in place)": Implementation(
                 liger_cross_entropy, lambda: [random.normal(rows, vocab)]
             ),
@@ -54,7 +54,7 @@ def cross_entropy(random: Random, rows: int, vocab: int, softcap: float | None =
 
 
 def cross_entropy_softcap(random: Random, rows: int, vocab: int) -> Case:
-    """With Gemma 2's cap."""
+    """Cross entropy with the soft cap of Gemma 2."""
     return cross_entropy(random, rows, vocab, softcap=30.0)
 
 
@@ -68,7 +68,7 @@ def _torch_linear_cross_entropy(
 
 
 def _head_inputs(random: Random, rows: int, width: int, vocab: int) -> list[Tensor]:
-    # Logits of a standard deviation near 1, as at the start of training.
+    # The logits have a standard deviation near 1, as at the start of training.
     return [random.normal(rows, width), random.normal(vocab, width, scale=width**-0.5)]
 
 
@@ -92,7 +92,7 @@ def _linear_cross_entropy(random: Random, targets: Tensor, width: int, vocab: in
             "torch linear_cross_entropy": lambda h, w: _torch_linear_cross_entropy(h, w, targets),
             "liger (bf16 sum)": liger_head,
             "liger (float32 sum)": lambda h, w: liger_head(h, w, accum_dtype=torch.float32),
-            # By default it leaves out gradients below bf16's precision, tile by tile.
+            # By default cce skips tiles whose gradients are all below the precision of bf16.
             "cce (filtered)": cce_head,
             "cce (exact)": lambda h, w: cce_head(h, w, filter_eps=None),
             "ligermodels": lambda h, w: kernels.linear_cross_entropy(h, w, targets)[0],
@@ -108,7 +108,7 @@ def linear_cross_entropy(random: Random, rows: int, width: int, vocab: int) -> C
 def linear_cross_entropy_ignored(
     random: Random, rows: int, width: int, vocab: int, ignored: float
 ) -> Case:
-    """Some targets ignored, and their rows left out where that is asked for."""
+    """Linear cross entropy with ignored targets; `skip_ignored` skips their rows."""
     targets = random.targets(rows, vocab, ignored)
     valid = int((targets != -100).sum())
     case = _linear_cross_entropy(random, targets, width, vocab)
@@ -125,7 +125,7 @@ def linear_cross_entropy_ignored(
 def linear_cross_entropy_budget(
     random: Random, rows: int, width: int, vocab: int, max_scratch_bytes: int | None
 ) -> Case:
-    """Ours with a budget for scratch; None is the default."""
+    """Ours with a budget for scratch memory; None is the default budget."""
     targets = random.targets(rows, vocab)
     case = _linear_cross_entropy(random, targets, width, vocab)
     case.implementations = {
@@ -137,7 +137,7 @@ def linear_cross_entropy_budget(
 
 
 def linear_cross_entropy_none(random: Random, rows: int, width: int, vocab: int) -> Case:
-    """The loss of each token, for any upstream gradient."""
+    """The loss of each token, with a random upstream gradient."""
     targets = random.targets(rows, vocab)
 
     def eager(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ def linear_cross_entropy_none(random: Random, rows: int, width: int, vocab: int)
 
 
 def linear_cross_entropy_stats(random: Random, rows: int, width: int, vocab: int) -> Case:
-    """The mean loss with each token's log-probability, entropy and whether it was the best.
+    """The mean loss, with each token's log-probability, entropy and whether its logit is largest.
 
-    The loss alone is differentiated.
+    Only the loss is differentiated.
     """
     targets = random.targets(rows, vocab)
 
@@ -205,10 +205,10 @@ def linear_log_probs(random: Random, rows: int, width: int, vocab: int, entropy:
         outputs = kernels.linear_log_probs(hidden, weight, targets, entropy=entropy)
         return tuple(output for output in outputs if output is not None)
 
-    # The loss of a token is its log-probability, negated.
+    # The log-probability of a token is its negated loss.
     def liger_scaled(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         function = liger_ops.LigerFusedLinearScaledCrossEntropyFunction
-        # Positional: temperature, ignore_index, m_tiles_per_cluster, return_entropy.
+        # The last arguments are temperature, ignore_index, m_tiles_per_cluster, return_entropy.
         outputs = function.apply(hidden, weight, targets, 1.0, -100, 1, entropy)
         return (-outputs[0], outputs[1]) if entropy else (-outputs,)
 
@@ -231,7 +231,7 @@ def linear_log_probs(random: Random, rows: int, width: int, vocab: int, entropy:
         products=(rows, width, vocab),
         forward_products=2,
     )
-    if not entropy:  # these give the loss alone
+    if not entropy:  # these peers return only the loss
         case.implementations |= {
             "torch linear_cross_entropy": torch_head,
             "cce (filtered)": cce_head,

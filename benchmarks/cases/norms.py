@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, alone and behind the residual add."""
+"""RMSNorm and LayerNorm, alone and after the residual add."""
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def add_rms_norm(random: Random, rows: int, width: int) -> Case:
             "ligermodels": lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-6),
         },
         # Forward reads x, residual and writes y, sum; backward reads sum, dy, dsum and writes one
-        # gradient, which is that of both.
+        # gradient, which is the gradient of both inputs.
         (4 * one_pass, 8 * one_pass),
     )
 

@@ -1,4 +1,4 @@
-"""RoPE, alone and behind the norm of the heads."""
+"""RoPE, alone and after the norm of the heads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ligermodels.kernels.dispatch import select
 
 
 class Rotation:
-    """RoPE's angles; how eager PyTorch and Liger turn (batch, seq, heads, head_dim) by them."""
+    """The angles of RoPE, and its rotation of (batch, seq, heads, head_dim), eager and Liger."""
 
     def __init__(self, random: Random, seq: int, head_dim: int) -> None:
         self.cos, self.sin = random.angles(seq, head_dim // 2)
@@ -25,13 +25,13 @@ class Rotation:
         return x * self.wide_cos[:, :, None] + torch.cat((-b, a), -1) * self.wide_sin[:, :, None]
 
     def liger(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """In place where q and k are contiguous, on copies where they are not."""
+        """Rotate q and k in place if they are contiguous, else on copies."""
         q, k = liger.liger_rope(q.transpose(1, 2), k.transpose(1, 2), self.wide_cos, self.wide_sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """As `kernels.norm_qkv_rope` rotates what its linear has just made; v stays where it is."""
+    """Rotate a linear's output in place, as `kernels.norm_qkv_rope` does; v is not copied."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_d
             "eager": eager,
             "torch.compile": compiled(eager),
             "liger": liger_packed,
-            # q and k apart, without v: fewer bytes.
+            # q and k are separate and v is absent, so it moves fewer bytes.
             "liger (in place)": Implementation(
                 rotation.liger,
                 lambda: [random.normal(batch, seq, n, head_dim) for n in (heads, kv_heads)],
@@ -83,8 +83,8 @@ def rope(random: Random, batch: int, seq: int, heads: int, kv_heads: int, head_d
                 qkv, rotation.cos, rotation.sin, heads, kv_heads
             ),
         },
-        # Forward reads q, k and writes them, v can stay where it is; backward reads dq, dk, dv and
-        # writes them packed.
+        # Forward reads q, k and writes them; v need not move. Backward reads dq, dk, dv and writes
+        # them packed.
         (2 * rotated * head_pass, (4 * rotated + 2 * kv_heads) * head_pass),
     )
 

@@ -1,9 +1,10 @@
 """The command line: `ligermodels finetune | generate | inspect | convert | families`.
 
-Each command is a module that turns arguments into calls. It has HELP (its line in `ligermodels
---help`), `add_arguments` and `run`, and may have OUT_OF_MEMORY, advice on that error. This
-module turns errors and warnings into one line each on stderr. The exit code is 0, or 2 for what a
-user did (argparse's own complaints included), 1 for what the machine did, and 130 for Ctrl-C.
+Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
+A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
+prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
+runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
+wrong, or if a file cannot be read or written.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ COMMANDS = (finetune, generate, inspect, convert, families)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line on `argv` (default: the process's own); returns the exit code."""
-    # Tokenizers' threads and a later fork do not mix; the warning about it is no user's business.
+    """Run the command line with `argv` (default: `sys.argv[1:]`) and return the exit code."""
+    # The tokenizers library warns if a process forks after its threads ran. The user of a command
+    # cannot act on that warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
-            # A terminal that cannot show a letter shows a question mark, not a traceback.
+            # If the terminal's encoding lacks a character, print a question mark and no traceback.
             output.reconfigure(errors="replace")
     given = argparse.Namespace(module=None)
     try:
@@ -38,13 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             given.module.run(given)
         sys.stdout.flush()
-    except SystemExit as stop:  # argparse: --help, or a complaint that it has printed
+    except SystemExit as stop:  # argparse exits after --help or an error that it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); the interpreter's last flush must not fail.
+        # The program that read our output has exited (`| head`). Redirect stdout, so that the
+        # interpreter's last flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except LigerError as error:
@@ -89,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    """Show what a warning says, and not where in the code."""
+    """Print a warning's message without its place in the code."""
     _say(str(message))
 
 

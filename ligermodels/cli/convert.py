@@ -1,4 +1,4 @@
-"""`ligermodels convert`."""
+"""The command `ligermodels convert`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import argparse
 from ligermodels.cli.options import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
 
-HELP = "write a checkpoint anew, or verify its round trip"
+HELP = "change a checkpoint's dtype or shard size, or verify its conversion"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """From where to where, and what to change or compare."""
+    """Add the source, the target, and the options that change or compare them."""
     command.description = (
-        "Load the checkpoint SOURCE and write it to the folder TARGET, in another dtype or other "
-        "shards if asked. With --verify every tensor is compared bit for bit: TARGET's with "
-        "SOURCE's (cast, if --dtype is given), or without TARGET, those of a copy that went into "
-        "the native layout and back. A difference gives exit code 1."
+        "Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and "
+        "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
+        "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
+        "SOURCE to the native layout and back in a temporary folder, and compares the result with "
+        "SOURCE. If anything differs, the exit code is 1."
     )
     add = command.add_argument
-    add("source", metavar="SOURCE", help="hub id or folder of a checkpoint")
+    add("source", metavar="SOURCE", help="hub id or local folder of a checkpoint")
     add("target", metavar="TARGET", nargs="?", help="the folder to write")
-    add("--verify", action="store_true", help="compare every tensor, config key and file")
+    add("--verify", action="store_true", help="compare tensors, config keys and tokenizer files")
     add(
         "--max-shard-size",
         type=byte_size,
         default="5GB",
         metavar="SIZE",
-        help="most bytes in a file",
+        help="largest size of one weight file",
     )
     add("--overwrite", action="store_true", help="replace the checkpoint that TARGET holds")
     loading_arguments(command)
 
 
 def run(given: argparse.Namespace) -> None:
-    """Load, write, compare."""
+    """Load, write and compare, as the options ask."""
     from pathlib import Path
 
     from ligermodels.converters.hub import resolve
@@ -47,7 +48,9 @@ def run(given: argparse.Namespace) -> None:
     if target is None and given.dtype:
         raise LigerError("convert: --dtype needs TARGET")
     if target is not None and (target / "config.json").exists() and not given.overwrite:
-        raise LigerError(f"{given.target}: holds a checkpoint; replace it with --overwrite")
+        raise LigerError(
+            f"{given.target}: the folder holds a checkpoint; replace it with --overwrite"
+        )
     source = resolve(given.source, revision=given.revision)
     family = family_of(source)
     if target is None:
@@ -59,10 +62,13 @@ def run(given: argparse.Namespace) -> None:
         )
     else:
         if given.verify and target.exists() and target.samefile(source):
-            raise LigerError("convert: --verify cannot compare a checkpoint with what replaces it")
+            raise LigerError(
+                "convert: SOURCE and TARGET are the same folder, so --verify would have nothing to "
+                "compare; choose another TARGET"
+            )
         loading = loading_options(given)
         AutoLiger.from_hf(source, **loading).save_hf(target, max_shard_size=given.max_shard_size)
-        print(f"written to {target}")
+        print(f"wrote the checkpoint to {target}")
         if not given.verify:
             return
         report = compare(source, target, family, dtype=loading["dtype"])

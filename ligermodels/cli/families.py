@@ -1,4 +1,4 @@
-"""`ligermodels families`: what is supported, read from the configs of the families."""
+"""The command `ligermodels families`: list what the config class of each family supports."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from ligermodels.errors import LigerError
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
 
-HELP = "list the families and sizes that are supported"
+HELP = "list the supported model families and sizes"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Which family, and the form of the answer."""
+    """Add the family to show and the output format."""
     command.description = (
-        "List the model families: the names of their published sizes, their settings where a "
-        "config.json says nothing else, and the config fields that only some families have, with "
-        "their defaults. A checkpoint's family is the model_type in its config.json."
+        "List the model families. For each family, show its presets (the names of the published "
+        "sizes), its settings if a config.json does not change them, and its own config fields "
+        "(those that not every family has) with their defaults. A checkpoint's family is the "
+        "model_type in its config.json."
     )
-    command.add_argument("family", metavar="FAMILY", nargs="?", help="show only this one")
+    command.add_argument("family", metavar="FAMILY", nargs="?", help="show only this family")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(given: argparse.Namespace) -> None:
-    """Print the facts of every family."""
+    """Print the settings of every family, or of the family that was asked for."""
     from ligermodels.layers.rotary import ROPE_TYPES
     from ligermodels.models.auto import families
 
     known = families()
     if given.family is not None and given.family not in known:
-        raise LigerError(f"families: {given.family!r} is none of them; known: {', '.join(known)}")
+        raise LigerError(
+            f"families: there is no family {given.family!r}; known: {', '.join(known)}"
+        )
     chosen = known.values() if given.family is None else [known[given.family]]
     found = {cls.config_class.model_type: facts(cls) for cls in chosen}
     if given.json:
@@ -55,11 +58,11 @@ def run(given: argparse.Namespace) -> None:
                 )
             )
         print()
-    print(f"rope types of every family: {', '.join(ROPE_TYPES)}")
+    print(f"rope types that every family supports: {', '.join(ROPE_TYPES)}")
 
 
 def facts(cls: type[DecoderModel]) -> dict[str, str | list[str]]:
-    """What a family has where its config.json says nothing else."""
+    """Return the names of a family, and the settings that a config.json may change."""
     from ligermodels.models.config import ModelConfig
 
     config = cls.config_class()
@@ -75,6 +78,6 @@ def facts(cls: type[DecoderModel]) -> dict[str, str | list[str]]:
         "window": f"{windows[0]} in {len(windows)} of {config.num_hidden_layers} layers"
         if windows
         else "none",
-        "head": "tied" if config.tie_word_embeddings else "its own",
+        "head": "tied" if config.tie_word_embeddings else "not tied",
         "own fields": [f"{name}={getattr(config, name)!r}" for name in own],
     }

@@ -1,4 +1,4 @@
-"""`ligermodels finetune`."""
+"""The command `ligermodels finetune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT_OF_MEMORY = (
     "--activation-checkpointing, or a shorter --seq-len)"
 )
 
-# How --help arranges the options of FinetuneConfig.
+# --help shows the options of FinetuneConfig in these groups.
 GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
@@ -32,18 +32,18 @@ METAVARS = {"output_dir": "DIR", "separator": "LINE"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Every option of FinetuneConfig, with its help and default."""
+    """Add every option of FinetuneConfig, with its help and default."""
     command.description = (
-        "Fine-tune MODEL on text and export it. Files are plain text, or .jsonl with an object per "
-        'line: {"text"}, {"prompt", "completion"} (only the completion is learnt) or {"messages"} '
-        "(only the assistant's turns). Documents are packed into rows; neither attention nor loss "
-        "crosses from one to the next. Perplexity on held-out documents is measured before, during "
-        "and after."
+        "Fine-tune MODEL on text and export it. A file is plain text, or .jsonl with one object "
+        'per line: {"text"}, {"prompt", "completion"} (the loss covers only the completion) or '
+        '{"messages"} (the loss covers only the turns of the assistant). Documents are packed into '
+        "rows. Neither attention nor the loss crosses from one document to the next. Perplexity "
+        "on held-out documents is measured before, during and after training."
     )
     command.epilog = (
         "DIR holds model/ (the export), metrics.jsonl, loss.png and checkpoints/. After an "
-        "interruption, 'ligermodels finetune --resume --output-dir DIR' goes on where it stopped, "
-        "with the options of the run."
+        "interruption, 'ligermodels finetune --resume --output-dir DIR' continues from the last "
+        "checkpoint, with the same options."
     )
     command.usage = (
         "%(prog)s MODEL --train-files FILE... --output-dir DIR [...]\n"
@@ -57,18 +57,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     for title, names in GROUPS.items():
         group = command.add_argument_group(title)
         for name in names.split():
-            # An option that is not given is left out of the result: the options of the run that
-            # is resumed, and else the defaults of FinetuneConfig, fill the gaps.
+            # SUPPRESS leaves out an option that the user does not give. Its value then comes from
+            # the run that is resumed, or from the default in FinetuneConfig.
             group.add_argument(
                 "--" + name.replace("_", "-"),
                 default=argparse.SUPPRESS,
                 **_argument(options[name], types[name]),
             )
-    command.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
+    command.add_argument("--quiet", action="store_true", help="print no progress bar and no notes")
 
 
 def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
-    """What argparse is told of an option."""
+    """Return the arguments of `add_argument` for one option of FinetuneConfig."""
     help = option.metadata["help"].replace("%", "%%")
     if option.name == "max_shard_size":
         return {"help": f"{help} (default: 5GB)", "type": byte_size, "metavar": "SIZE"}
@@ -86,7 +86,7 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Fine-tune, and say what came of it."""
+    """Fine-tune, then print the perplexity (or the loss) and the folder of the export."""
     from ligermodels.training.finetune import finetune, resumed_settings
 
     options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
@@ -98,7 +98,7 @@ def run(given: argparse.Namespace) -> None:
     if options.get("resume"):
         settings = resumed_settings(output_dir)
         if not settings and "model" not in options:
-            raise LigerError(f"{output_dir}: holds no run to resume")
+            raise LigerError(f"{output_dir}: the folder holds no run to resume")
         options = {**settings, **options}
     for name, shown in (("model", "MODEL"), ("train_files", "--train-files")):
         if name not in options:
@@ -108,7 +108,7 @@ def run(given: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         print(
             "ligermodels: interrupted; 'ligermodels finetune --resume --output-dir "
-            f"{output_dir}' goes on from the last checkpoint",
+            f"{output_dir}' continues from the last checkpoint",
             file=sys.stderr,
         )
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""`ligermodels generate`."""
+"""The command `ligermodels generate`."""
 
 from __future__ import annotations
 
@@ -13,35 +13,47 @@ if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
     from ligermodels.text.tokenizer import Tokenizer
 
-HELP = "continue a prompt, or chat"
+HELP = "generate text from a prompt, or chat"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The model, the prompt, how to choose tokens, and how to load."""
+    """Add the model, the prompt, and the options for sampling and loading."""
     command.description = (
-        "Continue PROMPT, greedily unless a sampling option is given. Without PROMPT it is read "
-        "from stdin; with --chat on a terminal that is a conversation, one line a turn."
+        "Generate text that continues PROMPT. Decoding is greedy unless a sampling option "
+        "(--temperature, --top-k, --top-p or --seed) is given. Without PROMPT, the text is read "
+        "from stdin; on a terminal, --chat then holds a conversation, with one line per turn."
     )
     add = command.add_argument
-    add("model", metavar="MODEL", help="hub id or folder of a checkpoint")
-    add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads stdin")
-    add("--chat", action="store_true", help="put the prompt through the chat template")
-    add("--system", metavar="TEXT", help="a system message, with --chat")
+    add("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
+    add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin")
+    add("--chat", action="store_true", help="format the prompt with the chat template")
+    add("--system", metavar="TEXT", help="the system message for --chat")
     count, positive = number(int, at_least=1), number(float, more_than=0)
     share = number(float, more_than=0, at_most=1)
-    add("--max-new-tokens", type=count, default=256, metavar="N", help="stop after so many")
-    add("--temperature", type=positive, metavar="T", help="sample at this temperature (1)")
-    add("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens")
-    add("--top-p", type=share, metavar="P", help="sample among the likeliest that sum to P")
+    add("--max-new-tokens", type=count, default=256, metavar="N", help="generate at most N tokens")
+    add("--temperature", type=positive, metavar="T", help="sample at this temperature (default: 1)")
+    add("--top-k", type=count, metavar="K", help="sample from the K most likely tokens")
+    add(
+        "--top-p",
+        type=share,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities sum to P",
+    )
     add(
         "--repetition-penalty",
         type=positive,
         metavar="P",
-        help="above 1: make what is there already less likely (generation_config.json's, or 1)",
+        help="a value above 1 makes tokens that occurred before less likely (default: that of "
+        "generation_config.json, else 1)",
     )
-    add("--seed", type=number(int, at_least=0), metavar="N", help="makes sampling repeatable")
-    add("--no-stream", action="store_true", help="print the text when it is finished")
-    add("--device", help="cpu or cuda (default: cuda where there is one)")
+    add(
+        "--seed",
+        type=number(int, at_least=0),
+        metavar="N",
+        help="sample; the same seed gives the same text",
+    )
+    add("--no-stream", action="store_true", help="print the text only when it is complete")
+    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     loading_arguments(command)
 
 
@@ -87,7 +99,7 @@ def run(given: argparse.Namespace) -> None:
 def _continue(
     given: argparse.Namespace, model: DecoderModel, tokenizer: Tokenizer, ids: list[int]
 ) -> str:
-    """Print what follows `ids`, as it comes or at once; returns it."""
+    """Generate the text that follows `ids`, print it in pieces or at once, and return it."""
     import torch
 
     from ligermodels.generation.generate import stream_text
@@ -108,7 +120,7 @@ def _continue(
             generator=generator,
             **sampling,
         )
-    except (ValueError, IndexError) as error:  # an empty prompt, or ids that the model lacks
+    except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
         raise LigerError(f"generate: {error}") from error
     text = ""
     for piece in pieces:

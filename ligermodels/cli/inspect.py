@@ -1,4 +1,4 @@
-"""`ligermodels inspect`."""
+"""The command `ligermodels inspect`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import json
 
 from ligermodels.errors import printable
 
-HELP = "show what a checkpoint is, without loading it"
+HELP = "describe a checkpoint without loading its tensors"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The checkpoint, and the form of the answer."""
+    """Add the checkpoint and the output format."""
     command.description = (
-        "Show a checkpoint's family, config, parameters and memory after the checks of a load: "
-        "headers are read, tensors are not. A hub checkpoint is downloaded."
+        "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
+        "only the config and the headers of the weight files, and checks them as a load does. "
+        "It downloads a hub checkpoint first."
     )
-    command.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    command.add_argument("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
     command.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -37,11 +38,15 @@ def run(given: argparse.Namespace) -> None:
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
     for title, entries, show in (
         ("config", found["config"], json.dumps),
-        ("config keys that nothing reads (kept in an export)", found["unknown_keys"], json.dumps),
-        ("left out (tensors of other towers)", found["left_out"], str),
-        ("stored as", found["dtype_bytes"], _bytes),
+        (
+            "config keys that the model does not use (an export keeps them)",
+            found["unknown_keys"],
+            json.dumps,
+        ),
+        ("tensors that are not loaded (they belong to other towers)", found["left_out"], str),
+        ("stored bytes by dtype", found["dtype_bytes"], _bytes),
         ("files", found["files"], _bytes),
-        ("memory", found["memory"], _bytes),
+        ("estimated memory", found["memory"], _bytes),
     ):
         if entries:
             print(f"\n{title}")

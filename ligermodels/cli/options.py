@@ -1,4 +1,4 @@
-"""What the commands share: the look of help and complaints, types of arguments, loading options."""
+"""What the commands share: the format of help and errors, argument types, loading options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 
 
 class Formatter(argparse.HelpFormatter):
-    """Options on one line, with the default where there is one."""
+    """Format options on one line, each with its default if it has one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -24,22 +24,22 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaint is one line."""
+    """An argparse parser that prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def loading_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options with which any command loads a checkpoint."""
+    """Add the options that several commands have for loading a checkpoint."""
     add = command.add_argument
     add("--revision", help="branch, tag or commit of a hub checkpoint")
-    add("--dtype", choices=EXPORT_DTYPES, help="(default: the checkpoint's)")
-    add("--allow-nonfinite", action="store_true", help="let NaN and infinite weights in")
+    add("--dtype", choices=EXPORT_DTYPES, help="dtype of the weights (default: as stored)")
+    add("--allow-nonfinite", action="store_true", help="accept NaN and infinite weights")
 
 
 def loading_options(given: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `from_hf` that these options stand for, without the revision."""
+    """Return the arguments of `from_hf` that these options set, except the revision."""
     import torch
 
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
@@ -47,7 +47,7 @@ def loading_options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def byte_size(text: str) -> int:
-    """Bytes from "5GB", "512MiB" or a plain number."""
+    """Return the number of bytes in a size such as "5GB", "512MiB" or "1000"."""
     number, unit = text.strip().upper(), 1
     for name, factor in UNITS.items():
         if number.endswith(name):
@@ -58,14 +58,16 @@ def byte_size(text: str) -> int:
     except (ValueError, OverflowError):
         found = 0
     if found < 1:
-        raise argparse.ArgumentTypeError(f"not a size: {text!r}; write 5GB, 512MiB or bytes")
+        raise argparse.ArgumentTypeError(
+            f"not a size: {text!r}; write 5GB, 512MiB or a number of bytes"
+        )
     return found
 
 
 def number(kind: type, **limits: float) -> Callable[[str], float]:
-    """A type of argument: a number of `kind`, int or float, within `limits`.
+    """Return an argparse type: a number of `kind` (int or float) within `limits`.
 
-    The limits are those of `training.config.limit_complaint`.
+    `training.config.limit_complaint` defines the limits.
     """
 
     def convert(text: str) -> float:
@@ -75,5 +77,5 @@ def number(kind: type, **limits: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(complaint)
         return value
 
-    convert.__name__ = kind.__name__  # argparse says "invalid int value" with it
+    convert.__name__ = kind.__name__  # argparse builds the message "invalid int value" from it
     return convert

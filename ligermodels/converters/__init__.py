@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out: the span table, configs, reading, writing, the hub."""
+"""Convert Hugging Face checkpoints: weight maps, configs, reading, writing and the hub."""

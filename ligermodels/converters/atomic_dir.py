@@ -1,8 +1,7 @@
-"""Replacing a folder in one step: whenever the process is killed, the old or the new one is there.
+"""Replace a folder in one step. If the process is killed, either the old or the new folder exists.
 
-Linux lets two folders trade places in one system call. Elsewhere it takes two renames; a process
-that is killed between them leaves the old folder under another name, and `recover_dir` renames it
-back.
+On Linux, one system call exchanges two folders. Elsewhere this takes two renames. If a process is
+killed between them, the old folder has another name, and `recover_dir` renames it back.
 """
 
 import contextlib
@@ -23,23 +22,24 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
-    """A new folder beside `target` to write into, which replaces it when the block has ended.
+    """Yield a new folder beside `target` to write into. It replaces `target` after the block.
 
-    Files of the old folder are added to the new one as hard links, except those that the block
-    wrote and those at the top for whose name `owned` is true. If the block raises, the old folder
-    stays as it is.
+    The files of the old folder are added to the new one as hard links. Two kinds are left out:
+    files that the block wrote, and entries at the top level for whose name `owned` returns True.
+    If the block raises, the old folder does not change.
 
-    Args: target is a resolved path; it may be absent, and its parents are made.
+    Args: target is a resolved path. It may be absent; its parents are created.
     Raises:
-        OSError: whatever the file system says.
+        OSError: `target` cannot be replaced, or the file system reports an error.
     """
     if target.exists() and not target.is_dir():
-        raise FileExistsError(errno.EEXIST, "is a file, not a folder")
+        raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
     if target.is_dir() and os.path.ismount(target):
-        raise OSError(errno.EBUSY, "is a mount point; give a folder inside it")
+        raise OSError(errno.EBUSY, "the folder is a mount point; pass a folder inside it")
     if target == Path.cwd() or target in Path.cwd().parents:
         raise OSError(
-            errno.EBUSY, "the current directory lies in it and would vanish; run from elsewhere"
+            errno.EBUSY,
+            "the folder contains the current directory, which would be deleted; run from elsewhere",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     recover_dir(target)
@@ -54,13 +54,13 @@ def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
         sync_folder(fresh)
         _swap_in(fresh, target)
     finally:
-        # This is the half-written new folder, or the old one after an exchange.
+        # After an error this is the incomplete new folder. After an exchange it is the old folder.
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 def recover_dir(target: Path) -> None:
-    """Rename the old folder back after a replacement that was killed between its two renames."""
-    aside = _aside(Path(os.path.abspath(target)))  # "." has no name to derive one from
+    """Rename the old folder back if a process was killed between the two renames."""
+    aside = _aside(Path(os.path.abspath(target)))  # The path "." has no name.
     with contextlib.suppress(OSError):
         if aside.is_dir() and not target.exists():
             os.rename(aside, target)
@@ -75,7 +75,7 @@ def _aside(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the new folders of replacements whose process on this host has died."""
+    """Remove the new folders that processes on this host left behind when they died."""
     prefix = _prefix(target)
     for path in target.parent.iterdir():
         pid = path.name.removeprefix(prefix)
@@ -87,7 +87,7 @@ def _remove_leftovers(target: Path) -> None:
 
 def _alive(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # The folder is of an earlier replacement in this process.
+        return False  # An earlier replacement in this process left the folder behind.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -111,7 +111,7 @@ def _carry_over(old: Path, new: Path, owned: Callable[[str], bool] | None = None
 
 
 def _link(source: str | Path, copy: str | Path) -> None:
-    """Give a file a second name; copy it where the file system has no hard links."""
+    """Make a hard link to a file, or copy the file if the file system has no hard links."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except OSError:
@@ -119,7 +119,7 @@ def _link(source: str | Path, copy: str | Path) -> None:
 
 
 def _swap_in(fresh: Path, target: Path) -> None:
-    """Put `fresh` where `target` is; afterwards `fresh` is the old folder or does not exist."""
+    """Move `fresh` to `target`. Afterwards `fresh` is the old folder or does not exist."""
     if not target.exists():
         os.rename(fresh, target)
     elif not _exchange(fresh, target):
@@ -136,7 +136,7 @@ def _swap_in(fresh: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two paths trade places atomically; return False where the system cannot do it."""
+    """Exchange two paths atomically. Return False if the system cannot do this."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: first the headers, then one comparison, then tensor by tensor."""
+"""Read a checkpoint: first all headers, then compare names and shapes, then read the tensors."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -13,29 +13,29 @@ from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, Ten
 from ligermodels.converters.weight_map import Entry, Span, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
-# Endings of the names of a quantised weight's parts: of GPTQ and AWQ, of bitsandbytes, and of
-# compressed-tensors and float8 checkpoints.
+# The tensors of a quantised weight have names with these endings. The first line is of GPTQ and
+# AWQ, the second of bitsandbytes, the third of compressed-tensors and float8 checkpoints.
 _QUANTISED = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-_MAX_OPEN_FILES = 64  # far fewer than a process may open
+_MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
 class Checkpoint:
-    """The weights of a local HF folder; the constructor reads headers and nothing else.
+    """The weights of a local HF folder. The constructor reads the headers and nothing else.
 
     Args:
         folder: the local folder.
-        allow_nonfinite: let `read` pass NaN and infinite weights.
+        allow_nonfinite: whether `read` accepts NaN and infinite weights.
     Attributes:
         files: the weight files.
-        tensors: what the headers say, by HF name; after `plan`, of the text model alone.
-        left_out: how many tensors of each other tower there are, by the beginning of their names.
+        tensors: HF name -> header entry. After `plan`, only the text model's tensors are in it.
+        left_out: name prefix of another tower -> how many tensors that tower has.
     Raises:
-        CheckpointError: there are no weights that can be read, a shard is missing or damaged, or
-            the index does not match its shards; the message names the file.
+        CheckpointError: the folder has no weights that can be read, a shard is missing or damaged,
+            or the index does not match its shards. The message names the file.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
@@ -43,16 +43,16 @@ class Checkpoint:
         self.allow_nonfinite = allow_nonfinite
         self._open: list[SafetensorsFile] = []
         if not os.path.isdir(self.folder):
-            raise CheckpointError(f"{self.folder}: there is no such folder")
+            raise CheckpointError(f"{self.folder}: there is no such folder; check the path")
         files, shard_of = local_weight_files(self.folder)
         index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        # A message about the checkpoint as a whole names this file.
+        # Messages about the whole checkpoint name this file.
         self.listing_file = self.folder / files[0] if shard_of is None else index
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
-        # By name in the text model, where a checkpoint of several towers has another name.
+        # The text model's name of a tensor -> its name in the file, for names that differ.
         self._stored_as: dict[str, str] = {}
         promised: dict[str, set[str]] = {}
         for name, shard in (shard_of or {}).items():
@@ -67,11 +67,11 @@ class Checkpoint:
     def plan(self, weight_map: WeightMap) -> dict[str, torch.dtype]:
         """Check that the checkpoint holds exactly the tensors of a weight map.
 
-        Returns: native name -> the dtype it is stored in; where its HF tensors have several, the
-            dtype that holds the values of all.
+        Returns: native name -> stored dtype. If its HF tensors have different dtypes, this is the
+            dtype that can hold the values of all of them.
         Raises:
-            CheckpointError: tensors are quantised, missing or unexpected, or have another shape;
-                one message lists them all.
+            CheckpointError: tensors are quantised, missing or unexpected, or have a wrong shape.
+                One message lists the faults.
         """
         if weight_map.towers is not None:
             self._leave_out(weight_map.towers)
@@ -107,7 +107,7 @@ class Checkpoint:
         return {entry.name: self._stored_dtype(entry) for entry in weight_map}
 
     def _leave_out(self, towers: Towers) -> None:
-        """Forget the tensors of other towers, and call the others as in the text model alone."""
+        """Drop the tensors of other towers, and give the others the text model's names."""
         text: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
             if tower := next((start for start in towers.left_out if name.startswith(start)), None):
@@ -117,7 +117,7 @@ class Checkpoint:
             if alone in text:
                 raise CheckpointError(
                     f"{info.path}: {shown(name)} and {shown(self._name_in_file(alone))} are two "
-                    "spellings of one tensor"
+                    "spellings of one tensor; a checkpoint may hold only one of them"
                 )
             if alone != name:
                 self._stored_as[alone] = name
@@ -125,18 +125,18 @@ class Checkpoint:
         self.tensors = text
 
     def _name_in_file(self, name: str) -> str:
-        """The name that a tensor of the text model has in its file."""
+        """Return the name in the file of a tensor with this name in the text model."""
         return self._stored_as.get(name, name)
 
     def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
 
-        This reads only those rows of the files, one HF tensor at a time, and casts them on copy.
+        This reads only these rows from the files, one HF tensor at a time, and casts them on copy.
 
-        Args: out (rows, *entry.shape[1:]), of any float dtype and on any device.
+        Args: out has shape (rows, *entry.shape[1:]), any float dtype and any device.
         Raises:
-            CheckpointError: a value is NaN or infinite, or becomes so in out's dtype; or the file
-                was changed since its header was read.
+            CheckpointError: a value is NaN or infinite, or overflows in the dtype of `out`; or the
+                file was changed after its header was read.
         """
         rows = out.shape[0]
         assert out.shape[1:] == entry.shape[1:] and 0 <= start <= start + rows <= entry.shape[0]
@@ -152,21 +152,21 @@ class Checkpoint:
                         at += len(stored)
 
     def check_aliases(self, weight_map: WeightMap) -> None:
-        """Compare each tensor that is stored a second time, such as a tied head, with the first.
+        """Compare each tensor that is stored twice, such as a tied head, with its original.
 
         Raises:
-            CheckpointError: the two differ.
+            CheckpointError: the two tensors differ.
         """
         for alias, original in weight_map.aliases.items():
             if alias in self.tensors and not self.bitwise_equal(alias, self, original):
                 raise CheckpointError(
                     f"{self.tensors[alias].path}: {alias!r} differs from {original!r}, but "
-                    "config.json ties them; if it is a head of its own, set tie_word_embeddings "
-                    "to false there"
+                    "config.json ties them; if the model has a separate head, set "
+                    "tie_word_embeddings to false in config.json"
                 )
 
     def bitwise_equal(self, name: str, other: "Checkpoint", other_name: str) -> bool:
-        """Whether two HF tensors agree as stored in dtype, shape and every bit."""
+        """Return whether two stored HF tensors agree in dtype, shape and every bit."""
         a, b = self.tensors[name], other.tensors[other_name]
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
@@ -174,7 +174,7 @@ class Checkpoint:
         return all(bitwise_equal(mine, theirs) for mine, theirs in pieces)
 
     def tensor(self, name: str) -> Tensor:
-        """An HF tensor as it is stored, in memory of its own."""
+        """Return an HF tensor in its stored dtype, as a new tensor."""
         info = self.tensors[name]
         return torch.cat([piece.clone() for piece in self._rows(name)]).view(info.shape)
 
@@ -188,12 +188,12 @@ class Checkpoint:
         return file.read(name, first, last)
 
     def _check_finite(self, span: Span, stored: Tensor, dtype: torch.dtype) -> None:
-        # Minimum and maximum are NaN if any value is. Unlike isfinite().all() this takes no memory.
+        # The minimum and maximum are NaN if any value is NaN. isfinite() would allocate a mask.
         ends = torch.stack(stored.aminmax())
         if not ends.isfinite().all():
-            what = "holds NaN or infinite values; allow_nonfinite=True lets them in"
+            what = "holds NaN or infinite values; pass allow_nonfinite=True to accept them"
         elif not ends.to(dtype).isfinite().all():
-            what = f"holds values too large for {dtype}"
+            what = f"holds values too large for {dtype}; load it in a dtype with a larger range"
         else:
             return
         raise CheckpointError(
@@ -206,7 +206,7 @@ class Checkpoint:
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit, NaN and the sign of 0 included."""
+    """Return whether two tensors agree in dtype, shape and every bit, also of NaN and of -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(
@@ -217,16 +217,16 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
 def _match_index(
     index: Path, promised: set[str], shard: Path, held: Mapping[str, TensorInfo]
 ) -> None:
-    """Check that a shard holds just the tensors that the index maps to it."""
+    """Check that a shard holds exactly the tensors that the index maps to it."""
     if lacking := sorted(promised - held.keys()):
         raise CheckpointError(
             f"{shard}: {shown(lacking[0])} is missing, but {index.name} puts it there "
-            f"({len(lacking)} such)\n{listing(lacking)}"
+            f"({len(lacking)} such tensors)\n{listing(lacking)}"
         )
     if surplus := sorted(held.keys() - promised):
         raise CheckpointError(
             f"{index}: {shown(surplus[0])} is not mapped to {shard.name}, which holds it "
-            f"({len(surplus)} such)\n{listing(surplus)}"
+            f"({len(surplus)} such tensors)\n{listing(surplus)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The files of an HF checkpoint: their names, and which of them hold the weights."""
+"""The names of the files of an HF checkpoint, and which of these files hold the weights."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from ligermodels.converters.files import read_json
 from ligermodels.errors import CheckpointError, listing, printable, shown
 
-# As transformers.utils calls them.
+# transformers.utils has constants of the same names.
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
@@ -18,7 +18,7 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_DIR = "additional_chat_templates"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PLAIN_NAME = re.compile(r"[^./\\:][^/\\:]*\.safetensors")
-# An export copies these bit for bit from the checkpoint that was loaded, and CHAT_TEMPLATE_DIR.
+# An export copies these files and CHAT_TEMPLATE_DIR bit for bit from the loaded checkpoint.
 COPIED_FILES = (
     GENERATION_CONFIG_NAME,
     "tokenizer.json",
@@ -34,14 +34,14 @@ COPIED_FILES = (
 
 
 def copied_files(folder: Path) -> list[str]:
-    """Names, relative to the folder, of those of its files that an export copies."""
+    """Return the names of the folder's files that an export copies, relative to the folder."""
     templates = sorted(path.name for path in (folder / CHAT_TEMPLATE_DIR).glob("*"))
     names = [*COPIED_FILES, *(f"{CHAT_TEMPLATE_DIR}/{name}" for name in templates)]
     return [name for name in names if (folder / name).is_file()]
 
 
 def file_names(folder: Path) -> set[str]:
-    """Names of what is in a folder, without links whose target is gone: the hub cache has such.
+    """Return the names in a folder, without broken links, which the hub cache may have.
 
     Raises:
         CheckpointError: the folder cannot be listed.
@@ -49,11 +49,11 @@ def file_names(folder: Path) -> set[str]:
     try:
         return {name for name in os.listdir(folder) if os.path.exists(folder / name)}
     except OSError as fault:
-        raise CheckpointError(f"{folder}: cannot be read: {fault.strerror}") from None
+        raise CheckpointError(f"{folder}: the folder cannot be read: {fault.strerror}") from None
 
 
 def local_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """`weight_files` of a local folder."""
+    """Call `weight_files` for a local folder."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     return weight_files(str(folder), file_names(folder), lambda: read_json(index, CheckpointError))
 
@@ -61,16 +61,16 @@ def local_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 def weight_files(
     where: str, names: Collection[str], read_index: Callable[[], dict[str, Any]]
 ) -> tuple[list[str], dict[str, str] | None]:
-    """Which of the files of a folder or of a hub repository hold the weights.
+    """Find the files of a folder or of a hub repository that hold the weights.
 
     Args:
         where: the folder or repository, for messages.
-        names: of all its files.
-        read_index: reads model.safetensors.index.json; called only where there is one.
-    Returns: the names of the weight files, and the index's tensor -> file map or None.
+        names: the names of all its files.
+        read_index: reads model.safetensors.index.json; it is called only if that file exists.
+    Returns: the names of the weight files, and the index's map of tensor to file, if there is one.
     Raises:
-        CheckpointError: no file can be read, or it is unclear which to read; the message says
-            what to do.
+        CheckpointError: the weights are in no supported format, or it is unclear which files to
+            read. The message says what to do.
     """
     if SAFE_WEIGHTS_INDEX_NAME not in names:
         if SAFE_WEIGHTS_NAME in names:
@@ -79,23 +79,23 @@ def weight_files(
     index = f"{where}/{SAFE_WEIGHTS_INDEX_NAME}"
     shard_of = read_index().get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise CheckpointError(f"{index}: 'weight_map' is missing or empty")
+        raise CheckpointError(f"{index}: 'weight_map' is missing or empty, or is not an object")
     for key, name in shard_of.items():
         if not isinstance(name, str) or not _is_plain_name(name):
             raise CheckpointError(
-                f"{index}: 'weight_map' puts {shown(key)} into {shown(name)}, which is no plain "
-                "file name"
+                f"{index}: 'weight_map' puts {shown(key)} into {shown(name)}, which is not a "
+                "plain .safetensors file name"
             )
     files = sorted(set(shard_of.values()))
     if SAFE_WEIGHTS_NAME in names and SAFE_WEIGHTS_NAME not in files:
         raise CheckpointError(
-            f"{index}: does not name {SAFE_WEIGHTS_NAME}, which stands beside it: one of the two "
-            "is stale; remove it"
+            f"{index}: the index does not name {SAFE_WEIGHTS_NAME}, which is in the same folder; "
+            "one of the two is stale: remove that one"
         )
     if absent := [name for name in files if name not in names]:
         raise CheckpointError(
-            f"{where}/{printable(absent[0])}: is missing, but {SAFE_WEIGHTS_INDEX_NAME} names it "
-            f"({len(absent)} of {len(files)} shards missing)\n{listing(absent)}"
+            f"{where}/{printable(absent[0])}: the file is missing, but {SAFE_WEIGHTS_INDEX_NAME} "
+            f"names it ({len(absent)} of {len(files)} shards are missing)\n{listing(absent)}"
         )
     return files, shard_of
 
@@ -105,33 +105,39 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _why_no_weights(where: str, names: Collection[str]) -> str:
-    """The message for a folder whose weights, if there are any, cannot be read."""
+    """Return the message for a folder that holds no weights or weights that cannot be read."""
     if "adapter_config.json" in names:
         return (
             f"{where}/adapter_config.json: this is an adapter, not a model; merge it into its base "
-            "with peft (merge_and_unload, then save_pretrained)"
+            "model with peft (merge_and_unload, then save_pretrained)"
         )
     if any(SHARD_NAME.fullmatch(n) for n in names):
-        return f"{where}/{SAFE_WEIGHTS_INDEX_NAME}: is missing, but there are shards"
+        return (
+            f"{where}/{SAFE_WEIGHTS_INDEX_NAME}: the file is missing, but there are shards; "
+            "get the index from the source of the shards"
+        )
     if "consolidated.safetensors" in names:
         return (
-            f"{where}/consolidated.safetensors: is not in the HF layout; {SAFE_WEIGHTS_NAME} or "
-            f"{SAFE_WEIGHTS_INDEX_NAME} with its shards is needed"
+            f"{where}/consolidated.safetensors: the file is not in the HF layout; get "
+            f"{SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} and its shards"
         )
     pickled = sorted(n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if pickled := [n for n in pickled if "training_args" not in n]:
         return (
-            f"{where}/{printable(pickled[0])}: holds pickled weights, which are never unpickled "
-            f"here, and there is no {SAFE_WEIGHTS_NAME}; convert once, where you trust the file: "
-            "transformers.AutoModelForCausalLM.from_pretrained(<this>, dtype='auto')"
-            ".save_pretrained(<new folder>)"
+            f"{where}/{printable(pickled[0])}: the file holds pickled weights, which ligermodels "
+            f"never unpickles, and there is no {SAFE_WEIGHTS_NAME}; if you trust the file, "
+            "convert the folder once with transformers.AutoModelForCausalLM.from_pretrained("
+            "<this>, dtype='auto').save_pretrained(<new folder>)"
         )
     if gguf := sorted(n for n in names if n.endswith(".gguf")):
         return (
-            f"{where}/{printable(gguf[0])}: GGUF is not read here; get the model's safetensors "
-            "checkpoint"
+            f"{where}/{printable(gguf[0])}: ligermodels does not read GGUF; get the model's "
+            "safetensors checkpoint"
         )
     right = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     if misspelt := [n for n in names if n.casefold() in right]:
-        return f"{where}/{misspelt[0]}: has to be spelt in small letters; rename it"
-    return f"{where}: holds no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
+        return f"{where}/{misspelt[0]}: the name must be in lower case; rename the file"
+    return (
+        f"{where}: this holds no weights: neither {SAFE_WEIGHTS_NAME} nor "
+        f"{SAFE_WEIGHTS_INDEX_NAME} is there"
+    )

@@ -1,4 +1,4 @@
-"""The float dtypes that weights are stored in, by their names."""
+"""The float dtypes in which weights are stored, by their names."""
 
-# As safetensors spells them -> as torch and config.json do.
+# The name in safetensors -> the name in torch and in config.json.
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

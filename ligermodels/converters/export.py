@@ -1,4 +1,4 @@
-"""Writing an HF checkpoint: native parameters as HF tensors in shards, config and tokenizer."""
+"""Write an HF checkpoint: the parameters as shards of HF tensors, the config and the tokenizer."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Plan:
-    """The HF tensors of an export: their shapes, dtypes and the native rows they are made of."""
+    """The HF tensors of an export: their shapes, dtypes and the native rows that fill them."""
 
     def __init__(self, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
         self.shapes = weight_map.source_shapes()
@@ -42,7 +42,9 @@ class _Plan:
         return prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     def shards(self, max_size: int) -> list[list[str]]:
-        """Names per file, in export order; a tensor that does not fit begins a new file."""
+        """Return the names of each file, in export order. A tensor too large for the current file
+        begins a new one.
+        """
         shards: list[list[str]] = [[]]
         size = 0
         for name in self.shapes:
@@ -64,20 +66,20 @@ def save(
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write an HF checkpoint, which replaces the one in `folder` in one step.
+    """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
-    It takes memory for one native parameter on the CPU. Files in `folder` that do not belong to a
-    checkpoint stay, and so do its tokenizer files if `source_folder` has none.
+    This takes memory for one native parameter on the CPU. Files in `folder` that do not belong to
+    a checkpoint stay. Its tokenizer files also stay if `source_folder` has none.
 
     Args:
-        config_dict: becomes config.json; see `hf_config.to_hf`.
+        config_dict: the content of config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
-        source_folder: tokenizer and generation files are copied from it, bit for bit.
-        max_shard_size: bytes of tensors per file; a larger tensor has a file of its own.
-        dtypes: native name -> dtype; without it, get_tensor is called for each parameter's dtype.
+        source_folder: the folder whose tokenizer and generation files are copied bit for bit.
+        max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
+        dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
     Raises:
         SaveError: the disk is full, there is no permission, or `folder` is a file. The old content
-            is still there.
+            of `folder` is unchanged.
     """
     if max_shard_size < 1:
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
@@ -89,7 +91,10 @@ def save(
     plan = _Plan(weight_map, dtypes)
     for name, dtype in plan.dtypes.items():
         if dtype not in _DTYPE_NAMES:
-            raise SaveError(f"{folder}: {name!r} is {dtype}, which an export does not hold")
+            raise SaveError(
+                f"{folder}: {name!r} is {dtype}, "
+                "but an export holds only float64, float32, float16 and bfloat16"
+            )
     try:
         with replace_dir(target, _owned(target, bool(copied))) as fresh:
             write_json(fresh / CONFIG_NAME, config_dict)
@@ -99,22 +104,26 @@ def save(
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, copy)
                 sync_file(copy)
-    except OSError as fault:  # A SaveError is one, too.
+    except OSError as fault:  # This includes SaveError.
         raise SaveError(
-            f"{folder}: could not be saved: {fault.strerror or fault}; what was there is unchanged"
+            f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
+            "content of the folder is unchanged"
         ) from fault
 
 
 def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
-    """Tells the files of the old folder that belong to its checkpoint and therefore do not stay."""
+    """Return a function that says whether a name in the old folder belongs to its checkpoint.
+
+    These files do not stay after the export.
+    """
     stale = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
     if brings_tokenizer:
-        # Another model's tokenizer.json would win over a tokenizer.model that is copied now.
+        # An old tokenizer.json would take precedence over the new tokenizer.model.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
-    with contextlib.suppress(CheckpointError):  # A damaged index is replaced all the same.
+    with contextlib.suppress(CheckpointError):  # The index may be damaged; it is replaced anyway.
         shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
         named = shard_of.values() if isinstance(shard_of, dict) else ()
-        # A hostile index may name any file; the user's files stay.
+        # A hostile index may name any file, so only names of weight files count.
         stale.update(n for n in named if isinstance(n, str) and n.endswith(".safetensors"))
     return lambda name: name in stale or SHARD_NAME.fullmatch(name) is not None
 
@@ -140,11 +149,11 @@ def _write_weights(
 def _write_shard(
     path: Path, names: list[str], plan: _Plan, get_tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write a safetensors file row by row: `safetensors.torch.save_file` takes a whole shard.
+    """Write a safetensors file piece by piece; `safetensors.torch.save_file` needs the whole shard.
 
     The format: https://github.com/huggingface/safetensors#format
     """
-    # The widest dtype comes first, so that every tensor is aligned to its item size.
+    # The widest dtype comes first. This aligns every tensor to its item size.
     names = sorted(names, key=lambda name: -plan.dtypes[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -168,7 +177,7 @@ def _write_shard(
 def _rows(
     parts: list[tuple[Entry, Span, torch.dtype]], get_tensor: Callable[[str], Tensor]
 ) -> Iterator[Tensor]:
-    """The native rows on the CPU; a parameter is got once for the parts that follow each other."""
+    """Yield the rows of each part on the CPU; get a parameter once for its consecutive parts."""
     held, tensor = None, torch.empty(0)
     for entry, span, dtype in parts:
         if entry.name != held:

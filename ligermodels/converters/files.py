@@ -1,7 +1,7 @@
-"""Reading and writing files with care: opening them, JSON objects, flushing to the disk.
+"""Open files safely, read and write JSON objects, and flush files to the disk.
 
-Files that come from a hub may be anything. `json.loads` alone keeps the last of two equal keys
-without a word, and raises several kinds of errors.
+A file from a hub may hold anything. If a key appears twice, `json.loads` silently keeps the last
+value. It also raises several kinds of errors. The functions here refuse such files with one kind.
 """
 
 import contextlib
@@ -17,56 +17,56 @@ from typing import Any
 
 from ligermodels.errors import LigerError, shown
 
-_MAX_JSON = 100_000_000  # safetensors allows a header of this size, and an index is no larger
-_MAX_DEPTH = 100  # Code that copies or compares what was read recurses, too.
-# O_NONBLOCK: do not wait for the writer of a pipe. O_BINARY: do not change bytes on the way in.
+_MAX_JSON = 100_000_000  # safetensors allows headers of this size, and an index is not larger
+_MAX_DEPTH = 100  # Code that copies or compares the parsed value also recurses.
+# O_NONBLOCK: do not wait for the writer of a pipe. O_BINARY: do not translate line ends.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: Path, error: type[LigerError]) -> FileIO:
-    """Open a file to read its bytes; refuse a pipe or a device, where reading could hang.
+    """Open a file to read its bytes. Refuse a pipe or a device, because reading it could hang.
 
     Raises:
-        error: the path cannot be opened, or is no regular file.
+        error: the path cannot be opened, or it is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
-    except ValueError as fault:  # a null byte
-        raise error(f"{shown(str(path))}: cannot be read: {fault}") from None
+        raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+    except ValueError as fault:  # The path has a null byte.
+        raise error(f"{shown(str(path))}: the file cannot be read: {fault}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise error(f"{path}: is no regular file")
+        raise error(f"{path}: this is not a regular file")
     return FileIO(descriptor, "rb")
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Return the JSON object that a file holds.
 
     Raises:
-        error: the file cannot be read, or `parse_json` refuses it.
+        error: the file cannot be read, or `parse_json` refuses its content.
     """
     with open_regular(path, error) as file:
         try:
             size = os.fstat(file.fileno()).st_size
             if size > _MAX_JSON:
-                raise error(f"{path}: has {size} bytes, expected at most {_MAX_JSON}")
+                raise error(f"{path}: the file has {size} bytes, expected at most {_MAX_JSON}")
             text = file.read(size) or b""
         except OSError as fault:
-            raise error(f"{path}: cannot be read: {fault.strerror}") from None
+            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
     parsed = parse_json(text, str(path), error)
     if _is_deeper(parsed, _MAX_DEPTH):
-        raise error(f"{path}: is nested too deep: more than {_MAX_DEPTH} levels")
+        raise error(f"{path}: the JSON is nested too deep: more than {_MAX_DEPTH} levels")
     return parsed
 
 
 def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, Any]:
-    """A JSON object without duplicate keys.
+    """Parse a JSON object that has no duplicate keys.
 
     Args: where names the source of `text` in messages.
     Raises:
-        error: `text` is something else; the message says what, and in which line.
+        error: `text` is not such an object. The message says why, for a syntax error with its line.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,41 +79,42 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError:
-        raise error(f"{where}: is not UTF-8 text") from None
+        raise error(f"{where}: the content is not UTF-8 text") from None
     except json.JSONDecodeError as fault:
         raise error(
-            f"{where}: is not JSON: {fault.msg} in line {fault.lineno}, column {fault.colno}"
+            f"{where}: the content is not JSON: {fault.msg} in line {fault.lineno}, "
+            f"column {fault.colno}"
         ) from None
     except LigerError:
         raise
-    except ValueError:  # json has no other reason left to raise it
-        raise error(f"{where}: holds a number of too many digits to be read") from None
+    except ValueError:  # This is the only reason left for which json raises a ValueError.
+        raise error(f"{where}: the JSON has a number with too many digits") from None
     except RecursionError:
-        raise error(f"{where}: is nested too deep to be read") from None
+        raise error(f"{where}: the JSON is nested too deep") from None
     if not isinstance(parsed, dict):
-        raise error(f"{where}: holds a {type(parsed).__name__}, expected an object")
+        raise error(f"{where}: the JSON holds a {type(parsed).__name__}, expected an object")
     return parsed
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file as transformers does, and have it on the disk.
+    """Write a JSON file in the format of transformers, and flush it to the disk.
 
     Raises:
-        OSError: whatever the file system says.
+        OSError: the file system reports an error.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         encoded = text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which had come in as an escape
+    except UnicodeEncodeError:  # The file that was read had half a surrogate pair as an escape.
         encoded = (json.dumps(value, indent=2) + "\n").encode()
     path.write_bytes(encoded)
     sync_file(path)
 
 
 def sync_file(path: Path) -> None:
-    """Have a file's bytes on the disk before anything is renamed to it.
+    """Flush a file's bytes to the disk; callers do this before they rename the file.
 
-    Does nothing outside POSIX, where a file opened for reading cannot be flushed.
+    This does nothing outside POSIX, because a file opened for reading cannot be flushed there.
     """
     if os.name != "posix":
         return
@@ -125,30 +126,30 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have a folder's entries on the disk; some file systems cannot do this, and need not."""
+    """Flush a folder's entries to the disk, if the file system can do this."""
     with contextlib.suppress(OSError):
         sync_file(path)
 
 
 def is_int(value: Any) -> bool:
-    """Whether a JSON value is an integer; true and false are not."""
+    """Return whether a JSON value is an integer; true and false are not integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether a JSON value is an integer of 32 bits, which every tokenizer's ids are."""
+    """Return whether a JSON value is an integer that fits in 32 bits, as all token ids do."""
     return is_int(value) and abs(value) < 2**31
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number that torch takes: integers have at most 64 bits."""
+    """Return whether a JSON value is a finite number for torch: an integer must fit in 64 bits."""
     if isinstance(value, float):
         return math.isfinite(value)
     return is_int(value) and abs(value) < 2**63
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects in `value` are nested more than `levels` deep."""
+    """Return whether lists and objects in `value` are nested more than `levels` deep."""
     if not isinstance(value, (dict, list)):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
-"""A config.json to the keyword arguments of a family's config class, and back.
+"""Translate a config.json to the keyword arguments of a family's config class, and back.
 
-The incoming dict is kept whole under `extra`, so that an export gives back every key. Rope fields
-(see `hf_rope`) and the dtype have an old and a new spelling: both are read, in transformers' order
-of precedence, and both are written.
+`extra` keeps the whole incoming dict, so an export writes every key again. The rope fields (see
+`hf_rope`) and the dtype have an old and a new spelling. Both spellings are read, in transformers'
+order of precedence, and both are written.
 """
 
 import copy
@@ -21,8 +21,8 @@ from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import is_int, is_number, is_token_id, read_json
 from ligermodels.errors import CheckpointError, ConfigError, shown
 
-# Keys that change the maths, and the values with which they do not. A family that does not
-# implement the key refuses any other value. An absent key and a null never change anything.
+# Keys that change the computation, and the values of each that do not change it. A family that
+# does not implement the key refuses any other value. An absent key and a null change nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "partial_rotary_factor": (1,),
@@ -37,29 +37,30 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "per_layer_config": ({},),
 }
 _QUANTISED = ("quantization_config", "compression_config")
-# Keys that are read here, or that do not bear on the maths: they are not shown as unknown.
+# These keys are read in this module, or do not affect the computation. They do not count as
+# unknown.
 _HARMLESS = frozenset(
     "model_type architectures dtype torch_dtype rope_theta rope_scaling rope_parameters "
     "original_max_position_embeddings transformers_version use_cache pretraining_tp "
     "_name_or_path _sliding_window_pattern".split()
 )
-# What a wrapper says of these holds for its text model, too.
+# The values of these keys in a wrapper's config also hold for its text model.
 _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
 class HFConfig(hf_rope.RopeConfig, Protocol):
-    """What the converters ask of a family's config, a dataclass of HF's fields.
+    """The interface that the converters need of a family's config, a dataclass of HF's fields.
 
     Attributes:
         model_type: HF's name of the family.
-        architecture: transformers' model class, where it is not the capitalised model_type and
-            "ForCausalLM".
-        wrapper_type: the model_type of a config.json that has this family's as its "text_config",
-            beside other towers; None where there is none.
-        null_is_derived: fields with a default for which a null means: derive the value.
-        written: fields that an export writes even where the checkpoint left them out.
-        extra: the config.json that a checkpoint came with, whole.
-        dtype: the checkpoint's, such as "bfloat16".
+        architecture: the name of transformers' model class. None means: the capitalised
+            model_type followed by "ForCausalLM".
+        wrapper_type: the model_type of a config.json that has a config of this family as its
+            "text_config", beside other towers. None if there is no such model_type.
+        null_is_derived: fields with a default for which a JSON null means: derive the value.
+        written: fields that an export writes even if the checkpoint does not have them.
+        extra: the whole config.json of the checkpoint.
+        dtype: the dtype of the checkpoint, such as "bfloat16".
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -87,28 +88,28 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in `folder`/config.json, as it is.
+    """Return the JSON object in `folder`/config.json unchanged.
 
     Raises:
-        CheckpointError: there is no such folder or file.
+        CheckpointError: the folder or the file does not exist.
         ConfigError: the file is not a JSON object, or has a key twice.
     """
     path = Path(folder) / CONFIG_NAME
     if not os.path.exists(path):
-        what = "is missing" if os.path.isdir(folder) else "is missing: there is no such folder"
+        what = "the file is missing" if os.path.isdir(folder) else "there is no such folder"
         raise CheckpointError(f"{path}: {what}")
     return read_json(path, ConfigError)
 
 
 def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
-    """The config of the text model alone: of a wrapper its "text_config", else `raw` itself.
+    """Return the config of the text model: a wrapper's "text_config", otherwise `raw` itself.
 
-    What a wrapper says of the dtype, tied heads and special tokens holds for its text model, too.
-    The padding token alone is the text model's own, since that computes with it.
+    The wrapper's dtype, tied heads and special tokens also hold for its text model. The padding
+    token is an exception: the text model computes with it, so its own value comes first.
 
     Raises:
-        ConfigError: the wrapper is around another model, is quantised, or computes other logits
-            than its text model alone.
+        ConfigError: the wrapper holds another model, is quantised, or computes other logits than
+            its text model alone.
     """
     if config_class.wrapper_type is None or raw.get("model_type") != config_class.wrapper_type:
         return raw
@@ -122,11 +123,11 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
             f"{config_class.model_type!r}"
         )
     if given.get("final_logit_softcapping") is not None:
-        # transformers caps the logits of the text model by itself, and not those of the wrapper
+        # transformers caps the logits of a text model, but not those of the wrapper.
         raise ConfigError(
             "'text_config.final_logit_softcapping' is "
             f"{shown(given['final_logit_softcapping'])}, which a {config_class.wrapper_type!r} "
-            "does not apply and an export of its text model would; set it to null"
+            "model ignores, but an export of its text model would apply it; set it to null"
         )
     text = {**copy.deepcopy(given), "model_type": config_class.model_type}
     text.pop("architectures", None)
@@ -140,20 +141,21 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
 
 
 def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
-    """Keyword arguments for `config_class`; its `extra` gets a copy of `raw`.
+    """Return the keyword arguments for `config_class`. Its `extra` gets a copy of `raw`.
 
-    Of a wrapper, both come from its text model: see `text_config`.
+    If `raw` is of a wrapper, both come from the text model's config: see `text_config`.
 
     Args: raw is the config.json.
     Raises:
-        ConfigError: another model_type, a key that is not implemented, a value of the wrong type,
-            or an unknown rope type. Sizes are checked by `config_class` itself.
+        ConfigError: the model_type is another one, a key is not implemented, a value has the wrong
+            type, or the rope type is unknown. `config_class` itself checks the sizes.
     """
     raw = text_config(raw, config_class)
     model_type = raw.get("model_type")
     if model_type != config_class.model_type:
         raise ConfigError(
-            f"'model_type' is {shown(model_type)}; this class reads {config_class.model_type!r}"
+            f"'model_type' is {shown(model_type)}; this class reads {config_class.model_type!r}; "
+            "use AutoLiger to load other families"
         )
     _refuse_quantised(raw)
     _refuse(raw, config_class)
@@ -164,7 +166,7 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
         if name not in raw or name in ("extra", "dtype", *hf_rope.FIELDS):
             continue
         if raw[name] is None and name == "attention_dropout":
-            continue  # In every family this means 0.
+            continue  # A null means 0 in every family.
         optional = item.default is None or name in config_class.null_is_derived
         hint = hints[name] | None if optional else hints[name]
         if fault := _type_fault(name, raw[name], hint):
@@ -178,9 +180,9 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
 
 
 def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
-    """The keys of a config.json that nothing reads; they are kept, and exported again.
+    """Return the keys of a config.json that ligermodels does not read. An export writes them again.
 
-    Of a wrapper, these are the keys of its text model.
+    If `raw` is of a wrapper, these are the keys of its text model.
     """
     known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
     raw = text_config(raw, config_class)
@@ -188,10 +190,10 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
 
 
 def to_hf(config: HFConfig) -> dict[str, Any]:
-    """The config.json of an export.
+    """Return the config.json of an export.
 
-    A key that came in is written as it was, unless its field was changed since. Changed fields,
-    all fields of a config made in Python, and missing second spellings are added.
+    A key of the checkpoint keeps its value, unless its field was changed later. Changed fields,
+    all fields of a config that was made in Python, and missing second spellings are added.
     """
     config_class = type(config)
     raw = copy.deepcopy(config.extra)
@@ -225,7 +227,7 @@ def _refuse_quantised(raw: dict[str, Any]) -> None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
                 f"{key!r}: quantised checkpoints ({shown(method)}) are not supported; "
-                "load the one it was made from, in float32, bfloat16 or float16"
+                "load the checkpoint that it was made from, in float32, bfloat16 or float16"
             )
 
 
@@ -235,7 +237,7 @@ def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
         value = raw.get(key)
         if key not in implemented and value is not None and value not in harmless:
             raise ConfigError(
-                f"{key!r} is {shown(value)}, which changes the maths and is not implemented"
+                f"{key!r} is {shown(value)}, which changes the computation and is not implemented"
             )
 
 
@@ -247,13 +249,13 @@ def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(is_item, value))
 
 
-# What a field's annotation is called in messages, and whether a value fits it.
+# Annotation of a field -> its name in messages, and a function that says whether a value fits.
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer", is_int),
     float: ("a finite number", is_number),
     str: ("a string", _is_str),
-    list[int]: ("a list of them", lambda value: _is_list(value, is_int)),
+    list[int]: ("a list of integers", lambda value: _is_list(value, is_int)),
     list[str]: ("a list of strings", lambda value: _is_list(value, _is_str)),
     dict[str, Any]: ("a dict", lambda value: isinstance(value, dict)),
     NoneType: ("null", lambda value: value is None),
@@ -261,12 +263,12 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type itself."""
+    """Return the types of a union, or the type itself."""
     return (hint,) if hint in _TYPES else get_args(hint) or (hint,)
 
 
 def _type_fault(name: str, value: Any, hint: Any) -> str | None:
-    """Why a field with the annotation `hint` cannot hold a value; None if it can."""
+    """Return why a field with the annotation `hint` cannot hold a value, or None if it can."""
     kinds = _kinds(hint)
     good = any(_TYPES[kind][1](value) for kind in kinds)
     if good and name.endswith("_token_id"):
@@ -277,7 +279,7 @@ def _type_fault(name: str, value: Any, hint: Any) -> str | None:
 
 
 def type_faults(config: HFConfig) -> Iterator[str]:
-    """The fields whose values their annotations do not allow, and what is expected instead."""
+    """Yield a message for each field whose value does not fit its annotation."""
     for name, hint in get_type_hints(type(config)).items():
         if name in config.__dataclass_fields__ and set(_kinds(hint)) <= _TYPES.keys():
             if fault := _type_fault(name, getattr(config, name), hint):

@@ -1,9 +1,9 @@
-"""The rope fields of a config.json to those of a config class, and back.
+"""Translate the rope fields of a config.json to those of a config class, and back.
 
-They have two spellings. The old one is `rope_theta` and `rope_scaling`; in Gemma 3 these describe
-the full layers, and `rope_local_base_freq` the sliding ones. The new one is `rope_parameters`; in
-Gemma 3 it holds an object for each layer type. Both are read, in transformers' order of precedence,
-and both are written.
+The fields have two spellings. The old one is `rope_theta` and `rope_scaling`. In Gemma 3 these
+describe the full-attention layers, and `rope_local_base_freq` describes the sliding layers. The new
+one is `rope_parameters`. In Gemma 3 it holds an object for each layer type. Both spellings are
+read, in transformers' order of precedence, and both are written.
 """
 
 import copy
@@ -24,17 +24,17 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
-# Numbers that a rope may have, and those among which 0 stands for absent.
+# Numbers that a rope may have. For those of the second line, 0 means that the number is absent.
 _OPTIONAL_NUMBERS = ("factor", "original_max_position_embeddings", "attention_factor")
 _OPTIONAL_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-# Beyond these a frequency overflows or underflows.
+# Outside these bounds a frequency overflows or underflows.
 _LEAST, _MOST = 1e-6, 1e12
 _HAS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class RopeConfig(Protocol):
-    """The rope fields of every config class; some have `rope_local_base_freq`, too.
+    """The rope fields of every config class; some classes also have `rope_local_base_freq`.
 
     Attributes: rope_scaling has a "rope_type" and no theta; it is None for plain rope.
     """
@@ -44,11 +44,11 @@ class RopeConfig(Protocol):
 
 
 def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> dict[str, Any]:
-    """The rope fields of `config_class` as a config.json has them.
+    """Return the rope fields of `config_class` with the values of a config.json.
 
     Args: raw is the config.json.
     Raises:
-        ConfigError: the fields describe no rope, or one that is not implemented.
+        ConfigError: the fields are malformed, or describe a rope that is not implemented.
     """
     theta = ("rope_theta", config_class.rope_theta)
     for key in ("rope_parameters", "rope_scaling"):
@@ -56,7 +56,7 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
             raise ConfigError(f"{key!r} is {shown(raw[key])}, expected an object or null")
     if (local_theta := getattr(config_class, "rope_local_base_freq", None)) is not None:
         return _fields_per_layer_type(raw, theta, ("rope_local_base_freq", local_theta))
-    # A non-empty rope_scaling replaces the whole of rope_parameters, its theta included.
+    # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = dict(raw.get(key) or {})
     length = "original_max_position_embeddings"
@@ -74,10 +74,10 @@ def _fields_per_layer_type(
     for name, value in nested.items():
         if name not in LAYER_TYPES or not isinstance(value, (dict, type(None))):
             raise ConfigError(
-                f"'rope_parameters.{printable(name)}' is {shown(value)}; this family "
-                f"has an object for each of {' and '.join(LAYER_TYPES)}"
+                f"'rope_parameters.{printable(name)}' is {shown(value)}; this family allows only "
+                f"{' and '.join(LAYER_TYPES)} there, and each must be an object"
             )
-    # transformers merges rope_scaling into the object, where "rope_type" wins over "type".
+    # transformers merges rope_scaling into this object, and "rope_type" wins over "type".
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters.full_attention"
     full = {
         **(nested.get("full_attention") or {"rope_type": "default"}),
@@ -90,7 +90,7 @@ def _fields_per_layer_type(
     if local_scaling is not None:
         raise ConfigError(
             f"'{key}.rope_type' is {local_scaling['rope_type']!r}; scaled rope in sliding layers "
-            "is not implemented"
+            "is not implemented; expected 'default'"
         )
     return {
         "rope_theta": rope_theta,
@@ -102,9 +102,9 @@ def _fields_per_layer_type(
 def _theta_and_scaling(
     given: Mapping[str, Any], key: str, raw: Mapping[str, Any], fallback: tuple[str, float]
 ) -> tuple[float, dict[str, Any] | None]:
-    """Split the rope object `given`, which messages call `key`, into theta and the rest.
+    """Split the rope object `given` into theta and the scaling. Messages call the object `key`.
 
-    Args: fallback is the key of `raw` that has theta where `given` has none, and the default.
+    Args: fallback says where to find a theta that `given` lacks: a key of `raw`, then a default.
     """
     scaling = {name: copy.deepcopy(value) for name, value in given.items() if value is not None}
     theta, theta_key = scaling.pop("rope_theta", None), f"{key}.rope_theta"
@@ -123,7 +123,7 @@ def _theta_and_scaling(
     if scaling.get("partial_rotary_factor", 1) != 1:
         value = shown(scaling["partial_rotary_factor"])
         raise ConfigError(
-            f"'{key}.partial_rotary_factor' is {value}, which changes the maths and is not "
+            f"'{key}.partial_rotary_factor' is {value}, which changes the computation and is not "
             "implemented"
         )
     if nested := [name for name, value in scaling.items() if isinstance(value, dict)]:
@@ -139,18 +139,19 @@ def check_scaling(scaling: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
     Args: sizes holds the config's head_dim, rope_theta and max_position_embeddings.
     Raises:
-        ConfigError: naming the number that is missing or wrong.
+        ConfigError: a number is missing or wrong. The message names it.
     """
     rope_type = scaling.get("rope_type")
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"config: rope_scaling has rope_type {shown(rope_type)}; known: {', '.join(ROPE_TYPES)}"
+            f"config: rope_scaling has rope_type {shown(rope_type)}, expected one of "
+            f"{', '.join(ROPE_TYPES)}"
         )
     _check(rope_type, scaling, sizes, "config: 'rope_scaling.")
 
 
 def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> None:
-    """Check the numbers of a rope; messages put `where` before the name of one."""
+    """Check the numbers of a rope. A message puts `where` before the name of a number."""
 
     def fault(name: str, what: str) -> ConfigError:
         return ConfigError(f"{where}{name}' {what}")
@@ -188,7 +189,7 @@ def _check_longrope(
     for name in ("short_factor", "long_factor"):
         factors = scaling.get(name)
         if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):
-            raise fault(name, "is no list of positive numbers; rope type 'longrope' needs it")
+            raise fault(name, "is not a list of positive numbers; rope type 'longrope' needs one")
         head_dim = raw.get("head_dim")
         if isinstance(head_dim, int) and len(factors) != head_dim // 2:
             raise fault(
@@ -197,19 +198,19 @@ def _check_longrope(
 
 
 def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None:
-    """Put both spellings of a config's rope into the config.json `raw`.
+    """Write both spellings of a config's rope into the config.json `raw`.
 
-    Args: changed says that the rope is not the one in `raw` any more.
+    Args: changed is True if the config's rope differs from the one in `raw`.
     """
     scaling = copy.deepcopy(config.rope_scaling)
     if scaling is not None and scaling["rope_type"] == "default":
         scaling = None
     if changed:
-        # The new scaling has its own length, which one at the config's level would override.
+        # The new scaling has its own length. A length at the top level would override it.
         raw.pop("original_max_position_embeddings", None)
     elif scaling and raw.get("rope_theta") not in (None, config.rope_theta):
-        # The checkpoint gave two thetas. Both are kept, and the scaling, which wins, says which
-        # of them holds.
+        # The checkpoint has two thetas. Both are kept. The one in the scaling takes precedence,
+        # so the scaling gets the theta that the config uses.
         scaling["rope_theta"] = config.rope_theta
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
     spellings: dict[str, Any] = {
@@ -228,5 +229,5 @@ def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None
             raw[key] = value
     length = "original_max_position_embeddings"
     if scaling and scaling["rope_type"] == "longrope" and length in scaling:
-        # transformers 4 reads longrope's length here alone, and 5 reads the same from it.
+        # transformers 4 reads the length of longrope only here. Version 5 also accepts it here.
         raw.setdefault(length, scaling[length])

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its config and headers alone."""
+"""Describe a checkpoint from its config and its headers, without reading any tensor."""
 
 import os
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from ligermodels.converters.weight_map import Family
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in numbers; sizes are bytes.
+    """The sizes and settings of a checkpoint. All sizes are in bytes.
 
     Attributes:
-        folder: where it is.
-        family: its model_type.
-        config: the config's fields, defaults filled in.
-        unknown_keys: config.json keys that nothing reads; they are kept and exported again.
-        left_out: how many tensors of other towers are not loaded, by how their names begin.
-        parameters: how many there are, a tied head counted once.
-        dtype_bytes: bytes stored per dtype, as safetensors spells it.
-        files: size of each weight, config, tokenizer and generation file.
-        memory: estimates by purpose.
+        folder: the folder of the checkpoint.
+        family: the model_type of the checkpoint.
+        config: the fields of the config, with defaults for those that config.json leaves out.
+        unknown_keys: keys of config.json that ligermodels does not read. Exports write them again.
+        left_out: name prefix of another tower -> how many of its tensors are not loaded.
+        parameters: the number of parameters. A tied head counts once.
+        dtype_bytes: dtype name in safetensors -> stored bytes of that dtype.
+        files: the size of each weight, config, tokenizer and generation file.
+        memory: purpose -> estimated memory.
     """
 
     folder: Path
@@ -40,11 +40,11 @@ class Description:
 
 
 def describe(folder: str | os.PathLike[str], family: Family) -> Description:
-    """Describe a local HF checkpoint after the checks of a load, without reading a tensor.
+    """Describe a local HF checkpoint. This makes the checks of a load, but reads no tensor.
 
-    Args: family is its model class.
+    Args: family is the model class of the checkpoint.
     Raises:
-        ConfigError, CheckpointError: what a load would raise for names, shapes and config.
+        ConfigError, CheckpointError: a load would fail because of the config, a name or a shape.
     """
     folder = Path(folder)
     raw = read_config(folder)
@@ -60,7 +60,7 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
     names = [CONFIG_NAME, *(path.name for path in checkpoint.files), *copied_files(folder)]
     layers = config.num_hidden_layers
-    per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # in a layer
+    per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes per layer
     longest = config.max_position_embeddings
     kept = sum(min(window or longest, longest) for window in config.sliding_windows)
     memory = {

@@ -1,4 +1,4 @@
-"""Reading one safetensors file: its header, with checks, and its tensors, without mmap.
+"""Read one safetensors file: check its header, then read its tensors without mmap.
 
 The format: https://github.com/huggingface/safetensors#format
 """
@@ -19,31 +19,31 @@ from ligermodels.converters.files import open_regular, parse_json
 from ligermodels.errors import CheckpointError, shown
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
-# Dtypes that the format knows and that no model here has as weights, with their bits per value.
+# Dtypes that the format defines but no model here uses for weights, with their bits per value.
 # Quantised checkpoints hold integers, and floats of at most 8 bits.
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
 _OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
-_MAX_HEADER = 100_000_000  # the format's own limit
-_MAX_DIMS = 64  # torch's own limit
-_PIECE = 16 << 20  # bytes in memory at a time
+_MAX_HEADER = 100_000_000  # The format sets this limit, in bytes.
+_MAX_DIMS = 64  # torch sets this limit.
+_PIECE = 16 << 20  # the bytes that `read` holds in memory at a time
 _LFS_POINTER = b"version https://git-lfs"
-# How files of other formats begin: torch.save's two, and GGUF.
+# The first bytes of other formats: the two formats of torch.save, and GGUF.
 _OTHER_FORMATS = {
-    b"PK\x03\x04": "holds pickled weights under another name, which are never unpickled here",
-    b"\x80\x02": "holds pickled weights under another name, which are never unpickled here",
-    b"GGUF": "is a GGUF file under another name",
+    b"PK\x03\x04": "the file holds pickled weights under another name; they are never unpickled",
+    b"\x80\x02": "the file holds pickled weights under another name; they are never unpickled",
+    b"GGUF": "the file is a GGUF file under another name",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor.
+    """The header's entry for one tensor.
 
     Attributes:
-        path: its file.
-        dtype: as the format spells it, such as "BF16".
-        begin: its first byte, counted from the end of the header.
+        path: the file that holds the tensor.
+        dtype: the format's name of the dtype, such as "BF16".
+        begin: the position of the tensor's first byte, counted from the end of the header.
     """
 
     path: Path
@@ -54,16 +54,16 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A safetensors file; the constructor reads its header and nothing else.
+    """A safetensors file. The constructor reads the header and nothing else.
 
-    Unlike `safetensors.safe_open`, this reads tensors and does not map them: when somebody cuts a
-    mapped file short, touching it kills the process. It also notices when the file has been
-    changed since its header was read.
+    Unlike `safetensors.safe_open`, this class reads tensors and does not map the file. If another
+    process truncates a mapped file, an access to the mapping kills this process. The class also
+    detects that the file was changed after its header was read.
 
-    Attributes: tensors, what the header says of each, by name.
+    Attributes: tensors maps the name of each tensor to its header entry.
     Raises:
-        CheckpointError: the file is absent, truncated or damaged; the message names the file, and
-            the tensor where there is one.
+        CheckpointError: the file is absent, truncated or damaged. The message names the file and,
+            if one tensor is at fault, that tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,12 +74,12 @@ class SafetensorsFile:
             self._data, self.tensors = _read_header(path, file)
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
-        """Rows `first` to `last` of a tensor, as stored, in pieces of bounded size.
+        """Yield the rows `first` to `last` of a tensor in their stored dtype, piece by piece.
 
-        Each piece is overwritten by the next one.
+        The size of a piece is bounded. The next piece overwrites the memory of the previous one.
 
         Raises:
-            CheckpointError: the file cannot be read, or was changed since its header was read.
+            CheckpointError: the file cannot be read, or was changed after its header was read.
         """
         info = self.tensors[name]
         rows, *width = info.shape or (1,)
@@ -109,11 +109,11 @@ class SafetensorsFile:
         if changed:
             raise CheckpointError(
                 f"{self.path}: {shown(name)} cannot be read: the file was changed after its "
-                "header had been read"
+                "header was read"
             )
 
     def close(self) -> None:
-        """Give the descriptor back; a later read opens the file again."""
+        """Close the file descriptor. A later read opens the file again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,13 +129,14 @@ def _identity(file: FileIO) -> tuple[int, ...]:
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
-    """The size of the header, and its tensors, checked against the file's size."""
+    """Return where the data begins, and the header's entries, checked against the file's size."""
     try:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER)) or b""
         if start == _LFS_POINTER:
             raise CheckpointError(
-                f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
+                f"{path}: the file is a git-lfs pointer, not the weights; fetch the weights with "
+                "`git lfs pull`"
             )
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
@@ -143,17 +144,17 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
                 (what for magic, what in _OTHER_FORMATS.items() if start.startswith(magic)), ""
             )
             raise CheckpointError(
-                f"{path}: {why or 'is truncated or no safetensors file'}: a header of {length} "
-                f"bytes does not fit a file of {size}"
+                f"{path}: {why or 'the file is truncated or is not a safetensors file'}: its first "
+                f"8 bytes declare a header of {length} bytes, too many for a file of {size} bytes"
             )
         file.seek(8)
         text = file.read(length) or b""
     except OSError as fault:
-        raise CheckpointError(f"{path}: cannot be read: {fault.strerror}") from None
+        raise CheckpointError(f"{path}: the file cannot be read: {fault.strerror}") from None
     header = parse_json(text, f"{path} (header)", CheckpointError)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path}: '__metadata__' is no object of strings")
+        raise CheckpointError(f"{path}: '__metadata__' is not an object whose values are strings")
 
     tensors = {name: _tensor_info(path, name, value) for name, value in header.items()}
     expected = 0
@@ -161,17 +162,19 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
         if info.begin != expected:
             raise CheckpointError(
                 f"{path}: {shown(name)} begins at byte {info.begin} of the data, expected "
-                f"{expected}: tensors overlap or leave a hole"
+                f"{expected}; the tensors overlap, or there is a gap between them"
             )
         expected += info.nbytes
     held = size - 8 - length
     if held < expected:
         raise CheckpointError(
-            f"{path}: is truncated: the header declares {expected} bytes of tensors, "
-            f"the file holds {held}"
+            f"{path}: the file is truncated: the header declares {expected} bytes of tensors, "
+            f"but only {held} bytes follow the header"
         )
     if held > expected:
-        raise CheckpointError(f"{path}: {held - expected} bytes follow the last tensor")
+        raise CheckpointError(
+            f"{path}: {held - expected} bytes follow the last tensor, expected none"
+        )
     return 8 + length, tensors
 
 
@@ -179,25 +182,26 @@ _HEADER_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 def _tensor_info(path: Path, name: str, value: Any) -> TensorInfo:
-    """What the header says of one tensor, checked."""
+    """Check the header's entry for one tensor."""
 
     def fault(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: {shown(name)} {what}")
 
     if not isinstance(value, dict) or value.keys() != _HEADER_KEYS:
-        raise fault("needs exactly dtype, shape and data_offsets in the header")
+        raise fault("needs exactly the keys dtype, shape and data_offsets in the header")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
-        raise fault(f"has dtype {shown(dtype)}, which the format does not know")
+        raise fault(f"has dtype {shown(dtype)}, which the format does not define")
     if not _sizes(shape) or len(shape) > _MAX_DIMS:
-        raise fault(f"has shape {shown(shape)}, expected a list of sizes")
+        raise fault(f"has shape {shown(shape)}, expected a list of sizes that torch accepts")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fault(f"has data_offsets {shown(offsets)}, expected [begin, end]")
     begin, end = offsets
     bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
     if (end - begin) * 8 != math.prod(shape) * bits:
         raise fault(
-            f"has {end - begin} bytes, but {dtype} of shape {shown(shape)} takes another number"
+            f"has {end - begin} bytes, which is not the size of {dtype} values of shape "
+            f"{shown(shape)}"
         )
     return TensorInfo(path, dtype, tuple(shape), end - begin, begin)
 

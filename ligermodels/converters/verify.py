@@ -1,4 +1,4 @@
-"""Proving that a checkpoint survives the way in and out, bit for bit; comparing two of them."""
+"""Verify that a checkpoint survives import and export bit for bit, and compare two checkpoints."""
 
 import os
 import tempfile
@@ -21,14 +21,14 @@ from ligermodels.errors import listing
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared with its copy, and what differs; `ok` when nothing does.
+    """The result of a comparison. `ok` is True if nothing differs.
 
     Attributes:
-        tensors: HF tensors compared bit for bit; a stored tied head counts as its original.
-        nbytes: their size.
-        config_keys: keys of config.json compared.
-        files: tokenizer and generation files compared.
-        differences: one line for each thing that differs.
+        tensors: how many HF tensors were compared bitwise. A stored tied head is not counted.
+        nbytes: the size of these tensors.
+        config_keys: how many keys of config.json were compared.
+        files: the tokenizer and generation files that were compared.
+        differences: one line for each tensor, key or file that differs.
     """
 
     tensors: int
@@ -61,15 +61,16 @@ def verify(
 ) -> Report:
     """Convert a checkpoint to the native layout and back, and compare everything bitwise.
 
-    Takes memory for one native parameter, and disk for one more copy of the checkpoint.
+    This takes memory for one native parameter, and disk space for a copy of the checkpoint.
 
     Args:
         folder: a local HF checkpoint.
-        family: its model class.
-        scratch: where the copy is made for the time; default the system's temporary folder.
-        allow_nonfinite: let NaN and infinite weights through.
+        family: the model class of the checkpoint.
+        scratch: the folder for the temporary copy. The default is the system's temporary folder.
+        max_shard_size: bytes of tensors per file of the copy.
+        allow_nonfinite: whether to accept NaN and infinite weights.
     Raises:
-        ConfigError, CheckpointError: the checkpoint cannot be loaded in the first place.
+        ConfigError, CheckpointError: the checkpoint cannot be loaded.
         SaveError: the copy cannot be written.
     """
     folder = Path(folder)
@@ -109,11 +110,12 @@ def compare(
     """Compare a checkpoint with its export: tensors bitwise, config keys, tokenizer files.
 
     Args:
-        folder, copy: local HF checkpoints of one family; what only the copy has is no difference.
-        family: their model class.
-        dtype: what the copy was cast to; default each tensor's own.
+        folder, copy: local HF checkpoints of one family. Additional keys and files of the copy do
+            not count as differences.
+        family: the model class of both.
+        dtype: the dtype to which the copy was cast. By default every tensor keeps its dtype.
     Raises:
-        ConfigError, CheckpointError: one of them cannot be read.
+        ConfigError, CheckpointError: one of the checkpoints cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
     original, exported = Checkpoint(folder), Checkpoint(copy)
@@ -137,7 +139,7 @@ def compare(
 
 
 def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
-    """The HF tensors that the checkpoint's model is made of, in the order of an export."""
+    """Return the names of the HF tensors that the checkpoint's model uses, in export order."""
     weight_map = family.weight_map(family.config_class.from_hf(checkpoint.folder))
     checkpoint.plan(weight_map)
     return list(weight_map.source_shapes())
@@ -154,10 +156,10 @@ def _same_tensor(
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for key, value in before.items():
         if key == "rope_parameters" and value is None:
-            continue  # never exported as null: llama.cpp would then skip rope_scaling
-        # repr tells 1 from 1.0 and from true.
+            continue  # An export never writes null, because llama.cpp would then skip rope_scaling.
+        # The repr of 1 differs from that of 1.0 and of true.
         if key not in after or repr(after[key]) != repr(value):
-            yield f"{CONFIG_NAME}: {key!r} was {value!r}, is {after.get(key)!r}"
+            yield f"{CONFIG_NAME}: {key!r} was {value!r} and is now {after.get(key)!r}"
 
 
 def _same_file(a: Path, b: Path) -> bool:

@@ -1,7 +1,7 @@
-"""The span table: where the rows of each native parameter stand in an HF checkpoint.
+"""The weight map: which rows of an HF checkpoint fill which rows of each native parameter.
 
 A native parameter is a list of row spans of HF tensors. Loading, reading the rows of one rank and
-exporting all walk the same spans. A family has a function from its config to a `WeightMap`.
+exporting all use these spans. Each family has a function from its config to a `WeightMap`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,11 @@ from ligermodels.converters.hf_config import HFConfig
 
 @dataclass(frozen=True)
 class Span:
-    """`rows` rows of the HF tensor `source` from `source_row` on are the native rows from `row`."""
+    """Rows of an HF tensor that one native parameter takes.
+
+    The native rows `row` to `row + rows` are the rows `source_row` to `source_row + rows` of the HF
+    tensor `source`.
+    """
 
     source: str
     source_row: int
@@ -32,18 +36,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Towers:
-    """How a checkpoint of several towers spells the text model's names, and what else it holds.
+    """The tensor names of a checkpoint that has other towers beside the text model.
 
     Attributes:
-        spellings: beginnings of names, and what stands in their place in the text model alone.
-        left_out: beginnings of the names of the other towers.
+        spellings: pairs of a name prefix there and the prefix that replaces it in the text model.
+        left_out: the name prefixes of the other towers, whose tensors are not loaded.
     """
 
     spellings: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
 
     def text_name(self, name: str) -> str:
-        """The tensor's name in a checkpoint of the text model alone."""
+        """Return the tensor's name in a checkpoint that holds only the text model."""
         for theirs, alone in self.spellings:
             if name.startswith(theirs):
                 return alone + name.removeprefix(theirs)
@@ -56,9 +60,10 @@ class WeightMap:
 
     Attributes:
         entries: every native parameter, in the order in which an export writes them.
-        aliases: HF names that may be stored a second time, and the name they must equal.
-        ignored: endings of the names of HF tensors that the model does not need.
-        towers: what else a checkpoint of the family may hold; None for nothing.
+        aliases: HF name of a tensor that a checkpoint may hold as a copy -> HF name of its
+            original. Both must be equal.
+        ignored: name endings of HF tensors that the model does not need.
+        towers: the other towers that a checkpoint of the family may hold. None if it has none.
     """
 
     entries: tuple[Entry, ...]
@@ -70,7 +75,7 @@ class WeightMap:
         return iter(self.entries)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every HF tensor that the entries are made of, in export order."""
+        """Return the shape of every HF tensor that the entries use, in export order."""
         shapes: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             for span in entry.spans:
@@ -81,7 +86,7 @@ class WeightMap:
         return shapes
 
     def parts(self) -> dict[str, list[tuple[Entry, Span]]]:
-        """The way back: every HF tensor's pieces in the native parameters, by source row."""
+        """Return for every HF tensor its pieces in the native parameters, sorted by source row."""
         parts: dict[str, list[tuple[Entry, Span]]] = {}
         for entry in self.entries:
             for span in entry.spans:
@@ -92,7 +97,10 @@ class WeightMap:
 
 
 def packed(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry:
-    """The HF tensors `pieces`, (name, rows) each, stacked in this order; rows are `width` wide."""
+    """Return the entry that stacks the HF tensors `pieces`, (name, rows) each, in this order.
+
+    Args: width is the shape of one row.
+    """
     spans, row = [], 0
     for source, rows in pieces:
         spans.append(Span(source, 0, row, rows))
@@ -103,9 +111,9 @@ def packed(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry
 def linear(
     name: str, width: int, *pieces: tuple[str, int], bias: bool = False
 ) -> tuple[Entry, ...]:
-    """The weight of a linear with `width` inputs, and its bias if it has one.
+    """Return the entries of a linear with `width` inputs: its weight, and its bias if it has one.
 
-    Args: pieces are the HF linears, (name, outputs) each, that are stacked in this order.
+    Args: pieces are the HF linears, (name, outputs) each. They are stacked in this order.
     """
     weight = packed(f"{name}.weight", (width,), *((f"{hf}.weight", rows) for hf, rows in pieces))
     if not bias:
@@ -114,12 +122,12 @@ def linear(
 
 
 def norm(name: str, source: str, size: int) -> Entry:
-    """The weight of a norm over `size` features; `source` is the norm's name in HF."""
+    """Return the entry of the weight of a norm over `size` features; `source` is its HF name."""
     return packed(f"{name}.weight", (), (f"{source}.weight", size))
 
 
 class Family(Protocol):
-    """What the converters ask of a family, which is a model class."""
+    """The interface that the converters need of a family, which is a model class."""
 
     @property
     def config_class(self) -> type[HFConfig]: ...

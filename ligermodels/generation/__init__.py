@@ -1,4 +1,4 @@
-"""Generation: continuing prompts token by token."""
+"""Generate text: continue prompts token by token."""
 
 from ligermodels.generation.generate import generate, stream, stream_text
 from ligermodels.generation.sampling import Sampling

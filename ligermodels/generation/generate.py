@@ -1,4 +1,4 @@
-"""Continuing prompts token by token, as a batch or as a stream.
+"""Continue prompts token by token, as a batch or as a stream.
 
 Shape legend: B batch, S prompt length, V vocabulary.
 """
@@ -26,7 +26,7 @@ from ligermodels.text.streaming import Decoder, TextStream
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of `generate`, `stream` and `stream_text`, explained in `generate`."""
+    """The options of `generate`, `stream` and `stream_text`. `generate` explains them."""
 
     max_new_tokens: int
     do_sample: bool
@@ -48,33 +48,36 @@ def generate(
     callback: Callable[[Tensor], object] | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Tensor:
-    """Continue prompts, greedily unless `do_sample`.
+    """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
 
     Args:
         model: any `DecoderModel`.
-        input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths, each a list
-            or a 1-D tensor; those are padded on the left.
-        callback: called after every step with that step's tokens (batch,).
-        max_new_tokens: the most tokens to add, by default 64; there are fewer when every row has
-            stopped.
-        do_sample: draw tokens. Whatever generation_config.json says, the default is greedy.
-        temperature, top_k, top_p: as in `Sampling`, with its defaults; only with do_sample.
-        eos_token_id: tokens that end a row; default generation_config.json's, then the config's.
-            With an empty list no token ends a row.
-        pad_token_id: fills rows that have stopped; default as above, then the first stop token.
-        attention_mask: (batch, seq), 0 for padding, which has to be on the left.
-        repetition_penalty: above 1, it makes tokens of the prompt and new ones less likely to come
-            again (arXiv:1909.05858, 4.1); default generation_config.json's, then 1.
-        generator: random numbers for the draws, on the model's device.
-        cache: a KV cache with room for batch rows of seq + new - 1 tokens; default a `KVCache`.
-            Tokens in it are the first columns of input_ids and are not computed again.
+        input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths. Each prompt
+            in a list is a list or a 1-D tensor. The shorter ones are padded on the left.
+        callback: a function that is called after every step with the tokens of that step (batch,).
+        max_new_tokens: the maximum number of new tokens, 64 by default. Generation ends earlier if
+            every row has stopped.
+        do_sample: whether to draw tokens. The default is False, even if generation_config.json says
+            otherwise.
+        temperature, top_k, top_p: as in `Sampling`, with its defaults. They need do_sample.
+        eos_token_id: the tokens that end a row. The default is that of generation_config.json, then
+            that of the config. With an empty list no token ends a row.
+        pad_token_id: the token that fills rows after their stop token. The default is found in the
+            same order; if there is none, it is the first stop token.
+        attention_mask: (batch, seq), 0 for padding, which must be on the left.
+        repetition_penalty: a number. Above 1, the tokens of the prompt and the new tokens become
+            less likely to appear again (arXiv:1909.05858, section 4.1). The default is that of
+            generation_config.json, then 1.
+        generator: the random generator for the draws, on the model's device.
+        cache: a KV cache for batch rows of seq + new - 1 tokens. The default is a new `KVCache`.
+            If it holds tokens, they are the first columns of input_ids and are not computed again.
 
     Returns:
-        (batch, seq + new) int64 on the model's device; a stop token is kept, padding follows it.
+        (batch, seq + new) int64 on the model's device. The stop token is kept. Padding follows it.
 
     Raises:
-        ValueError: an empty prompt, ids outside the vocabulary, padding on the right, or options
-            that contradict each other.
+        ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
+            options contradict each other.
         CheckpointError: generation_config.json is damaged.
     """
     prompt_BS, steps = _start(model, input_ids, **options)
@@ -89,15 +92,17 @@ def generate(
 def stream(
     model: DecoderModel, input_ids: Prompts, **options: Unpack[GenerateOptions]
 ) -> Iterator[int]:
-    """The new tokens of one prompt as they come; options as in `generate`, without `callback`.
+    """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
+    Args: the same as of `generate`, without `callback`.
     Raises:
-        ValueError: as in `generate`, before the first token; also for more than one prompt.
+        ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
     prompt_BS, steps = _start(model, input_ids, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
-            f"stream: {prompt_BS.shape[0]} prompts; a batch goes through generate(callback=...)"
+            f"stream: got {prompt_BS.shape[0]} prompts, expected one; for a batch, call "
+            "generate(callback=...)"
         )
     return (int(tokens_B) for tokens_B in steps)
 
@@ -105,9 +110,11 @@ def stream(
 def stream_text(
     model: DecoderModel, tokenizer: Decoder, input_ids: Prompts, **options: Unpack[GenerateOptions]
 ) -> Iterator[str]:
-    """The continuation of one prompt as pieces of text, which never split a character.
+    """Return an iterator over the new text of one prompt, in pieces that never split a character.
 
-    Args: as in `stream`; special tokens are left out.
+    Special tokens are left out.
+
+    Args: the same as of `stream`, and the tokenizer that decodes the tokens.
     """
     tokens = stream(model, input_ids, **options)
     context = torch.as_tensor(input_ids).flatten().tolist()
@@ -138,11 +145,14 @@ def _start(
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
-    """Check everything; return the padded prompts (B, S) and each step's tokens (B,)."""
+    """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps' tokens.
+
+    Each step has one token for each row, (B,).
+    """
     config = model.config
     sampling = Sampling(do_sample, temperature, top_k, top_p)
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+        raise ValueError(f"max_new_tokens={max_new_tokens}: the number must be at least 1")
     defaults = read_generation_config(model.source_folder)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
@@ -151,26 +161,26 @@ def _start(
     batch, prompt = ids_BS.shape
     if prompt + max_new_tokens > config.max_position_embeddings:
         warnings.warn(
-            f"{prompt} prompt and {max_new_tokens} new tokens go beyond "
-            f"max_position_embeddings={config.max_position_embeddings}, where the model was not "
-            "trained",
+            f"{prompt} prompt tokens and {max_new_tokens} new tokens go beyond "
+            f"max_position_embeddings={config.max_position_embeddings}; the model was not trained "
+            "on longer sequences",
             stacklevel=3,
         )
-    device = model.rotary_emb.inv_freq.device  # weights may be offloaded, its frequencies are not
+    device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
-        # The layers are asked, and not the config, for somebody may have changed a layer's window.
+        # The windows come from the layers, because a user may have changed the window of a layer.
         attentions = [getattr(layer, "self_attn", None) for layer in model.layers]
         windows = [
             each.sliding_window if isinstance(each, Attention) else None for each in attentions
         ]
-        # The last token is never fed back, so its keys need no room.
+        # The model never reads the last new token, so the cache needs no room for its keys.
         cache = KVCache(config, batch, prompt + max_new_tokens - 1, sliding_windows=windows)
     elif cache.length >= prompt:
         raise ValueError(
-            f"cache: holds {cache.length} tokens already; the prompt has to go on behind them, but "
-            f"is {prompt} long"
+            f"cache: the cache holds {cache.length} tokens already, but the prompt is only "
+            f"{prompt} long; pass a prompt of the cached tokens and at least one new token"
         )
     steps = _steps(
         model, ids_BS, mask_BS, max_new_tokens, sampling, penalty, stops, pad, generator, cache
@@ -178,7 +188,7 @@ def _start(
     return ids_BS, steps
 
 
-# Not inference_mode: its tensors cannot go into a training forward, and what is generated may.
+# This is not inference_mode, because its tensors cannot be the input of a training forward.
 @torch.no_grad()
 def _steps(
     model: DecoderModel,

@@ -1,4 +1,4 @@
-"""What generation takes from generation_config.json, from the model's config and by default."""
+"""Resolve generation settings from arguments, generation_config.json and the model's config."""
 
 import operator
 import warnings
@@ -20,13 +20,13 @@ def _is_penalty(value: Any) -> bool:
     return isinstance(value, (int, float)) and value is not True and 0 < value <= 1e6
 
 
-# The keys that are read, with a test of their values and a description of good ones.
+# The keys that are read. Each has a function that tests a value, and the words for a good value.
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "eos_token_id": (_are_token_ids, "an integer or a list of them"),
+    "eos_token_id": (_are_token_ids, "an integer or a list of integers"),
     "pad_token_id": (is_token_id, "an integer"),
     "repetition_penalty": (_is_penalty, "a positive number"),
 }
-# The keys with which transformers chooses other tokens, even in a greedy search.
+# The keys with which transformers chooses other tokens, also in a greedy search.
 _NOT_IMPLEMENTED = (
     *("num_beams", "penalty_alpha", "dola_layers", "guidance_scale", "sequence_bias"),
     *("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
@@ -37,9 +37,9 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
 def read_generation_config(folder: Path | None) -> dict[str, Any]:
-    """A checkpoint's generation_config.json; {} without a folder or a file.
+    """Return a checkpoint's generation_config.json, or {} if there is no folder or no file.
 
-    Warns of settings that are not implemented.
+    This warns of settings that are not implemented.
 
     Raises:
         CheckpointError: the file is damaged, or a value that is used has the wrong type.
@@ -52,8 +52,8 @@ def read_generation_config(folder: Path | None) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
-            f"{path}: {', '.join(left_out)}: not implemented, and without effect here",
-            stacklevel=4,  # the caller of `generate`
+            f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
+            stacklevel=4,  # This is the caller of `generate`.
         )
     return found
 
@@ -61,10 +61,12 @@ def read_generation_config(folder: Path | None) -> dict[str, Any]:
 def resolve_eos_token_ids(
     asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: ModelConfig
 ) -> list[int]:
-    """The tokens that end a row: those asked for, else the file's, else the model config's.
+    """Return the tokens that end a row.
+
+    They are `asked`, or else those of the file, or else those of the model config.
 
     Raises:
-        ValueError: `asked` holds something else than token ids.
+        ValueError: `asked` holds values that are not token ids.
     """
     found = _first(asked, generation_config.get("eos_token_id"), config.eos_token_id)
     if found is None:
@@ -72,7 +74,7 @@ def resolve_eos_token_ids(
     try:
         return [found] if isinstance(found, int) else [operator.index(token) for token in found]
     except TypeError:
-        raise ValueError(f"eos_token_id={found!r}: expected a token id or several") from None
+        raise ValueError(f"eos_token_id={found!r}: expected a token id or several ids") from None
 
 
 def resolve_pad_token_id(
@@ -81,29 +83,36 @@ def resolve_pad_token_id(
     config: ModelConfig,
     eos_token_ids: list[int],
 ) -> int:
-    """The token for padding: found in the same order, then the first stop token, then 0.
+    """Return the token for padding.
+
+    The order is the same as for the stop tokens. After that come the first stop token and 0.
 
     Raises:
         ValueError: `asked` is outside the vocabulary.
     """
     if asked is not None:
         if not 0 <= asked < config.vocab_size:
-            raise ValueError(f"pad_token_id={asked}: outside the vocabulary of {config.vocab_size}")
+            raise ValueError(
+                f"pad_token_id={asked}: the id is outside the vocabulary of {config.vocab_size} "
+                "tokens"
+            )
         return asked
     named = (generation_config.get("pad_token_id"), config.pad_token_id, *eos_token_ids)
-    # Old configs have -1 for no token. Without one, 0 will do: padding of a prompt is masked.
+    # In old configs -1 means no token. Then 0 works too, because the padding of prompts is masked.
     return next((i for i in named if i is not None and 0 <= i < config.vocab_size), 0)
 
 
 def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[str, Any]) -> float:
-    """The repetition penalty: the one asked for, else the file's, else 1, which is none.
+    """Return `asked`, or else the penalty of the file, or else 1, which means no penalty.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: the penalty is not a positive number.
     """
     found = _first(asked, generation_config.get("repetition_penalty"), 1.0)
     if not _is_penalty(found):
-        raise ValueError(f"repetition_penalty={found!r}: must be a number above 0; 1 is none")
+        raise ValueError(
+            f"repetition_penalty={found!r}: the penalty must be a number above 0; 1 means none"
+        )
     return float(found)
 
 

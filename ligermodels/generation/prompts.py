@@ -1,4 +1,4 @@
-"""Prompts of any form to one batch, padded on the left.
+"""Turn prompts of any form into one batch that is padded on the left.
 
 Shape legend: B batch, S prompt length.
 """
@@ -17,13 +17,13 @@ def batch_prompts(
 ) -> tuple[Tensor, Tensor | None]:
     """Check prompts and put them into one tensor.
 
-    Returns: ids (B, S), int64, and the attention mask (B, S), None where nothing is padding.
+    Returns: ids (B, S), int64, and the attention mask (B, S), or None if there is no padding.
     Raises:
-        ValueError: an empty prompt, ids outside the vocabulary, padding on the right, or a mask
-            that does not fit.
+        ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
+            the mask does not fit.
     """
     ids_BS, mask_BS = _batch(input_ids, attention_mask, pad_token_id)
-    # Padding is checked, too: it is masked, but it is embedded.
+    # Padding tokens are also checked: they are masked, but the model embeds them.
     outside = ids_BS[(ids_BS < 0) | (ids_BS >= vocab_size)]
     if outside.numel():
         raise ValueError(
@@ -40,7 +40,10 @@ def _batch(
             input_ids = torch.tensor(input_ids)
         else:
             if attention_mask is not None:
-                raise ValueError("attention_mask: not needed with a list of prompts; leave it out")
+                raise ValueError(
+                    "attention_mask: a list of prompts has no padding and needs no mask; leave it "
+                    "out"
+                )
             return _pad_left([torch.as_tensor(row) for row in input_ids], pad_token_id)
     if input_ids.dim() == 1:
         input_ids = input_ids.unsqueeze(0)
@@ -54,15 +57,18 @@ def _batch(
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask {tuple(attention_mask.shape)} and input_ids "
-            f"{tuple(input_ids.shape)} differ in shape"
+            f"{tuple(input_ids.shape)} differ in shape, but must have the same"
         )
     mask = attention_mask.bool()
     if not bool(mask.any(1).all()):
-        raise ValueError(f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding")
+        raise ValueError(
+            f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding; a prompt needs "
+            "at least one token"
+        )
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError(
-            "attention_mask: padding to the right of tokens; pad on the left, or pass the prompts "
-            "as a list without padding"
+            "attention_mask: there is padding to the right of tokens; pad on the left, or pass the "
+            "prompts as a list without padding"
         )
     return input_ids.long(), None if bool(mask.all()) else mask.long()
 
@@ -78,9 +84,9 @@ def _pad_left(rows: list[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor | N
 
 def _check_rows(rows: list[Tensor]) -> None:
     if not rows:
-        raise ValueError("input_ids: no tokens; begin with one, such as bos_token_id")
+        raise ValueError("input_ids: there are no tokens; begin with a token, such as bos_token_id")
     for i, row in enumerate(rows):
-        # torch makes a tensor of floats of an empty list.
+        # torch turns an empty list into a float tensor.
         has_floats = row.is_floating_point() and row.numel() > 0
         if row.dim() != 1 or has_floats or row.dtype == torch.bool:
             raise ValueError(

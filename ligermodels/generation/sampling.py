@@ -1,4 +1,4 @@
-"""Choosing the next token from logits.
+"""Choose the next token from logits.
 
 Shape legend: B batch, S sequence, V vocabulary.
 """
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest one, or one drawn after the filters.
+    """The rule by which the next token is chosen: the likeliest one, or a random draw.
 
     Attributes:
-        do_sample: draw; otherwise the likeliest token is taken.
-        temperature: divides the logits.
-        top_k: keep so many of the likeliest tokens; None keeps all.
-        top_p: keep the likeliest tokens until their probabilities sum to it; None keeps all.
+        do_sample: whether to draw the token. If False, the likeliest token is taken.
+        temperature: the number that divides the logits.
+        top_k: how many of the likeliest tokens a draw may choose from. None means all.
+        top_p: the sum of probabilities up to which the likeliest tokens are kept. None means all.
     Raises:
-        ValueError: a number is out of its range, or has no effect since the choice is greedy.
+        ValueError: a number is out of range, or it has no effect because the choice is greedy.
     """
 
     do_sample: bool = False
@@ -30,24 +30,30 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(
-                f"temperature={self.temperature}: must be above 0; do_sample=False is greedy"
+                f"temperature={self.temperature}: the temperature must be above 0; do_sample=False "
+                "is greedy"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or None for all tokens")
+            raise ValueError(
+                f"top_k={self.top_k}: the number must be at least 1, or None for all tokens"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1, or None")
+            raise ValueError(
+                f"top_p={self.top_p}: the number must be above 0 and at most 1, or None for all "
+                "tokens"
+            )
         filters = (self.temperature, self.top_k, self.top_p)
         if not self.do_sample and filters != (1.0, None, None):
             raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: without "
-                "effect on a greedy choice; pass do_sample=True"
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: these "
+                "have no effect on a greedy choice; pass do_sample=True"
             )
 
     def filter(self, logits_BV: Tensor) -> Tensor:
-        """Logits divided by the temperature, and -inf where top-k or top-p leaves a token out.
+        """Return the logits (B, V) divided by the temperature, with -inf for excluded tokens.
 
-        Top-k is applied first. Top-p keeps the likeliest tokens up to and including the one with
-        which their sum reaches it (arXiv:1904.09751).
+        Top-k is applied first. Top-p then keeps the likeliest tokens, up to and including the one
+        with which the sum of their probabilities reaches `top_p` (arXiv:1904.09751).
         """
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
@@ -61,7 +67,7 @@ class Sampling:
         return logits_BV
 
     def next_tokens(self, logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One token (B,) for each row of float32 logits."""
+        """Return one token for each row of the float32 logits, (B,)."""
         if not self.do_sample:
             return logits_BV.argmax(-1)
         probabilities = self.filter(logits_BV).softmax(-1)
@@ -69,12 +75,12 @@ class Sampling:
 
 
 class RepetitionPenalty:
-    """Makes the tokens that a row has had less likely (arXiv:1909.05858, section 4.1).
+    """A penalty on the tokens that a row already contains (arXiv:1909.05858, section 4.1).
 
     Args:
-        penalty: divides a positive logit and multiplies a negative one.
+        penalty: the number that divides a positive logit and multiplies a negative logit.
         prompt_BS: the prompts.
-        mask_BS: 0 for padding; None for none.
+        mask_BS: 0 for padding. None means that there is no padding.
         vocab_size: V.
     """
 
@@ -82,17 +88,17 @@ class RepetitionPenalty:
         self, penalty: float, prompt_BS: Tensor, mask_BS: Tensor | None, vocab_size: int
     ) -> None:
         self.penalty = penalty
-        # One column more, in which padding is put.
+        # The additional column is for padding.
         seen = prompt_BS.new_zeros(len(prompt_BS), vocab_size + 1, dtype=torch.bool)
         if mask_BS is not None:
             prompt_BS = prompt_BS.masked_fill(mask_BS == 0, vocab_size)
         self.seen_BV = seen.scatter_(1, prompt_BS, True)[:, :vocab_size]
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Logits with the penalty on the tokens seen so far."""
+        """Return the logits with the penalty on the tokens that were seen."""
         penalised = torch.where(logits_BV > 0, logits_BV / self.penalty, logits_BV * self.penalty)
         return torch.where(self.seen_BV, penalised, logits_BV)
 
     def add(self, tokens_B: Tensor) -> None:
-        """Count the tokens that were chosen."""
+        """Record the tokens that were chosen as seen."""
         self.seen_BV.scatter_(1, tokens_B.unsqueeze(1), True)

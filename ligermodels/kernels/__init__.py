@@ -1,6 +1,7 @@
-"""The fused ops as plain functions. Triton is imported by the first op on a GPU, not here.
+"""The fused ops as functions. The first op on a GPU imports Triton; this package does not.
 
-First derivatives by autograd's backward: second ones are refused, `torch.func` is not supported.
+Backward gives first derivatives. Second derivatives raise an error, and `torch.func` is not
+supported.
 """
 
 from ligermodels.kernels.cross_entropy import cross_entropy

@@ -1,4 +1,4 @@
-"""torch.autocast for the fused ops: operands are cast before the op, nothing inside it."""
+"""torch.autocast for the fused ops: they cast their operands first and disable it inside."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,20 +7,23 @@ from torch import Tensor
 
 
 def autocast_is_on(x: Tensor) -> bool:
-    """Whether autocast is active for x's device."""
+    """Whether autocast is enabled for x's device."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that matmuls of x take under the autocast now active; None for float64, too."""
+    """Return the dtype to which autocast casts operands of matmuls with x.
+
+    Return None if autocast is disabled or x is float64.
+    """
     if autocast_is_on(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return None
 
 
 def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear of x as autocast would cast them, differentiably."""
+    """Cast weight and bias of a linear of x as autocast does. The casts are differentiable."""
     dtype = autocast_dtype(x)
     if dtype is None:
         return weight, bias
@@ -28,7 +31,7 @@ def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast leaves x's device alone."""
+    """Return a context in which autocast is disabled for x's device."""
     if autocast_is_on(x):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()

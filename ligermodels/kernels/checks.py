@@ -1,6 +1,6 @@
-"""What the ops ask of their tensors and options before they touch them.
+"""Checks of the tensors and options of the ops.
 
-Each check raises ValueError. Its message names the op and the argument, the shapes or the value,
+Each check raises ValueError. The message names the op and the argument, the shapes or the value,
 and what is expected.
 """
 
@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 class NormOptions(NamedTuple):
-    """The options of an RMS norm; `rms_norm` explains each."""
+    """The options of an RMS norm. `rms_norm` explains each."""
 
     eps: float
     offset: float
@@ -24,7 +24,7 @@ class NormOptions(NamedTuple):
 
 
 def check_floating(op: str, name: str, x: Tensor) -> None:
-    """Refuse integers, and floats of 8 bits, which no op calculates with."""
+    """Raise if x has integers or 8-bit floats, because no op supports them."""
     if x.dtype not in FLOATING:
         raise ValueError(
             f"{op}: {name} is {x.dtype}; expected a floating point tensor of 16 bits or more"
@@ -32,7 +32,7 @@ def check_floating(op: str, name: str, x: Tensor) -> None:
 
 
 def check_count(op: str, name: str, value: object, least: int) -> int:
-    """Return the value as an int, numpy's integers too; refuse less than `least`, and the rest."""
+    """Return a Python or numpy integer as an int; raise for other types or values below `least`."""
     count = value
     if not isinstance(value, (int, Tensor)):
         try:
@@ -45,14 +45,14 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:
-    """Refuse a tensor without a last dimension, or of integers."""
+    """Raise if x has no last dimension or is not floating point."""
     check_floating(op, name, x)
     if x.dim() == 0:
         raise ValueError(f"{op}: {name} is 0-dimensional; expected (..., hidden)")
 
 
 def check_row_parameter(op: str, name: str, parameter: Tensor, x_name: str, x: Tensor) -> None:
-    """Refuse a weight or a bias that is not one number for each column of x."""
+    """Raise if a weight or bias does not have one number for each column of x."""
     check_floating(op, name, parameter)
     if parameter.shape != x.shape[-1:]:
         raise ValueError(
@@ -62,12 +62,12 @@ def check_row_parameter(op: str, name: str, parameter: Tensor, x_name: str, x: T
 
 
 def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
-    """Refuse a residual of another shape than x: a kernel would read beyond it."""
+    """Raise if the residual differs from x in shape: a kernel would read out of bounds."""
     check_floating(op, "residual", residual)
     if x.shape != residual.shape:
         raise ValueError(
             f"{op}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; "
-            "expected one shape"
+            "expected the same shape"
         )
 
 
@@ -79,7 +79,7 @@ def check_rms_norm(
     x_name: str = "x",
     weight_name: str = "weight",
 ) -> None:
-    """Refuse a weight that does not fit x, and an unknown casting_mode."""
+    """Raise if the weight does not fit x or casting_mode is unknown."""
     check_rows(op, x_name, x)
     check_row_parameter(op, weight_name, weight, x_name, x)
     if casting_mode not in CASTING_MODES:
@@ -89,7 +89,7 @@ def check_rms_norm(
 
 
 def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
-    """Refuse rows that are not two halves, and an unknown activation."""
+    """Raise if the last dimension of gate_up is not even or the activation is unknown."""
     check_floating(op, "gate_up", gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
@@ -107,10 +107,10 @@ def check_rope(
 ) -> tuple[int, int]:
     """Return both numbers of heads as ints.
 
-    Refuse less than one query head or a negative number of key heads, packed rows of another shape
-    than those heads make with the head_dim of cos, and a cos or sin that does not fit the rows.
+    Raise if there is no query head or a negative number of key heads, if packed rows of `shape` do
+    not hold these heads of the head_dim of cos, or if cos or sin does not fit the rows.
     """
-    # Not their sum alone: a kernel would write heads that are not there.
+    # Check each number, not only the sum, because a kernel writes each kind of head by its number.
     num_heads = check_count(op, "num_heads", num_heads, 1)
     num_kv_heads = check_count(op, "num_kv_heads", num_kv_heads, 0)
     check_floating(op, "cos", cos)
@@ -118,19 +118,20 @@ def check_rope(
     if len(shape) != 3 or cos.ndim != 3 or cos.shape[-1] == 0:
         raise ValueError(
             f"{op}: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
-            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2) of 1 or more"
+            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2), with head_dim / 2 of 1 or "
+            "more"
         )
     if sin.shape != cos.shape:
         raise ValueError(
             f"{op}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape; expected "
-            "one shape"
+            "the same shape"
         )
     batch, seq, columns = shape
     head_dim = 2 * cos.shape[-1]
     if columns != (num_heads + 2 * num_kv_heads) * head_dim:
         raise ValueError(
-            f"{op}: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads "
-            f"of {head_dim}, the head_dim of cos {tuple(cos.shape)}"
+            f"{op}: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads of "
+            f"{head_dim} columns, the head_dim of cos {tuple(cos.shape)}; pass as many columns"
         )
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
         raise ValueError(
@@ -141,7 +142,7 @@ def check_rope(
 
 
 def check_linear_weight(op: str, x_name: str, x: Tensor, width: int, weight: Tensor) -> None:
-    """Refuse a linear's weight that does not take `width` columns, which are made from x."""
+    """Raise if a linear's weight does not have `width` columns. The message names x."""
     check_floating(op, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != width:
         raise ValueError(
@@ -151,7 +152,7 @@ def check_linear_weight(op: str, x_name: str, x: Tensor, width: int, weight: Ten
 
 
 def check_linear_bias(op: str, weight: Tensor, bias: Tensor) -> None:
-    """Refuse a bias of another length or dtype than the weight of its linear."""
+    """Raise if a linear's bias does not fit the weight in length and dtype."""
     if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
         raise ValueError(
             f"{op}: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "

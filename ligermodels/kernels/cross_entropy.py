@@ -1,4 +1,4 @@
-"""Cross entropy on logits that exist: three passes over them, forward and backward together."""
+"""Cross entropy of given logits. Forward and backward together pass three times over them."""
 
 from typing import Any, NamedTuple
 
@@ -20,21 +20,22 @@ from ligermodels.kernels.loss_options import (
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What the cross entropy ops return: float32, or float64 for float64 inputs."""
+    """The output of the cross entropy ops, in float32, or in float64 for float64 inputs."""
 
-    loss: Tensor  # scalar, or the targets' shape with reduction "none"; z-loss included
-    z_loss: Tensor  # the z-loss within it, not differentiable
-    token_loss: Tensor  # the loss of each token (...); with reduction "none" the loss itself
-    log_probs: Tensor | None = None  # log softmax(logits) at the target (...), 0 where ignored
-    entropy: Tensor | None = None  # of softmax(logits) in nats (...), 0 where ignored
-    # (...) bool: no class has a higher logit, nor an equal one and a lower index
+    loss: Tensor  # scalar, or (...) with reduction "none"; it includes the z-loss
+    z_loss: Tensor  # the part of loss that is the z-loss, not differentiable
+    token_loss: Tensor  # (...) the loss of each token; with reduction "none" the same as loss
+    log_probs: Tensor | None = None  # (...) log softmax(logits) at the target, 0 if ignored
+    entropy: Tensor | None = None  # (...) entropy of softmax(logits) in nats, 0 if ignored
+    # (...) bool: the target has the highest logit, and the lowest index among equal logits.
     correct: Tensor | None = None
 
 
 def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
-    """The output of reduction "none" as that of "mean": sum(loss) / divisor, alone differentiable.
+    """Turn the output of reduction "none" into that of "mean", with loss = sum(loss) / divisor.
 
-    For where the gradients are those of each token; `mean_loss` of the kernels is one launch.
+    Only this loss is differentiable. It is for losses whose backward takes a gradient for each
+    token; otherwise `mean_loss` of the kernels is faster, because it is one launch.
     """
     loss, z_loss, _, *stats = tokens
     detached = [None if x is None else x.detach() for x in stats]
@@ -49,7 +50,7 @@ def output_grads(
     entropy: Tensor | None,
     lse: Tensor,
 ) -> OutputGrads:
-    """What gradients autograd has for each row, as `cross_entropy_rows` takes them."""
+    """Pack the upstream gradients of each row for `cross_entropy_rows`."""
     loss = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
     if grad_log_probs is None and grad_entropy is None:
         return OutputGrads(loss)
@@ -57,7 +58,7 @@ def output_grads(
 
 
 class _ReducedCrossEntropy(torch.autograd.Function):
-    """sum(loss) / divisor, in one node: autograd's own sum and division take longer to launch."""
+    """Compute sum(loss) / divisor in one autograd node; sum and division as nodes are slower."""
 
     @staticmethod
     def forward(
@@ -97,7 +98,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyRows(torch.autograd.Function):
-    """Loss, log-probability and entropy of each row, for any gradients with respect to them."""
+    """Compute loss, log-probability and entropy of each row, for any upstream gradients."""
 
     @staticmethod
     def forward(
@@ -154,15 +155,15 @@ def cross_entropy(
     class_weights: Tensor | None = None,
     return_token_stats: bool = False,
 ) -> CrossEntropyOutput:
-    """Cross entropy of softcap(logit_scale * logits), and the z-loss within it.
+    """Compute the cross entropy of softcap(logit_scale * logits), including the z-loss.
 
-    Args: logits (..., vocab); targets (...) int64; class_weights (vocab); the options as in
+    Args: logits: (..., vocab), not modified; targets: (...) int64; class_weights: (vocab); for the
+        other options see `linear_cross_entropy`.
+    Returns: `CrossEntropyOutput`. The same outputs are differentiable as in
         `linear_cross_entropy`.
-    Returns: `CrossEntropyOutput`, of which the same is differentiable as there. logits are left
-        intact.
     Raises:
-        ValueError: shapes or options that do not fit.
-        IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
+        ValueError: a shape, dtype or option is wrong.
+        IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -185,7 +186,7 @@ def token_cross_entropy(
     options: CrossEntropyOptions,
     with_stats: bool,
 ) -> CrossEntropyOutput:
-    """`cross_entropy` with reduction "none", for options that were checked before."""
+    """Compute `cross_entropy` with reduction "none", from options that are already checked."""
     rows = _rows(logits, targets, class_weights, options.ignore_index)
     with without_autocast(logits):
         tokens = _CrossEntropyRows.apply(*rows, class_weights, options, with_stats)
@@ -196,7 +197,7 @@ def token_cross_entropy(
 def _rows(
     logits: Tensor, targets: Tensor, class_weights: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """logits (rows, vocab) and targets (rows), checked."""
+    """Check the tensors; return logits as (rows, vocab) and targets as (rows)."""
     if logits.dim() == 0:
         raise ValueError("cross entropy: logits are 0-dimensional; expected (..., vocab)")
     check_floating("cross entropy", "logits", logits)
@@ -213,25 +214,26 @@ def check_targets(
     ignore_index: int,
     device: torch.device,
 ) -> None:
-    """Raise for targets or class weights that do not fit logits of (*shape, vocab) on device.
+    """Raise if targets or class weights do not fit logits of (*shape, vocab) on device.
 
-    Targets outside the vocabulary are looked for on CPU in eager mode alone.
+    Only CPU eager mode looks for targets outside the vocabulary.
     """
     if targets.shape != shape:
         raise ValueError(
-            f"cross entropy: targets {tuple(targets.shape)} do not fit {tuple(shape)} rows"
+            f"cross entropy: targets {tuple(targets.shape)} do not fit the input; expected "
+            f"{tuple(shape)}"
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
     if targets.device != device:
         raise ValueError(
-            f"cross entropy: targets are on {targets.device}; expected {device}, as the rest"
+            f"cross entropy: targets are on {targets.device}; expected {device}, like the input"
         )
     check_classes(vocab, class_weights)
     if class_weights is not None and class_weights.device != device:
         raise ValueError(
             f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
-            "as the rest"
+            "like the input"
         )
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))

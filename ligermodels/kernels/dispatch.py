@@ -1,4 +1,4 @@
-"""Which implementation an op takes: Triton for GPU tensors, plain PyTorch for the rest."""
+"""The choice of an op's implementation: Triton for GPU tensors, plain PyTorch for all others."""
 
 import os
 from collections.abc import Callable
@@ -12,36 +12,36 @@ from torch import Tensor
 from ligermodels.kernels import reference
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
-TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
-HAS_TRITON = find_spec("triton") is not None  # looks for it; imports nothing
+TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton reads as true
+HAS_TRITON = find_spec("triton") is not None  # does not import it
 
 
 def choose(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     """Return ("triton" or "torch", the reason) for tensors of `dtype` on `device`.
 
-    LIGERMODELS_BACKEND=torch|triton forces one. Triton on CPU tensors works only in its
-    interpreter (TRITON_INTERPRET=1), which is how the kernels are tested without a GPU.
+    LIGERMODELS_BACKEND=torch|triton overrides the choice. Triton runs on CPU tensors only in its
+    interpreter (TRITON_INTERPRET=1). The tests use it to check the kernels without a GPU.
 
     Raises:
-        ValueError: LIGERMODELS_BACKEND names something else.
+        ValueError: LIGERMODELS_BACKEND has another value.
     """
-    if ENVIRONMENT_VARIABLE in os.environ:  # a get of what is not there takes twice as long
+    if ENVIRONMENT_VARIABLE in os.environ:  # .get of a missing key is slower
         forced = os.environ[ENVIRONMENT_VARIABLE]
         if forced not in ("torch", "triton"):
             raise ValueError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected 'torch' or 'triton'")
         if forced == "torch" or dtype != torch.float64:
             return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
     if dtype == torch.float64:
-        return "torch", "the kernels calculate in float32"
+        return "torch", "the Triton kernels compute in float32"
     if device.type != "cuda":
-        return "torch", f"{device.type} tensors take plain PyTorch"
+        return "torch", f"{device.type} tensors use plain PyTorch"
     if not HAS_TRITON:
         return "torch", "triton is not installed"
-    return "triton", "GPU tensors take Triton"
+    return "triton", "GPU tensors use Triton"
 
 
 class _OnDevice:
-    """Triton launchers for tensors of another GPU than the current one, where Triton launches."""
+    """Triton launchers that first make `device` current: Triton launches on the current GPU."""
 
     def __init__(self, launchers: ModuleType, device: torch.device) -> None:
         self.launchers, self.device = launchers, device
@@ -56,17 +56,18 @@ class _OnDevice:
         return launch
 
 
-# An op's module of `kernels.reference` or of `kernels.triton`: functions of one signature in both.
+# A module of `kernels.reference` or `kernels.triton`. Both have functions of the same signatures.
 Implementation = ModuleType | _OnDevice
 
 
 def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation:
-    """Return the module of `op` that handles `x`, by name.
+    """Return the module that implements the op named `op` for `x`.
 
-    A float64 residual makes the sum of both float64.
+    If residual is float64, so is its sum with `x`, and float64 always uses plain PyTorch.
 
     Raises:
-        RuntimeError: Triton is forced onto tensors of a CPU outside its interpreter.
+        RuntimeError: LIGERMODELS_BACKEND=triton, but the tensors are on a CPU and Triton's
+            interpreter is off.
     """
     dtype = x.dtype
     if residual is not None and residual.dtype == torch.float64:
@@ -76,19 +77,19 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
     if x.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() not in TRUE:
         raise RuntimeError(
             f"{ENVIRONMENT_VARIABLE}=triton, but the tensors are on a CPU: set TRITON_INTERPRET=1 "
-            f"before Python starts, for Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"
+            f"before Python starts to use Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"
         )
-    # A statement: torch.compile traces it, importlib.import_module it refuses.
+    # torch.compile can trace an import statement, but not importlib.import_module.
     import ligermodels.kernels.triton as triton
 
-    if x.is_cuda and not torch.compiler.is_compiling():  # compiled, Inductor sees to it
+    if x.is_cuda and not torch.compiler.is_compiling():  # Inductor sets the device itself
         if x.get_device() != torch.cuda.current_device():
             return _OnDevice(getattr(triton, op), x.device)
     return getattr(triton, op)
 
 
 def refuse_double_backward(op: str) -> None:
-    """Raise where a gradient of a gradient is asked for, which these ops would get wrong."""
+    """Raise if a second derivative is requested, because these ops would compute it wrong."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{op}: second derivatives are not implemented; call backward without create_graph"

@@ -1,8 +1,8 @@
-"""Linears whose input is a cheap function of a tensor that is kept anyway.
+"""Linears fused with the norm or the activation before them, to save memory.
 
-The norm's output and the activation product are not saved for backward: each is recomputed there
-by the kernel that computes its gradient. What stays per token is the residual, 1 / rms and the
-linear's output where the next op needs it.
+Forward does not save the output of the norm or of the activation. In backward, the kernel that
+computes its gradient also recomputes it. For each token, forward keeps only the residual, 1 / rms
+and, if the next op needs it, the output of the linear.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from ligermodels.kernels.rope import split_qkv
 def _linear_backward(
     grad_output: Tensor, x: Tensor | None, needs_weight_grad: bool, needs_bias_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weight and bias of a linear; x, its input, is not read for the bias alone."""
+    """Return the gradients of weight and bias. x may be None if only the bias needs one."""
     rows = grad_output.reshape(-1, grad_output.shape[-1])
     grad_weight = grad_bias = None
     if needs_weight_grad and x is not None:
@@ -48,7 +48,7 @@ def _norm_linear_forward(
     bias: Tensor | None,
     options: NormOptions,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The linear's output, and what `_norm_linear_backward` takes, the sum first."""
+    """Return the linear's output and the tensors to save for `_norm_linear_backward`."""
     ctx.ops, ctx.options = select("rms_norm", x, residual), options
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
@@ -64,7 +64,7 @@ def _norm_linear_backward(
     rstd: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, residual, norm_weight, weight and bias, both Functions' first inputs."""
+    """Return the gradients of x, residual, norm_weight, weight and bias."""
     needs_grad = ctx.needs_input_grad
     grad = grad_norm_weight = y = None
     with without_autocast(s):
@@ -119,7 +119,7 @@ class _NormQKVRope(torch.autograd.Function):
         options: NormOptions,
     ) -> tuple[Tensor, ...]:
         qkv, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
-        # In place: `qkv` was made just above and nobody else holds it.
+        # Rotate in place: no other code holds the new tensor `qkv`.
         qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
@@ -147,7 +147,7 @@ def _check_norm(
 def _linear_operands(
     op: str, x_name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, checked, as autocast would cast them."""
+    """Check weight and bias; return them, cast if autocast is enabled."""
     check_linear_weight(op, x_name, x, width, weight)
     weight, bias = cast_operands(x, weight, bias)
     if bias is not None:
@@ -166,13 +166,13 @@ def norm_linear(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Return (linear(rms_norm(x + residual)), x + residual), keeping only the sum for backward.
+    """Return (linear(rms_norm(x + residual)), x + residual); save only the sum for backward.
 
-    Args: x, residual (..., in); norm_weight (in); weight (out, in); bias (out); the rest as in
-        `rms_norm`. residual None means zero.
+    Args: x, residual: (..., in); norm_weight: (in); weight: (out, in); bias: (out); for the other
+        arguments see `rms_norm`. residual=None means zero.
     Returns: (..., out) in weight's dtype, and the sum (..., in).
-    Raises: ValueError where shapes do not agree, for another casting_mode, for tensors that are not
-        floating point or a bias of another dtype than the weight.
+    Raises: ValueError if shapes do not fit, casting_mode is unknown, a tensor is not floating
+        point, or bias and weight differ in dtype.
     """
     options = NormOptions(eps, offset, casting_mode)
     _check_norm("norm_linear", x, residual, norm_weight, options)
@@ -197,12 +197,12 @@ def norm_qkv_rope(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_linear` onto packed queries, keys and values, rotated in place.
+    """Apply `norm_linear` to get packed queries, keys and values, then rotate them in place.
 
-    Args: as in `norm_linear` with x (batch, seq, in) and the packed weight
-        ((heads + 2 kv heads) * head_dim, in), and as in `rope`.
-    Returns: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), the sum.
-        cos and sin are not differentiated.
+    Args: x: (batch, seq, in); weight: packed, ((heads + 2 kv heads) * head_dim, in); for the other
+        arguments see `norm_linear` and `rope`.
+    Returns: q (batch, seq, heads, head_dim), k, v (batch, seq, kv heads, head_dim), and the sum
+        x + residual. cos and sin get no gradient.
     Raises: ValueError as `norm_linear` and `rope`.
     """
     options = NormOptions(eps, offset, casting_mode)
@@ -250,13 +250,13 @@ class _GLULinear(torch.autograd.Function):
 def glu_linear(
     gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
-    """linear(glu(gate_up, activation)), keeping only gate_up for backward.
+    """Return linear(glu(gate_up, activation)); save only gate_up for backward.
 
-    Args: gate_up (..., 2 * intermediate); weight (out, intermediate); bias (out); activation as
-        in `glu`.
+    Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation:
+        as in `glu`.
     Returns: (..., out) in weight's dtype.
-    Raises: ValueError where shapes do not agree, for a weight that is not floating point or a bias
-        of another dtype, and as `glu`.
+    Raises: ValueError as `glu`, or if shapes do not fit, weight is not floating point, or bias and
+        weight differ in dtype.
     """
     check_glu("glu_linear", gate_up, activation)
     width = gate_up.shape[-1] // 2

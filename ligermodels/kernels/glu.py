@@ -1,4 +1,4 @@
-"""act(gate) * up on packed gate_up rows: SwiGLU and GeGLU."""
+"""act(gate) * up of packed gate_up rows: SwiGLU and GeGLU."""
 
 from typing import Any
 
@@ -26,12 +26,13 @@ class _GLU(torch.autograd.Function):
 
 
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """act(gate) * up.
+    """Return act(gate) * up.
 
-    Args: gate_up (..., 2 * intermediate), the gate's columns first; activation "silu" for SwiGLU,
-        "gelu_tanh" or "gelu" for GeGLU with the tanh approximation or with erf.
-    Returns: (..., intermediate) in gate_up's dtype, calculated in float32 and rounded once.
-    Raises: ValueError for no dimension or an odd last one, another activation, or integers.
+    Args: gate_up: (..., 2 * intermediate), with the gate's columns first; activation: "silu" for
+        SwiGLU; for GeGLU "gelu_tanh" (tanh approximation) or "gelu" (erf).
+    Returns: (..., intermediate) in gate_up's dtype, computed in float32 and rounded once.
+    Raises: ValueError if gate_up has no even last dimension or is not floating point, or the
+        activation is unknown.
     Source: arXiv:2002.05202.
     """
     check_glu("glu", gate_up, activation)
@@ -39,14 +40,15 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`glu` with silu, of the same shapes."""
+    """Apply `glu` with silu. The shapes are the same."""
     return glu(gate_up, "silu")
 
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """`glu` with gelu, of the same shapes; approximate "tanh" or "none" as in `F.gelu`.
+    """Apply `glu` with gelu. The shapes are the same.
 
-    Raises: ValueError for another approximate.
+    Args: approximate: "tanh" or "none", as in `F.gelu`.
+    Raises: ValueError as `glu`, or if approximate has another value.
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate={approximate!r}; expected 'tanh' or 'none'")

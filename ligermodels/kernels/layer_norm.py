@@ -1,4 +1,4 @@
-"""LayerNorm, alone or behind the residual add, fused each way."""
+"""LayerNorm, alone or after a residual add, fused in forward and backward."""
 
 from typing import Any
 
@@ -48,13 +48,13 @@ class _LayerNorm(torch.autograd.Function):
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension.
+    """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, over the last dimension.
 
-    Args: x (..., hidden); weight, bias (hidden), one and zero where None. Statistics are float32,
-        the variance is that of the row itself (divided by hidden), the result is rounded once.
-    Returns: (..., hidden) in x's dtype.
-    Raises: ValueError for a weight or bias of another shape, or x that is not floating point;
-        under Triton for more than 65536 columns.
+    Args: x: (..., hidden); weight, bias: (hidden); None means one and zero. Mean and variance are
+        computed in float32, and the variance divides by hidden.
+    Returns: (..., hidden) in x's dtype, rounded once.
+    Raises: ValueError if the shape of weight or bias does not fit, a tensor is not floating point,
+        or the Triton kernel gets more than 65536 columns.
     Source: arXiv:1607.06450.
     """
     _check("layer_norm", x, weight, bias)
@@ -70,11 +70,11 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (layer_norm(x + residual), x + residual) from one launch.
 
-    Backward is one launch, and a small one for the parameters' gradients where they are needed.
+    Backward is one launch, and a second small one if weight or bias needs a gradient.
 
-    Args: x, residual (..., hidden), one shape; the rest as in `layer_norm`.
-    Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
-    Raises: what `layer_norm` raises; ValueError where x and residual differ in shape.
+    Args: x, residual: (..., hidden), of the same shape; for the other arguments see `layer_norm`.
+    Returns: the normalised sum in x's dtype, and the sum in the promoted dtype of both.
+    Raises: ValueError as `layer_norm`, or if x and residual differ in shape.
     """
     _check("add_layer_norm", x, weight, bias)
     check_residual("add_layer_norm", x, residual)

@@ -1,4 +1,4 @@
-"""The options of the cross entropy ops, their checks, and the types that the ops share."""
+"""Options of the cross entropy ops, checks of them, and types that the ops share."""
 
 from numbers import Real
 from typing import NamedTuple
@@ -14,7 +14,7 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 class LogProbOptions(TypedDict, total=False):
-    """What `linear_log_probs` takes by keyword besides `entropy`; explained there."""
+    """Keyword arguments of `linear_log_probs`, except `entropy`. See its docstring."""
 
     ignore_index: int
     softcap: float | None
@@ -26,7 +26,7 @@ class LogProbOptions(TypedDict, total=False):
 
 
 class LossOptions(LogProbOptions, total=False):
-    """What `linear_cross_entropy` takes by keyword; explained there."""
+    """Keyword arguments of `linear_cross_entropy`. See its docstring."""
 
     reduction: str
     normalizer: float | Tensor | None
@@ -41,7 +41,7 @@ LOSS_OPTIONS = LossOptions.__optional_keys__
 
 
 class CrossEntropyOptions(NamedTuple):
-    """The numbers in the formula of the loss; `linear_cross_entropy` explains each."""
+    """Numbers in the formula of the loss. `linear_cross_entropy` explains each."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -51,7 +51,7 @@ class CrossEntropyOptions(NamedTuple):
 
 
 class ChunkOptions(NamedTuple):
-    """How a loss head goes about its work; the loss depends on none of it beyond rounding."""
+    """How a loss head computes its loss. These options change the loss only by rounding."""
 
     chunk_size: int | None = None
     max_scratch_bytes: int | None = None
@@ -60,10 +60,10 @@ class ChunkOptions(NamedTuple):
 
 
 def split_options(given: LossOptions) -> tuple[CrossEntropyOptions, ChunkOptions]:
-    """The two groups of options out of all that were given, checked, with their defaults.
+    """Check the given options, add defaults and split them into the two groups.
 
     Raises:
-        ValueError: any option that no call could take, whatever its tokens.
+        ValueError: an option has a value that is wrong for every call.
     """
     options = CrossEntropyOptions(*_values(given, CrossEntropyOptions))
     check_options(
@@ -85,7 +85,7 @@ def check_options(
     normalizer: float | Tensor | None = None,
     **switches: bool,
 ) -> None:
-    """Raise ValueError, naming the option, for a value that fits no call."""
+    """Raise ValueError, with the option's name, for a value that is wrong for every call."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
@@ -96,20 +96,21 @@ def check_options(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
     if not 0.0 <= _number("label_smoothing", label_smoothing) <= 1.0:
-        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} not in [0, 1]")
+        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} must be in [0, 1]")
     if not 0 <= _number("z_loss", z_loss) < float("inf"):
-        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative")
+        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative or infinite")
     if not 0 < _number("logit_scale", logit_scale) < float("inf"):
-        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive")
+        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive and finite")
     if softcap is not None and not 0 < _number("softcap", softcap) < float("inf"):
-        raise ValueError(f"cross entropy: softcap={softcap} must be positive or None")
+        raise ValueError(f"cross entropy: softcap={softcap} must be positive and finite, or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
     if normalizer is None:
         return
     if reduction != "mean":
         raise ValueError(
-            f"cross entropy: a normalizer divides only with reduction='mean', not {reduction!r}"
+            f"cross entropy: normalizer requires reduction='mean', but reduction={reduction!r}; "
+            "remove the normalizer"
         )
     if isinstance(normalizer, Tensor):
         if normalizer.dim() != 0 or normalizer.is_complex():
@@ -119,7 +120,7 @@ def check_options(
             )
     elif (
         isinstance(normalizer, bool)
-        or not isinstance(normalizer, Real)  # numpy's numbers, too
+        or not isinstance(normalizer, Real)  # also numpy's numbers
         or not 0 <= normalizer < float("inf")
     ):
         raise ValueError(
@@ -130,7 +131,7 @@ def check_options(
 def _number(name: str, value: float) -> float:
     if isinstance(value, Tensor):
         raise ValueError(
-            f"cross entropy: {name} is a tensor; expected a number. To learn a scale of the "
+            f"cross entropy: {name} is a tensor; expected a number. To train a scale of the "
             "logits, multiply hidden by it"
         )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -144,7 +145,7 @@ def check_chunk_options(
     skip_ignored: bool,
     max_valid: int | None,
 ) -> ChunkOptions:
-    """The options, numpy's integers as ints; raise ValueError for a value that fits no call."""
+    """Return the options as Python ints; raise ValueError for a value wrong for every call."""
     if not isinstance(skip_ignored, bool):
         raise ValueError(f"cross entropy: skip_ignored={skip_ignored!r}; expected True or False")
     if chunk_size is not None:
@@ -154,17 +155,17 @@ def check_chunk_options(
     if max_valid is not None:
         if not skip_ignored:
             raise ValueError(
-                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored; "
-                "set skip_ignored=True"
+                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored, but "
+                "skip_ignored is False; set skip_ignored=True"
             )
         max_valid = check_count("loss head", "max_valid", max_valid, 0)
     return ChunkOptions(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
 
 
 def check_classes(vocab: int, class_weights: Tensor | None) -> None:
-    """Raise ValueError for an empty vocabulary, or class weights that do not fit it."""
+    """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
     if vocab == 0:
-        raise ValueError("cross entropy: a vocabulary of 0; expected 1 or more classes")
+        raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
     if class_weights is None:
         return
     if class_weights.shape != (vocab,):
@@ -172,7 +173,9 @@ def check_classes(vocab: int, class_weights: Tensor | None) -> None:
             f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
         )
     if class_weights.is_complex():
-        raise ValueError(f"cross entropy: class_weights are {class_weights.dtype}")
+        raise ValueError(
+            f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
+        )
 
 
 def loss_divisor(
@@ -183,7 +186,7 @@ def loss_divisor(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the summed loss is divided by, as a scalar tensor on the targets' device."""
+    """Return the divisor of the summed loss, as a scalar tensor on the targets' device."""
     divisor = given_divisor(reduction, normalizer, targets.device, dtype)
     if divisor is None:
         return target_weight_sum(targets, class_weights, ignore_index, dtype)
@@ -193,13 +196,13 @@ def loss_divisor(
 def given_divisor(
     reduction: str, normalizer: float | Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """The divisor as a scalar tensor, or None where it is the sum of the targets' weights."""
+    """Return the divisor as a scalar tensor, or None if it is the sum of the targets' weights."""
     if isinstance(normalizer, Tensor):
         total = normalizer.detach().to(device, dtype, non_blocking=True)
-        # With every target ignored in all batches of the normalizer, the loss is 0 / 1.
+        # If all targets of all batches are ignored, the normalizer is 0; the loss is then 0 / 1.
         return torch.where(total == 0, 1.0, total)
     if reduction == "sum" or normalizer is not None:
-        # Filled on the device: a copy from the host would wait for it.
+        # Fill it on the device: a copy from the host would cost a host synchronisation.
         return torch.full((), normalizer or 1.0, dtype=dtype, device=device)
     return None
 
@@ -207,9 +210,9 @@ def given_divisor(
 def target_weight_sum(
     targets: Tensor, class_weights: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """The sum of the targets' weights, a scalar: without class weights the number not ignored.
+    """Return the sum of the targets' class weights as a scalar, or 1 if the sum is 0.
 
-    Where none counts, it is 1.
+    Without class weights, each target that is not ignored has weight 1.
     """
     if class_weights is None:
         return (targets != ignore_index).sum().clamp_(min=1).to(dtype)
@@ -218,21 +221,21 @@ def target_weight_sum(
 
 
 def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) -> Tensor:
-    """The class weight of each target (rows); 0 for one ignored or outside the vocabulary."""
+    """Return the class weight of each target (rows); 0 if ignored or outside the vocabulary."""
     valid = (targets != ignore_index) & (targets >= 0) & (targets < len(class_weights))
     return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
 
 
 class TokenStats(NamedTuple):
-    """What is known of each token besides its loss, (rows) each; zeros where it is ignored."""
+    """Statistics of each token besides its loss, each of (rows); 0 if the token is ignored."""
 
     log_probs: Tensor  # log softmax(t) at the target, float32, or float64 for float64 logits
-    entropy: Tensor  # of softmax(t) in nats, same dtype
-    correct: Tensor  # bool: no class has a higher logit, nor an equal one and a lower index
+    entropy: Tensor  # entropy of softmax(t) in nats, in the dtype of log_probs
+    correct: Tensor  # bool: the target has the highest logit, and the lowest index among equals
 
     @classmethod
     def empty(cls, rows: int, logits: Tensor) -> "TokenStats":
-        """Uninitialised memory for the statistics of `rows` tokens, on the device of `logits`."""
+        """Allocate the statistics of `rows` tokens, uninitialised, on the device of `logits`."""
         dtype, device = compute_dtype(logits), logits.device
         return cls(
             torch.empty(rows, dtype=dtype, device=device),
@@ -242,15 +245,15 @@ class TokenStats(NamedTuple):
 
 
 class OutputGrads(NamedTuple):
-    """The gradients with respect to what is known of each row, which scale those of the logits."""
+    """The upstream gradients of the loss, log-probability and entropy of each row."""
 
-    loss: Tensor  # (rows), or (1,) for all of them
-    log_probs: Tensor | None = None  # (rows), like the rest
-    entropy: Tensor | None = None
-    entropy_value: Tensor | None = None  # the entropy, from the forward pass: its gradient needs it
+    loss: Tensor  # (rows), or (1,) if it is the same for all rows
+    log_probs: Tensor | None = None  # (rows)
+    entropy: Tensor | None = None  # (rows)
+    entropy_value: Tensor | None = None  # (rows) entropy from forward; its gradient depends on it
 
     def rows(self, chunk: slice) -> "OutputGrads":
-        """Those of a chunk of tokens."""
+        """Return the upstream gradients of a chunk of tokens."""
         loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
         if self.log_probs is None and self.entropy is None:
             return OutputGrads(loss)

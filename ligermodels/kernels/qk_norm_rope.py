@@ -1,4 +1,4 @@
-"""RMS norm of every query and key head, then rotary embedding, fused each way."""
+"""RMS norm of each query and key head, then rotary embedding: fused in forward and backward."""
 
 from typing import Any
 
@@ -64,13 +64,14 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed qkv, normalise each head of q and k as `rms_norm` does, and rotate it.
 
-    Between the two nothing is rounded but what casting_mode "llama" asks for. Only qkv is kept for
-    backward.
+    The normalised heads stay in float32, except for the rounding of casting_mode "llama". Forward
+    saves only qkv for backward.
 
-    Args: qkv, cos, sin as in `rope`; q_weight, k_weight (head_dim); the rest as in `rms_norm`.
+    Args: q_weight, k_weight: (head_dim); for the other arguments see `rope` and `rms_norm`.
     Returns: q (batch, seq, heads, head_dim), k (batch, seq, kv heads, head_dim) in qkv's dtype,
-        and v, a view of qkv, of k's shape.
-    Raises: ValueError where shapes do not agree, or for an unknown casting_mode.
+        and v, a view of qkv with k's shape.
+    Raises: ValueError if shapes do not fit, a tensor is not floating point, or casting_mode is
+        unknown.
     Source: arXiv:2302.05442 (norms of queries and keys), arXiv:2104.09864.
     """
     op = "qk_norm_rope"

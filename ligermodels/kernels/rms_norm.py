@@ -1,4 +1,4 @@
-"""RMSNorm, alone or behind the residual add, fused each way."""
+"""RMSNorm, alone or after a residual add, fused in forward and backward."""
 
 from typing import Any
 
@@ -36,9 +36,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def grads_of_summands(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and residual, a Function's first two inputs, from that of their sum.
+    """Return the gradients of x and residual, given the gradient of their sum.
 
-    Each is in its input's dtype, which ctx.dtypes has, or None where it is not needed.
+    x and residual are the first two inputs of the Function. Each gradient has the dtype of its
+    input (from ctx.dtypes), or is None if it is not needed.
     """
     if grad is None:
         return None, None
@@ -56,14 +57,14 @@ def rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> Tensor:
-    """y = (offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension.
+    """Return (offset + weight) * x / sqrt(mean(x^2) + eps), over the last dimension.
 
-    Args: x (..., hidden); weight (hidden); offset is 1 for Gemma, whose checkpoints store w - 1;
-        casting_mode "llama" rounds the normalised x to its dtype before the product with the
-        weight, "gemma" rounds once at the end. Statistics are float32.
+    Args: x: (..., hidden); weight: (hidden); offset: 1 for Gemma, whose checkpoints store
+        weight - 1; casting_mode: "llama" rounds the normalised x to its dtype before the product
+        with the weight, "gemma" rounds once at the end. mean(x^2) is computed in float32.
     Returns: (..., hidden) in x's dtype.
-    Raises: ValueError for a weight of another shape, x that is not floating point, an unknown
-        casting_mode; under Triton for more than 65536 columns.
+    Raises: ValueError if weight's shape does not fit, a tensor is not floating point, casting_mode
+        is unknown, or the Triton kernel gets more than 65536 columns.
     Source: arXiv:1910.07467.
     """
     check_rms_norm("rms_norm", x, weight, casting_mode)
@@ -81,11 +82,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual) from one launch.
 
-    Backward is one launch, and a small one for the weight's gradient where that is needed.
+    Backward is one launch, and a second small one if the weight needs a gradient.
 
-    Args: x, residual (..., hidden), one shape; the rest as in `rms_norm`.
-    Returns: the normalised sum in x's dtype, and the sum in the wider of the two dtypes.
-    Raises: what `rms_norm` raises; ValueError where x and residual differ in shape.
+    Args: x, residual: (..., hidden), of the same shape; for the other arguments see `rms_norm`.
+    Returns: the normalised sum in x's dtype, and the sum in the promoted dtype of both.
+    Raises: ValueError as `rms_norm`, or if x and residual differ in shape.
     """
     check_rms_norm("add_rms_norm", x, weight, casting_mode)
     check_residual("add_rms_norm", x, residual)

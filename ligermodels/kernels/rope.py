@@ -1,4 +1,4 @@
-"""Rotary position embedding on packed query/key/value rows, q and k in one launch."""
+"""Rotary position embedding of packed query, key and value rows; one launch rotates q and k."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) of qkv."""
+    """Return the views q (..., heads, head_dim), k and v (..., kv heads, head_dim) of qkv."""
     *shape, columns = qkv.shape
     heads = num_heads + 2 * num_kv_heads
-    # view and split_with_sizes: unflatten and split, written in Python, take the host longer.
+    # unflatten and split are written in Python and slower on the host than these two.
     packed = qkv.view(*shape, heads, columns // heads)
     q, k, v = packed.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), -2)
     return q, k, v
@@ -42,14 +42,14 @@ class _Rope(torch.autograd.Function):
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split packed qkv into q, k, v and rotate q and k by their positions' angles.
+    """Split packed qkv into q, k, v and rotate q and k by the angles of their positions.
 
-    Args: qkv (batch, seq, (heads + 2 kv heads) * head_dim), rows in the order q, k, v;
-        cos, sin (batch or 1, seq, head_dim / 2) float32.
+    Args: qkv: (batch, seq, (heads + 2 kv heads) * head_dim), with columns in the order q, k, v;
+        cos, sin: (batch or 1, seq, head_dim / 2) float32.
     Returns: q (batch, seq, heads, head_dim), k and v (batch, seq, kv heads, head_dim) in qkv's
-        dtype. qkv is left intact; cos and sin are not differentiated.
-    Raises: ValueError where shapes and numbers of heads do not agree, or for tensors that are not
-        floating point.
+        dtype. qkv is not modified; cos and sin get no gradient.
+    Raises: ValueError if the shapes do not fit the numbers of heads, or a tensor is not floating
+        point.
     Source: arXiv:2104.09864, half-split layout.
     """
     check_floating("rope", "qkv", qkv)

@@ -1,4 +1,4 @@
-"""The layers that models are made of: plain nn.Modules to compose freely."""
+"""The layers of the models: plain nn.Modules that can be combined freely."""
 
 from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask

@@ -1,4 +1,4 @@
-"""Self-attention on packed projections with grouped heads."""
+"""Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
 from typing import overload
 
@@ -14,17 +14,17 @@ from ligermodels.layers.norm import RMSNorm
 
 
 class AttentionContext:
-    """What all layers of one forward pass share.
+    """The inputs that all layers of one forward pass share.
 
     Args:
         cos, sin: (batch or 1, seq, head_dim / 2), float32.
         mask: an `AttentionMask`, or a bool tensor (batch, 1, queries, keys) that is True where a
-            query sees a key, or None for plain causality.
-        cache: for inference, what the layers append their keys and values to.
+            query sees a key, or None for a causal mask.
+        cache: for inference, the cache to which the layers append their keys and values.
 
-    It is one object of its own class, neither loose tensors nor a dataclass: FSDP2's mixed
-    precision casts every floating point tensor that it finds in a module's arguments, and would
-    round the angles.
+    It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
+    floating point tensor that it finds in a module's arguments and in dataclasses, so it would
+    round cos and sin.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class AttentionContext:
     def to(
         self, device: torch.device | str | int, non_blocking: bool = False
     ) -> "AttentionContext":
-        """This context on another device; the cache stays, since each layer has its own buffers.
+        """Return this context on another device. The cache is shared: its buffers are per layer.
 
-        Tools that spread a model's layers over devices (accelerate's device_map) call it before
-        each layer, so that every device's copy is made once and kept.
+        Tools that place a model's layers on several devices (accelerate's device_map) call this
+        before each layer, so the context keeps one copy per device.
         """
         device = torch.device(device)
         if device == self.cos.device:
@@ -67,15 +67,21 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        num_heads, num_kv_heads: query heads, and key and value heads, which divide them.
-        head_dim: size of a head; default hidden_size / num_heads.
-        bias: whether the projections of queries, keys and values have one.
-        out_bias: whether the output's has; default as the others.
-        scale: factor on the scores; default head_dim^-1/2.
-        sliding_window: how many keys a query sees, its own included; default all.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads and of value heads. It must divide num_heads, which is
+            also the default.
+        head_dim: size of a head. The default is hidden_size / num_heads.
+        bias: whether the projections of queries, keys and values have a bias.
+        out_bias: whether the output projection has a bias. The default is `bias`.
+        scale: factor on the scores. The default is head_dim^-1/2.
+        sliding_window: the number of keys that a query sees, including its own; default all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
-        q_norm, k_norm: norms of each query and key head, over head_dim, before the rotation.
-        layer_index: which slot of a KV cache is this layer's.
+        q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
+        layer_index: index of this layer in a KV cache.
+
+    Raises:
+        ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
+            does not divide num_heads, or sliding_window or softcap is not positive.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads or num_heads
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
-                f"Attention: hidden_size {hidden_size} is not a multiple of {num_heads} heads; "
+                f"Attention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
                 "set head_dim"
             )
         self.head_dim = head_dim or hidden_size // num_heads
@@ -111,7 +117,10 @@ class Attention(nn.Module):
         self.softcap = softcap
         self.layer_index = layer_index
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"Attention: {num_heads} heads in {self.num_kv_heads} groups")
+            raise ValueError(
+                f"Attention: num_heads {num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}"
+            )
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
@@ -128,10 +137,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor | PreNormed, context: AttentionContext
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Attend from x, or from a norm of x + residual (see `pre_norm`), which is fused in.
+        """Apply attention to x, or to norm(x + residual) if x comes from `pre_norm`.
 
         Args: x (batch, seq, hidden), or what `pre_norm` returns.
-        Returns: (batch, seq, hidden); for a norm the pair (that, x + residual).
+        Returns: the output (batch, seq, hidden); for an x from `pre_norm`, (the output,
+            x + residual).
         """
         q, k, v, total = self._project(x, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -156,8 +166,11 @@ class Attention(nn.Module):
     def _project(
         self, x: Tensor | PreNormed, context: AttentionContext
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return rotated q (batch, seq, heads, head_dim) and k, v (batch, seq, kv heads, head_dim),
-        and of a norm the sum x + residual."""
+        """Return rotated q and k, v, and the sum x + residual or None.
+
+        Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim); the sum if
+            x comes from `pre_norm`, else None.
+        """
         heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
@@ -180,7 +193,7 @@ class Attention(nn.Module):
 
     @property
     def fuses_head_norms(self) -> bool:
-        """Whether q and k have plain RMSNorms that differ in their weights alone."""
+        """Whether q_norm and k_norm are plain RMSNorms with the same options."""
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
             is_plain(q_norm, RMSNorm)

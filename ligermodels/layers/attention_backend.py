@@ -1,14 +1,15 @@
-"""Attention itself: which backend takes which mask, and the call.
+"""The attention function: it chooses a backend for the mask and calls it.
 
-| on a GPU | |
+| case on a GPU | backend |
 | --- | --- |
 | causal, no cap | `sdpa` |
 | window or cu_seqlens with max_seqlen, no cap, 16 bit | `varlen` |
 | anything else | `flex`; `dense` for a single query and for short passes without gradient |
 
-Elsewhere it is `sdpa`, or `dense` where there is a mask or a cap. `sdpa` is
-scaled_dot_product_attention with is_causal, `dense` the same with a mask of every pair (the plain
-formula where scores are capped), `varlen` is varlen_attn and `flex` is FlexAttention.
+On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. `sdpa` is
+scaled_dot_product_attention with is_causal. `dense` is the same function with a mask of every
+query-key pair, or the plain formula if scores are capped. `varlen` is varlen_attn, and `flex` is
+FlexAttention.
 """
 
 import inspect
@@ -26,8 +27,8 @@ from ligermodels.layers.attention_mask import AttentionMask, compiled
 
 Backend = Literal["sdpa", "varlen", "flex", "dense"]
 
-# Scores up to which a pass without gradient takes a dense mask rather than wait for FlexAttention
-# to compile; they are 64 MiB in float32.
+# With at most this many scores, a pass without gradient uses a dense mask, because FlexAttention
+# would have to compile first. In float32 these scores take 64 MiB.
 _DENSE_SCORES = 2**24
 
 
@@ -40,9 +41,9 @@ def choose_backend(
     head_dim: int,
     rows: int,
 ) -> Backend:
-    """Which backend attention takes.
+    """Return the backend that attention uses.
 
-    Args: rows, batch times query heads: how many matrices of queries by keys there are.
+    Args: rows, batch * query heads: the number of (queries, keys) score matrices.
     """
     if softcap is None and mask.is_causal(window):
         return "sdpa"
@@ -76,24 +77,25 @@ def attend(
     softcap: float | None = None,
     key_positions: Tensor | None = None,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale * q k^T / softcap), over the keys that the mask shows) v.
+    """Compute softmax(softcap * tanh(scale * q k^T / softcap)) v over the keys that q may see.
 
     Args:
         q: (batch, heads, queries, head_dim).
         k, v: (batch, kv heads, keys, head_dim).
-        mask: which query sees which key.
+        mask: the mask that says which keys each query sees.
         scale: factor on the scores.
-        window: how many keys a query sees, its own included; default all.
-        softcap: bound of the scores; default none.
-        key_positions: (keys,) int64, which of the mask's keys k and v hold; default all, in order.
-    Returns: (batch, heads, queries, head_dim); zeros for a query that sees nothing.
+        window: the number of keys that a query sees, including its own. By default it sees all.
+        softcap: bound of the scores. By default they are not capped.
+        key_positions: (keys,) int64, the positions of the keys in k and v. By default k and v hold
+            all of the mask's keys in order.
+    Returns: (batch, heads, queries, head_dim). Queries that see no key get zeros.
     """
     rows = q.shape[0] * q.shape[1]
     backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
     if key_positions is not None and backend in ("sdpa", "varlen"):
-        backend = "dense"  # these two want the keys in order, and a cache may have its own order
+        backend = "dense"  # sdpa and varlen need the keys in order; a cache may reorder them
     if backend == "sdpa":
-        # A bool, and not the symbolic one of a compiled model with lengths that change.
+        # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
         causal = True if q.shape[2] > 1 else False
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=True
@@ -125,10 +127,10 @@ def prepare(
     dtype: torch.dtype,
     head_dim: int,
 ) -> None:
-    """Make the form of the mask that `attend` will ask for.
+    """Compute and cache the form of the mask that `attend` will need.
 
-    This happens ahead of the layers, because a compiled layer under activation checkpointing may
-    leave nothing behind but its output.
+    The model calls this before its layers. A compiled layer under activation checkpointing must
+    not have side effects, so it could not cache the mask itself.
     """
     backend = choose_backend(mask, window, softcap, device, dtype, head_dim, batch * heads)
     if backend == "flex":
@@ -142,7 +144,10 @@ def prepare(
 def _capped(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """The formula as written, in float32 (float64 for float64), one group of heads per key."""
+    """Compute the formula in plain PyTorch, in float32 (float64 inputs: in float64).
+
+    The query heads are grouped by the key head that they share.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[1]
     q_grouped = q.to(dtype).unflatten(1, (groups, -1))
@@ -152,7 +157,8 @@ def _capped(
         weights = scores.softmax(-1)
     else:
         hidden = ~visible.unsqueeze(2)
-        # A finite minimum and zeros after: a row that sees nothing must not become NaN.
+        # With -inf, a query that sees no key would become NaN. A finite minimum avoids this, and
+        # the second fill sets its weights to zero.
         weights = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1)
         weights = weights.masked_fill(hidden, 0.0)
     return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
@@ -160,7 +166,10 @@ def _capped(
 
 @cache
 def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
-    """softcap * tanh(score / softcap); one object per cap, since each new one is compiled."""
+    """Return FlexAttention's score_mod for softcap * tanh(score / softcap).
+
+    The cache returns one function per cap, because each new function object is compiled again.
+    """
 
     def capped(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -170,7 +179,10 @@ def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
 
 @cache
 def _varlen_options() -> dict[str, Any]:
-    """Grouped heads have to be asked for in newer torch and are understood in older."""
+    """Return {"enable_gqa": True} if varlen_attn has that option.
+
+    Newer torch versions need the option for grouped heads; older ones always accept them.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

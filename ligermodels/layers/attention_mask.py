@@ -1,4 +1,4 @@
-"""Which query sees which key: causality, documents, padding and windows."""
+"""The attention mask: which keys each query may attend to."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,28 +8,30 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-# Every head_dim, dtype and soft cap in the process counts as one; torch.compile's own limit is 8.
+# torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
+# the process. Its default limit is 8.
 _RECOMPILE_LIMIT = 256
 
 
 class AttentionMask:
-    """What one forward pass says of which query sees which key, for layers of any window.
+    """The mask of one forward pass, from which each layer derives the mask for its window.
 
-    Without arguments a query sees every key up to its own position. Each argument hides more.
+    By default a query sees every key up to its own position. Each argument below hides more keys.
 
     Args:
-        queries, keys: how many there are; the queries are the last of the keys (a cache holds the
-            others). By default there are as many keys as queries.
-        document_ids: (batch or 1, keys) int64; a query sees only keys of its own document.
-        padding_mask: (batch, keys), 0 or False for padding, which nobody sees.
-        cu_seqlens, max_seqlen: (documents + 1,) int, where the documents of a single row start,
-            and the longest of them: what the varlen kernel takes in place of document_ids.
-        mask: (batch, 1, queries, keys) bool, True where a query sees a key. It replaces causality
-            and everything above.
+        queries, keys: the number of queries and of keys. The queries are the last tokens of the
+            keys (the earlier keys come from a cache). By default keys equals queries.
+        document_ids: (batch or 1, keys) int64. A query sees only keys of its own document.
+        padding_mask: (batch, keys), 0 or False for padding. No query sees padding.
+        cu_seqlens, max_seqlen: (documents + 1,) int, the starts of the documents in a single row,
+            and the length of the longest one. The varlen kernel reads these instead of
+            document_ids.
+        mask: (batch, 1, queries, keys) bool, True where a query sees a key. It replaces causality,
+            documents and padding.
 
-    A window W leaves each query the last W keys, its own included. `dense` gives the mask to
-    scaled_dot_product_attention, `block_mask` to FlexAttention and `varlen_seqlens` to the varlen
-    kernel. Each is made once per window and kept.
+    With a window W, each query sees only the last W keys, which include its own. `dense` makes the
+    mask for scaled_dot_product_attention, `block_mask` makes it for FlexAttention, and
+    `varlen_seqlens` for the varlen kernel. Each result is computed once per window and cached.
     """
 
     def __init__(
@@ -50,37 +52,37 @@ class AttentionMask:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.mask = mask
-        # By window, each with the key positions that it was made for.
+        # The key is the window. Each value also holds the key positions that it was made for.
         self._dense: dict[int | None, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[int | None, tuple[Tensor | None, BlockMask]] = {}
         self._varlen_seqlens: tuple[Tensor, int] | None = None
 
     @property
     def past(self) -> int:
-        """How many keys come before the first query."""
+        """The number of keys before the first query."""
         return self.keys - self.queries
 
     @property
     def _is_only_causal(self) -> bool:
-        """Whether nothing but causality and a window hides a key."""
+        """Whether only causality and a window can hide a key."""
         return self.document_ids is None and self.padding_mask is None and self.mask is None
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether every query sees exactly the keys up to its own within this window."""
+        """Whether every query sees all keys up to its own position, in spite of this window."""
         return self._is_only_causal and self.past == 0 and (window is None or window >= self.keys)
 
     def hides_nothing(self, window: int | None, key_positions: Tensor | None = None) -> bool:
-        """Whether there is one query, and it sees every key that is held."""
+        """Whether there is a single query and it sees every key that the layer holds."""
         held = self.keys if key_positions is None else len(key_positions)
         return self.queries == 1 and self._is_only_causal and (window is None or held <= window)
 
     def dense(
         self, window: int | None, device: torch.device, key_positions: Tensor | None = None
     ) -> Tensor:
-        """Bool (batch or 1, 1, queries, keys), True where a query sees a key.
+        """Return a bool mask (batch or 1, 1, queries, keys), True where a query sees a key.
 
-        Args: key_positions (held,) int64, which of the keys there are, in this order; by default
-            all of them.
+        Args: key_positions (held,) int64, the positions of the keys that the layer holds, in their
+            order. By default it holds all keys.
         """
         made = self._dense.get(window)
         if made is None or made[0] is not key_positions:
@@ -108,13 +110,13 @@ class AttentionMask:
         device: torch.device,
         key_positions: Tensor | None = None,
     ) -> BlockMask:
-        """FlexAttention's block mask, which takes memory for blocks and not for pairs.
+        """Return FlexAttention's block mask; it needs memory per block, not per query-key pair.
 
-        Args: batch, of the queries; key_positions as in `dense`.
+        Args: batch, the batch size of the queries; key_positions as in `dense`.
         """
         made = self._block_masks.get(window)
         if made is None or made[0] is not key_positions:
-            # One function of tensors serves every case, so that it is compiled once.
+            # All cases share one function that reads only tensors, so it is compiled only once.
             reach = torch.full((), window or self.keys + 1, device=device)
             first = torch.full((), self.past, device=device)
             position = torch.arange(self.keys, device=device)
@@ -139,9 +141,9 @@ class AttentionMask:
         return made[1]
 
     def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
-        """cu_seqlens (documents + 1,) int32 of all rows laid end to end, and the longest document.
+        """Return cu_seqlens (documents + 1,) int32 of all rows joined, and the longest length.
 
-        Without cu_seqlens of its own, every row is a document.
+        If the mask was made without cu_seqlens, every row is one document.
         """
         if self._varlen_seqlens is None:
             if self.cu_seqlens is None:
@@ -154,7 +156,7 @@ class AttentionMask:
         return self._varlen_seqlens
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
-        """The same mask for tensors on another device, with nothing made yet."""
+        """Return the same mask for tensors on another device, without its cached results."""
         names = ("document_ids", "padding_mask", "cu_seqlens", "mask")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in given.items()}
@@ -162,23 +164,28 @@ class AttentionMask:
 
 
 def document_ids_from_positions(position_ids: Tensor) -> Tensor:
-    """Number each token's document (batch, seq); one ends where positions do not rise by 1."""
+    """Return each token's document number (batch, seq), inferred from position_ids.
+
+    A new document starts at every token whose position is not one more than that of the token
+    before it.
+    """
     starts = torch.zeros_like(position_ids, dtype=torch.int64)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return starts.cumsum(-1)
 
 
 def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int) -> Tensor:
-    """Position of each token (batch, seq) inside its document, for documents laid end to end."""
+    """Return the position of each token in its document (batch, seq)."""
     token = torch.arange(batch * seq, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens.to(torch.int64), token, right=True) - 1
     return (token - cu_seqlens[document]).view(batch, seq)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> None:
-    """Raise ValueError unless cu_seqlens rises from 0 to seq by at most max_seqlen.
+    """Raise ValueError unless cu_seqlens rises from 0 to seq in steps of at most max_seqlen.
 
-    Values are read on a CPU in eager mode only; on a GPU that would wait for the device.
+    The values are checked only on CPU in eager mode. On a GPU the check would need a host
+    synchronisation.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -189,28 +196,33 @@ def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> No
         return
     lengths = cu_seqlens.diff()
     if len(lengths) == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != seq or lengths.min() < 1:
-        raise ValueError(f"cu_seqlens {cu_seqlens.tolist()}: expected to rise from 0 to {seq}")
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.tolist()}; it is expected to rise from 0 to {seq}, the "
+            "length of the row"
+        )
     if max_seqlen is not None and lengths.max() > max_seqlen:
         raise ValueError(
-            f"max_seqlen {max_seqlen}: a document of cu_seqlens has {int(lengths.max())} tokens"
+            f"max_seqlen {max_seqlen}: it is too small, because a document of cu_seqlens has "
+            f"{int(lengths.max())} tokens"
         )
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile(function), or the function itself where an outer torch.compile takes it in.
+    """Return torch.compile(function), or the function itself inside an outer torch.compile.
 
-    FlexAttention and its masks have to be compiled: uncompiled they make every score.
+    FlexAttention and its masks must be compiled, because uncompiled they materialise all scores.
     """
     return function if torch.compiler.is_compiling() else _compiled(function)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # With fullgraph: past its limit torch.compile would otherwise run the function uncompiled.
+    # Without fullgraph, torch.compile would run the function uncompiled beyond the recompile limit.
     made = torch.compile(function, fullgraph=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A second scale or cap in a process would become a symbol, which the op does not take.
+        # Without specialize_float, a second scale or cap in the process would become a symbolic
+        # float, and FlexAttention does not accept one.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, specialize_float=True):
             return made(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Ready-made decoder blocks: each add is left to the norm that follows it."""
+"""Ready-made decoder blocks. The norm after each residual addition computes it in one fused op."""
 
 from torch import Tensor, nn
 
@@ -11,8 +11,8 @@ from ligermodels.layers.norm import RMSNorm
 class DecoderBlock(nn.Module):
     """h = x + attention(norm(x)); the output is h + mlp(norm(h)).
 
-    For backward it keeps, per token: both sums, q, k and v after rope, attention's output and
-    gate_up. Norm outputs and the activation product are computed again.
+    For backward the block saves, per token: both sums, q, k and v after rope, attention's output
+    and gate_up. Backward recomputes the outputs of the norms and the activation product.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual), whose sum is the block's output.
 
-        Args: x, residual (batch, seq, hidden). Their sum is the block's input; a residual of None
-            stands for zero.
+        Args: x, residual (batch, seq, hidden). Their sum is the block's input. A residual of None
+            means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -66,7 +66,7 @@ class SandwichBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the block's output; arguments as `DecoderBlock`'s."""
+        """Return (x, residual), whose sum is the output. See `DecoderBlock` for the arguments."""
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp(pre_norm(self.pre_feedforward_layernorm, x, residual))

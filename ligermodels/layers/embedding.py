@@ -1,4 +1,4 @@
-"""An embedding whose rows are scaled when looked up."""
+"""An embedding that multiplies its rows by a scale at lookup."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """scale * weight[ids], with the scale rounded to the weight's dtype first, as Gemma does.
+    """An embedding that returns scale * weight[ids].
 
-    A head tied to the embedding uses the weight as it is.
+    The scale is first rounded to the weight's dtype, as in Gemma. A head tied to the embedding uses
+    the unscaled weight.
 
-    Args: as nn.Embedding's; scale, the factor.
+    Args: those of nn.Embedding; scale, the factor.
     """
 
     def __init__(
@@ -21,10 +22,10 @@ class ScaledEmbedding(nn.Embedding):
         self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
-        """(...) int64 -> (..., embedding_dim) in the weight's dtype."""
+        """Look up (...) int64 and return (..., embedding_dim) in the weight's dtype."""
         rows = super().forward(input)
         return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
 
     def extra_repr(self) -> str:
-        """Show the scale beside what nn.Embedding shows."""
+        """Show the scale in addition to what nn.Embedding shows."""
         return f"{super().extra_repr()}, scale={self.scale}"

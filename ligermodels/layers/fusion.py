@@ -1,4 +1,4 @@
-"""When a layer may fuse across modules, and how a norm reaches the projection that follows it."""
+"""Fusion of a norm with the projection after it, and the rules for when a layer may fuse."""
 
 from typing import NamedTuple, TypeGuard, TypeVar
 
@@ -11,12 +11,12 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether calling `module` does exactly what `kind` does, so that its weight may be used alone.
+    """Whether `module` behaves exactly like `kind`, so that a fused op may use only its weight.
 
-    It is False for a subclass or wrapper (LoRA, float8), for a module with hooks or with a
-    `forward` of the instance's own (accelerate), and for a weight that is a DTensor or another
-    tensor subclass (tensor parallelism, `fully_shard` on the module itself). The layer then calls
-    the module.
+    It is False for a subclass or wrapper (LoRA, float8), for a module with hooks, and for an
+    instance whose `forward` was replaced (accelerate). It is also False if the weight is a DTensor
+    or another tensor subclass (tensor parallelism, `fully_shard` on the module itself). If it is
+    False, the layer calls the module.
     """
     return (
         type(module) is kind
@@ -30,19 +30,19 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor, of which this rank may hold a part only."""
+    """Whether a tensor is a DTensor, so that this rank may hold only a shard of it."""
     return hasattr(tensor, "full_tensor")
 
 
 class PendingNorm(NamedTuple):
-    """An RMSNorm of x + residual that is still to be computed, so that a projection may fuse it.
+    """An RMSNorm of x + residual that is not computed yet, so that a projection can fuse it.
 
-    It holds tensors and numbers and no module: tools that move a module's arguments to another
-    device (accelerate) or cast them (FSDP2) then handle it like any other arguments.
+    It holds tensors and numbers, not modules. Tools that move a module's arguments to another
+    device (accelerate) or cast them (FSDP2) can therefore process it like other arguments.
     """
 
     x: Tensor  # (..., hidden)
-    residual: Tensor | None  # (..., hidden), or None for zero
+    residual: Tensor | None  # (..., hidden); None means zero
     weight: Tensor  # (hidden)
     options: RMSNormOptions
 
@@ -55,7 +55,7 @@ class PendingNorm(NamedTuple):
 
 
 class AppliedNorm(NamedTuple):
-    """A norm's output and the sum that it normalised, where the norm had to be called."""
+    """The result of a norm that could not be fused: its output and the sum that it normalised."""
 
     output: Tensor  # (..., hidden)
     total: Tensor  # (..., hidden)
@@ -66,14 +66,15 @@ class AppliedNorm(NamedTuple):
 
 
 PreNormed = PendingNorm | AppliedNorm
-"""What `pre_norm` returns and `Attention` and `GatedMLP` take in place of a tensor."""
+"""What `pre_norm` returns. `Attention` and `GatedMLP` accept it instead of a tensor."""
 
 
 def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreNormed:
-    """norm(x + residual) on its way into a sub-layer, which then also returns the sum.
+    """Return norm(x + residual) as input of a sub-layer, which then also returns x + residual.
 
-    A plain `RMSNorm` is left to the sub-layer, whose first projection fuses it. Any other norm is
-    called here; the norms of `ligermodels.layers` add the residual themselves.
+    A plain `RMSNorm` is not computed here: the sub-layer fuses it into its first projection. Any
+    other norm is called here. The norms of `ligermodels.layers` add the residual themselves; for
+    other norms this function adds it.
 
     Args: norm, any module from (..., hidden) to (..., hidden); x, residual (..., hidden).
     """
@@ -88,10 +89,10 @@ def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreN
 
 
 def pre_norm_names(block: nn.Module) -> tuple[str, str]:
-    """Attributes of a block's norms before attention and before the MLP, as HF names them.
+    """Return the attribute names of a block's norms before attention and before the MLP.
 
-    `post_attention_layernorm` stands before the MLP, unless the block has norms named for the
-    feed-forward: then it stands behind attention.
+    They are HF's names. `post_attention_layernorm` is the norm before the MLP. But if the block
+    also has a pre- or post_feedforward_layernorm, it is the norm after attention.
     """
     sandwich = any(hasattr(block, f"{side}_feedforward_layernorm") for side in ("pre", "post"))
     return "input_layernorm", (
@@ -102,7 +103,8 @@ def pre_norm_names(block: nn.Module) -> tuple[str, str]:
 def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return (linear(x), None), or for a norm (linear(norm(x + residual)), x + residual).
 
-    A pending norm and a plain `nn.Linear` are one fused op, which does not keep the norm's output.
+    A pending norm and a plain `nn.Linear` run as one fused op, which does not save the norm's
+    output for backward.
     """
     if isinstance(x, Tensor):
         return linear(x), None

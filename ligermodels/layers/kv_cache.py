@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far: all of them, or a layer's window of them."""
+"""The KV cache: keys and values of the tokens so far, or only of those in the window of a layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,22 +8,25 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of the tokens so far, one pair of buffers per layer.
+    """Keys and values of the tokens so far, in one pair of buffers per layer.
 
-    A layer with a window W keeps the last W tokens: its buffers are min(W, max_length) long, and
-    the token at position p of the row lies in slot p % W. Other layers' are max_length long.
+    A layer with a window W keeps the last W tokens. Its buffers are min(W, max_length) long, and
+    the token at position p of the row is in slot p % W. The buffers of other layers are max_length
+    long.
 
     Args:
-        config: gives sliding_windows.
-        batch: rows.
-        max_length: tokens per row that fit.
-        dtype, device: of the buffers; by default those of the first keys that come, which under
-            autocast are not the parameters'.
-        sliding_windows: instead of config.sliding_windows; one per layer, None keeps everything.
+        config: a config whose sliding_windows the cache reads.
+        batch: number of rows.
+        max_length: the largest number of tokens per row.
+        dtype, device: dtype and device of the buffers. By default they are those of the first keys
+            appended; under autocast, these may differ from the parameters'.
+        sliding_windows: the window of each layer, used instead of config.sliding_windows. A layer
+            whose window is None keeps all tokens.
 
-    `length` is the number of tokens that all layers have; `update` writes behind them, and
-    `advance` counts the written ones once every layer has them. After a forward pass that failed
-    halfway some layers may have lost tokens to others: `reset`.
+    `length` is the number of tokens that all layers have. `update` writes new tokens after them,
+    and `advance` adds the new tokens to `length` when every layer has written them. If a forward
+    pass fails halfway, call `reset`: some layers may have overwritten tokens that other layers
+    still have.
     """
 
     def __init__(
@@ -42,45 +45,55 @@ class KVCache:
         self.length = 0
         if sliding_windows is None:
             sliding_windows = config.sliding_windows
-        # How many tokens each layer keeps.
+        # The number of tokens that each layer keeps.
         self.sizes = [max_length if w is None else min(w, max_length) for w in sliding_windows]
         self.keys: list[Tensor | None] = [None] * len(self.sizes)
         self.values: list[Tensor | None] = [None] * len(self.sizes)
         self._written = [0] * len(self.sizes)
-        # Layers of one window hold keys of the same positions.
+        # Layers with the same window hold the same positions, so they share one tensor.
         self._key_positions: dict[tuple[int, int], Tensor] = {}
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, kv heads, new, head_dim); return what the new tokens may attend to.
+        """Append k, v and return the keys and values that the new tokens may attend to.
 
-        Of the tokens before them that is all, or for a layer with a window what it still has of
-        them, at least the last W - 1. Same layout; `key_positions` says which tokens they are.
+        The result contains the new tokens and all earlier ones. A layer with a window W returns
+        only the earlier tokens that it still has, which are at least the last W - 1.
+        `key_positions` returns their positions.
 
+        Args: k, v (batch, kv heads, new, head_dim).
+        Returns: keys and values (batch, kv heads, keys, head_dim).
         Raises:
-            ValueError: the new tokens do not fit, their batch is not the cache's, or a layer
+            ValueError: the new tokens do not fit, their batch differs from the cache's, or a layer
                 comes twice in one pass.
         """
         new = k.shape[2]
         end = self.length + new
         if end > self.max_length:
-            raise ValueError(f"KVCache: {end} tokens in a cache made for {self.max_length}")
+            raise ValueError(
+                f"KVCache: cannot put {end} tokens in a cache made for {self.max_length}; make the "
+                "cache with a larger max_length"
+            )
         if k.shape[0] != self.batch:
-            raise ValueError(f"KVCache: batch {k.shape[0]} in a cache made for {self.batch}")
+            raise ValueError(
+                f"KVCache: cannot put keys of batch {k.shape[0]} in a cache made for {self.batch} "
+                "rows"
+            )
         if self._written[layer_index] > self.length:
             raise ValueError(
-                f"KVCache: layer {layer_index} comes twice in one pass; give every Attention a "
-                "layer_index of its own, and call reset() after a pass that failed"
+                f"KVCache: layer {layer_index} comes twice in one pass; give every Attention its "
+                "own layer_index, and call reset() after a failed pass"
             )
         self._written[layer_index] = end
         return self._append(self.keys, layer_index, k), self._append(self.values, layer_index, v)
 
     def key_positions(self, layer_index: int, new: int) -> Tensor | None:
-        """Positions in the row of the keys that `update` has just returned.
+        """Return the positions in the row of the keys that `update` has just returned.
 
-        Call it between `update` and `advance`.
+        Call it after `update` and before `advance`.
 
-        Args: new, how many tokens were appended.
-        Returns: (keys,) int64 in the keys' order, or None where they are all so far, in order.
+        Args: new, the number of tokens that were appended.
+        Returns: (keys,) int64 in the order of the keys, or None if the keys are all tokens so far,
+            in order.
         """
         size, end = self.sizes[layer_index], self.length + new
         first = self.length - min(self.length, size - 1)
@@ -88,7 +101,7 @@ class KVCache:
             return None
         if (size, new) not in self._key_positions:
             keys = self.keys[layer_index]
-            assert keys is not None, "key_positions follow update"
+            assert keys is not None, "key_positions must be called after update"
             if new > 1:
                 found = torch.arange(first, end, device=keys.device)
             else:
@@ -98,18 +111,18 @@ class KVCache:
         return self._key_positions[size, new]
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that every layer has written; once per forward."""
+        """Add the tokens that every layer has written to `length`; call it once per forward."""
         self.length += tokens
         self._key_positions.clear()
 
     def reset(self) -> None:
-        """Forget the tokens, keep the buffers."""
+        """Remove all tokens from the cache, but keep its buffers."""
         self.length = 0
         self._written = [0] * len(self.sizes)
         self._key_positions.clear()
 
     def _append(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
-        """Write x behind the tokens there; return the past that x may see, and x."""
+        """Write x after the layer's tokens; return the earlier tokens that x may see, with x."""
         size, new, length = self.sizes[index], x.shape[2], self.length
         buffer = buffers[index]
         if buffer is None:
@@ -123,7 +136,7 @@ class KVCache:
         if new == 1:
             buffer[:, :, length % size] = x[:, :, 0]
             return buffer
-        # Several tokens may overwrite what the first of them still see: give out a copy.
+        # The new tokens may overwrite tokens that the first of them still see, so return a copy.
         x = x.to(buffer)
         past = torch.arange(length - min(length, size - 1), length, device=buffer.device)
         seen = torch.cat([buffer[:, :, past % size], x], dim=2) if length else x

@@ -1,4 +1,4 @@
-"""The head: hidden states in, a loss out, logits only where they are asked for by name."""
+"""The loss head: it turns hidden states into a loss. Only its method `logits` returns logits."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -36,52 +36,55 @@ from ligermodels.layers.fusion import is_plain, is_sharded
 
 
 class HeadOptions(LossOptions, total=False):
-    """What `LossHead.forward` takes by keyword, and with labels the forward of a model."""
+    """Keyword arguments of `LossHead.forward`, and of a model's forward if labels are given."""
 
     return_token_loss: bool
     num_items_in_batch: float | Tensor | None
 
 
 class HeadOutput(NamedTuple):
-    """What the head returns; tensors on hidden's device.
+    """The output of the head: tensors on the device of hidden.
 
-    A tuple with the loss first: DeepSpeed, FSDP2 and HF's Trainer look for tensors in one.
+    It is a tuple because DeepSpeed, FSDP2 and HF's Trainer look for tensors in tuples; the Trainer
+    reads the loss from the first place.
     """
 
-    loss: Tensor  # scalar, or targets' shape with reduction "none"; z-loss included
-    z_loss: Tensor  # the z-loss within it, not differentiable
-    num_valid: Tensor  # exact count of the targets that are not ignored, int64 scalar
-    # On request, in targets' shape; differentiable with reduction "none" alone.
+    loss: Tensor  # scalar, or in the shape of targets with reduction "none"; includes the z-loss
+    z_loss: Tensor  # the z-loss that is part of the loss; not differentiable
+    num_valid: Tensor  # exact number of targets that are not ignored, int64 scalar
+    # Optional, in the shape of targets. They are differentiable only with reduction "none".
     token_loss: Tensor | None = None
-    token_log_probs: Tensor | None = None  # log-probability of the target, 0 where ignored
-    token_entropy: Tensor | None = None  # of the softmax, in nats, 0 where ignored
-    token_correct: Tensor | None = None  # bool: the target has the highest logit
+    token_log_probs: Tensor | None = None  # log-probability of the target; 0 if it is ignored
+    token_entropy: Tensor | None = None  # of the softmax, in nats; 0 if the target is ignored
+    token_correct: Tensor | None = None  # bool: whether the target has the highest logit
 
 
 class LossHead(nn.Module):
-    """A linear head fused with cross entropy, chunk by chunk.
+    """A linear projection fused with cross entropy, computed chunk by chunk.
 
     Args:
         hidden_size, vocab_size: shape of the projection.
-        bias: whether the projection has one.
-        tied_to: an embedding whose weight serves as the projection; then the head has no
-            parameter of its own. It is looked up at every call: tie again after replacing it.
-        loss_options: defaults for what `ligermodels.kernels.linear_cross_entropy` takes by
-            keyword (reduction, label_smoothing, z_loss, softcap, logit_scale, class_weights,
-            ignore_index, chunk_size, max_scratch_bytes, skip_ignored, max_valid,
-            return_token_stats); any call may override them. class_weights become a buffer that is
-            not in the state_dict.
+        bias: whether the projection has a bias.
+        tied_to: an embedding whose weight is also the weight of the projection. The head then has
+            no parameter of its own. It reads the embedding's weight at every call. If the embedding
+            module is replaced, call `tie` again.
+        loss_options: defaults for the keyword arguments of
+            `ligermodels.kernels.linear_cross_entropy` (reduction, label_smoothing, z_loss, softcap,
+            logit_scale, class_weights, ignore_index, chunk_size, max_scratch_bytes, skip_ignored,
+            max_valid, return_token_stats). Any call may override them. class_weights become a
+            buffer that is not in the state_dict.
 
-    A projection that is no plain `nn.Linear` (LoRA, float8, with hooks, sharded) is called chunk by
-    chunk, and again in backward. max_scratch_bytes then holds the logits, what the loss makes of
-    them, and, where several chunks are needed, three times the gradients of the projection's
-    parameters, which autograd sums out of place. What the projection takes within a call is not
-    known here, nor counted.
+    If the projection is not a plain `nn.Linear` (LoRA, float8, hooks, sharded), the head calls the
+    module for each chunk, in forward and again in backward. max_scratch_bytes then covers the
+    logits and the loss's temporary tensors. With several chunks it also covers three times the
+    gradients of the projection's parameters, because autograd sums them out of place. It does not
+    cover memory that the projection itself allocates, because the head does not know how much
+    that is.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: an option that no call could take, a bias for a tied head, or an embedding of
-            another shape than (vocab_size, hidden_size).
+        TypeError: an option is unknown.
+        ValueError: an option's value is not valid for any call, a tied head is given a bias, or
+            the embedding's weight is not of shape (vocab_size, hidden_size).
     """
 
     class_weights: Tensor | None
@@ -97,11 +100,11 @@ class LossHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        split_options(loss_options)  # checks them
+        split_options(loss_options)  # called for its checks only
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
-        # A buffer follows the head from device to device.
+        # As a buffer, class_weights move to another device together with the head.
         self.register_buffer("class_weights", class_weights, False)
         self.loss_options = loss_options
         if tied_to is None:
@@ -109,22 +112,22 @@ class LossHead(nn.Module):
             self._tied: tuple[nn.Embedding, ...] = ()
         else:
             if bias:
-                raise ValueError("LossHead: a tied head has no bias")
+                raise ValueError("LossHead: a tied head has no bias; leave out bias or tied_to")
             if tied_to.weight.shape != (vocab_size, hidden_size):
                 raise ValueError(
                     f"LossHead: tied_to has a weight of {tuple(tied_to.weight.shape)}; expected "
-                    f"({vocab_size}, {hidden_size})"
+                    f"({vocab_size}, {hidden_size}), the vocab_size and the hidden_size"
                 )
             self.tie(tied_to)
 
     def tie(self, embedding: nn.Embedding) -> None:
-        """Use the embedding's weight (vocab, hidden) as the projection."""
-        # In a tuple, so that the embedding is not registered as a child of the head.
+        """Use the embedding's weight (vocab, hidden) as the weight of the projection."""
+        # The tuple keeps nn.Module from registering the embedding as a child of the head.
         self._tied = (embedding,)
 
     @property
     def weight(self) -> Tensor:
-        """The projection's weight (vocab, hidden): its own, or that of the tied embedding."""
+        """The projection's weight (vocab, hidden): the head's own or the tied embedding's."""
         return self._tied[0].weight if self._tied else self.proj.weight
 
     def forward(
@@ -136,28 +139,30 @@ class LossHead(nn.Module):
         num_items_in_batch: float | Tensor | None = None,
         **loss_options: Unpack[LossOptions],
     ) -> HeadOutput:
-        """Loss of targets aligned with hidden: no shift here.
+        """Compute the loss. Targets are aligned with hidden: the head does not shift them.
 
         Args:
             hidden: (..., hidden).
             targets: (...) int64.
-            return_token_loss: whether to fill the output's token_loss. The option
-                `return_token_stats` fills all of its token_*. Neither costs a second pass over the
-                vocabulary.
-            num_items_in_batch: another name of the option `normalizer`, which HF's Trainer uses.
-            loss_options: as in the constructor, and `normalizer`, a number >= 0 (0 counts as 1) or
-                0-d tensor that divides the summed loss. (FSDP2's mixed precision rounds float
-                arguments: give it an integer tensor or a number there.)
-        Raises: what `ligermodels.kernels.linear_cross_entropy` raises; TypeError for an unknown
-            option; ValueError for both names of the normalizer; RuntimeError for a tied head under
-            FSDP2 outside the model's forward.
+            return_token_loss: whether to return token_loss. The option `return_token_stats`
+                returns all the token_* fields. Neither needs a second pass over the vocabulary.
+            num_items_in_batch: another name of the option `normalizer`. HF's Trainer uses it.
+            loss_options: the constructor's options, and `normalizer`: a number >= 0 (0 counts as 1)
+                or a 0-d tensor. The loss is the sum over tokens divided by it. (FSDP2's mixed
+                precision rounds float tensors: pass a number or an integer tensor there.)
+        Raises:
+            TypeError: an option is unknown.
+            ValueError: both normalizer and num_items_in_batch are given.
+            RuntimeError: the head is tied, and it is called under FSDP2 outside the model's forward
+                or its weight is offloaded.
+            Also everything that `ligermodels.kernels.linear_cross_entropy` raises.
         """
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
         if num_items_in_batch is not None:
             if loss_options.get("normalizer") is not None:
                 raise ValueError(
-                    "LossHead: normalizer and num_items_in_batch are two names of one option; give "
-                    "one of them"
+                    "LossHead: normalizer and num_items_in_batch are two names of one option; pass "
+                    "only one of them"
                 )
             loss_options["normalizer"] = num_items_in_batch
         options: LossOptions = {
@@ -184,18 +189,20 @@ class LossHead(nn.Module):
         entropy: bool = False,
         **options: Unpack[LogProbOptions],
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of targets aligned with hidden, and the entropy: no shift here.
+        """Return the log-probability of each target, and on request the entropy, without a shift.
 
-        What preference and policy losses stand on. Under FSDP2 call the wrapped model instead:
-        `model(ids, labels=labels, reduction="none", return_token_stats=True)` gives the same,
-        differentiable too, as token_log_probs and token_entropy.
+        Preference and policy losses are computed from them. Under FSDP2 call the wrapped model
+        instead: `model(ids, labels=labels, reduction="none", return_token_stats=True)` returns the
+        same values, also differentiable, as token_log_probs and token_entropy.
 
-        Args: hidden (..., hidden), targets (...) int64; entropy, whether to give it; options as
-            in `ligermodels.kernels.linear_log_probs`, defaults from the constructor's.
-        Returns: log-probabilities (...) and entropy (...) or None: float32, 0 where ignored, both
-            differentiable.
-        Raises: what `linear_log_probs` raises; TypeError for an unknown option; RuntimeError for
-            a tied head under FSDP2 outside the model's forward.
+        Args: hidden (..., hidden); targets (...) int64, aligned with hidden; entropy, whether to
+            return it; options of `ligermodels.kernels.linear_log_probs`, whose defaults are the
+            constructor's.
+        Returns: log-probabilities (...) and entropy (...) or None. Both are float32, 0 for ignored
+            targets, and differentiable.
+        Raises: what `linear_log_probs` raises. TypeError if an option is unknown. RuntimeError if
+            the head is tied, and it is called under FSDP2 outside the model's forward or its weight
+            is offloaded.
         """
         _check_known("LossHead.log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
@@ -212,9 +219,9 @@ class LossHead(nn.Module):
         return made.log_probs, made.entropy if entropy else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """softcap(logit_scale * projection of hidden): (..., hidden) -> (..., vocab).
+        """Return softcap(logit_scale * projection(hidden)): (..., hidden) -> (..., vocab).
 
-        Works on a sharded model too, outside its forward: every rank must call it.
+        It also works on a sharded model outside the model's forward. Every rank must then call it.
         """
         if self._tied or is_sharded(getattr(self.proj, "weight", None)):
             weight = _whole(self.weight).to(hidden.dtype)
@@ -228,41 +235,44 @@ class LossHead(nn.Module):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the projection does just what its weight says, so that the weight will do."""
-        # Not bool(self._tied): torch 2.11's Dynamo does not trace that.
+        """Whether the fused ops may use the projection's weight instead of calling the module."""
+        # torch 2.11's Dynamo does not trace bool(self._tied).
         return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
     def _parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the projection, for the fused ops."""
+        """Return the weight and bias of the projection for the fused ops."""
         weight = self.weight
         if self._tied and weight.is_meta and not hidden.is_meta:
             raise RuntimeError(
-                "the tied head's weight is offloaded: keep embed_tokens in memory, in accelerate's "
-                "device_map on the device of the head"
+                "the tied head's weight is offloaded; keep embed_tokens in memory: in accelerate's "
+                "device_map, put embed_tokens on the device of the head"
             )
         if is_sharded(weight):
             raise RuntimeError(
-                "the tied head's weight is sharded here: call the wrapped model with labels, "
-                "model(input_ids, labels=labels), rather than model.head(...)"
+                "the tied head's weight is sharded outside the model's forward; instead of "
+                "model.head(...), call the wrapped model with labels: "
+                "model(input_ids, labels=labels)"
             )
         return weight, None if self._tied else self.proj.bias
 
     def _module_loss(
         self, hidden: Tensor, targets: Tensor, **given: Unpack[LossOptions]
     ) -> CrossEntropyOutput:
-        """`linear_cross_entropy` of a projection that was swapped: the module is called by chunks.
+        """Compute `linear_cross_entropy` with a swapped projection: call the module for each chunk.
 
-        The strategy is that of autograd: backward makes the logits of a chunk again, the
-        projection's gradients are its own affair, and autograd accumulates them. The rows that
-        count are gathered at once.
+        Each chunk runs under `torch.utils.checkpoint`, so backward recomputes its logits. Autograd
+        computes and accumulates the projection's gradients. The valid rows of all chunks are
+        gathered before the first one.
         """
-        # Made out here: compiled, a checkpoint cannot take a number from the one before it.
+        # These are read before the chunks: under torch.compile, a checkpointed function cannot use
+        # a number that an earlier checkpointed function has made.
         options, chunking = split_options(given)
         ignore_index, with_stats = options.ignore_index, given.get("return_token_stats", False)
         reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
         if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"loss head: targets {tuple(targets.shape)} do not fit hidden {tuple(hidden.shape)}"
+                f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
+                f"{tuple(hidden.shape)}, without its last dimension"
             )
         row_targets = targets.flatten()
         index = valid_rows(row_targets, ignore_index, chunking)
@@ -286,7 +296,8 @@ class LossHead(nn.Module):
             return made.token_loss, made.z_loss, *stats
 
         made = [
-            # Every tensor an argument: one changed before backward is then noticed.
+            # Autograd detects in-place changes before backward only in tensors that are arguments
+            # of the checkpointed function, so all of them are arguments.
             checkpoint(
                 chunk_outputs, rows[chunk], row_targets[chunk], class_weights, use_reentrant=False
             )
@@ -305,37 +316,40 @@ class LossHead(nn.Module):
     def _sizes(
         self, rows: Tensor, fixed_bytes: int, with_stats: bool, max_scratch_bytes: int | None
     ) -> chunk_plan.Sizes:
-        """What the calls of a swapped projection with rows (rows, hidden) take memory for."""
+        """Return the memory needs of calling a swapped projection on rows (rows, hidden)."""
         narrow = rows.element_size()
-        wide_bytes = compute_dtype(rows).itemsize * chunk_plan.wide_copies(rows, with_stats)
+        wide = compute_dtype(rows).itemsize
+        copies, row_copies = chunk_plan.wide_copies(rows, with_stats)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
-            # Autograd adds the parameters' gradients of a chunk to their sum, out of place.
+            # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
+            # the new gradient and their total exist at the same time.
             sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
-            if rows.requires_grad:  # and joins those of the chunks' rows
+            if rows.requires_grad:  # Autograd joins the gradients of all chunks' rows.
                 fixed_bytes += rows.numel() * narrow
         return chunk_plan.Sizes(
             len(rows),
             self.vocab_size,
-            # The projection's result, its gradient and float32 copies of either, or the loss's.
-            logit_bytes=max(2 * narrow + 16, narrow + wide_bytes),
+            # The larger of two peaks: in backward the logits, their gradient and float32 copies of
+            # both; in the loss the logits and the copies that the loss makes.
+            logit_bytes=max(2 * narrow + 16, narrow + wide * copies),
             accumulator_bytes=sums,
-            fixed_bytes=fixed_bytes,
+            fixed_bytes=fixed_bytes + row_copies * wide * self.vocab_size,
             vocab_loop=False,
         )
 
 
 def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:
-    # A list: torch 2.11's Dynamo does not take one set of names from another.
+    # This builds a list because torch 2.11's Dynamo does not trace the difference of two sets.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor itself, or this rank's part of it where it is sharded (a DTensor)."""
+    """Return the tensor itself, or this rank's shard of it if it is a DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of it where it is sharded (a DTensor)."""
+    """Return the tensor itself, or the full tensor if it is a DTensor."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

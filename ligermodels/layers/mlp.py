@@ -1,4 +1,4 @@
-"""The gated MLP on a packed gate and up projection."""
+"""The gated MLP. One packed linear projects gate and up."""
 
 from typing import overload
 
@@ -9,13 +9,13 @@ from ligermodels.layers.fusion import PreNormed, is_plain, norm_then_linear
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), arXiv:2002.05202, keeping only gate and up for backward.
+    """down(act(gate(x)) * up(x)), arXiv:2002.05202. It saves only gate and up for backward.
 
     Args:
         hidden_size: width of input and output.
         intermediate_size: width of gate and up.
-        bias: whether the projections have one.
-        activation: "silu", "gelu_tanh" or "gelu", of the gate.
+        bias: whether the projections have a bias.
+        activation: activation of the gate: "silu", "gelu_tanh" or "gelu".
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class GatedMLP(nn.Module):
     def forward(self, x: PreNormed) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor | PreNormed) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the MLP to x, or to a norm of x + residual (see `pre_norm`), which is fused in.
+        """Apply the MLP to x, or to norm(x + residual) if x comes from `pre_norm`.
 
         Args: x (..., hidden), or what `pre_norm` returns.
-        Returns: (..., hidden); for a norm the pair (that, x + residual).
+        Returns: the output (..., hidden); for an x from `pre_norm`, (the output, x + residual).
         """
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         out = self._activate_and_project(gate_up)

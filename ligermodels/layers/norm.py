@@ -1,4 +1,4 @@
-"""The norms as modules, with the residual add fused in where a residual is given."""
+"""The norms as modules. If a residual is passed, its addition is fused into the norm."""
 
 from typing import TypedDict, overload
 
@@ -9,7 +9,7 @@ from ligermodels import kernels
 
 
 class RMSNormOptions(TypedDict):
-    """What the ops with an RMS norm in them take by keyword."""
+    """Keyword arguments of the ops that contain an RMS norm."""
 
     eps: float
     offset: float
@@ -20,11 +20,11 @@ class RMSNorm(nn.RMSNorm):
     """Root mean square norm over the last dimension. Source: arXiv:1910.07467.
 
     Args:
-        hidden_size: the last dimension.
+        hidden_size: size of the last dimension.
         eps: added to the mean square.
-        offset: added to the weight; 1 for Gemma, whose weights are stored as w - 1.
-        casting_mode: "llama" rounds the normalised input to its dtype before the product with the
-            weight, "gemma" rounds once at the end.
+        offset: added to the weight. It is 1 for Gemma, whose weights are stored as w - 1.
+        casting_mode: "llama" rounds the normalised input to the input's dtype before it multiplies
+            by the weight; "gemma" rounds once, at the end.
     """
 
     weight: nn.Parameter
@@ -47,12 +47,12 @@ class RMSNorm(nn.RMSNorm):
 
     @property
     def options(self) -> RMSNormOptions:
-        """All that the norm depends on besides its weight."""
+        """The settings of the norm, as keyword arguments of the ops."""
         return {"eps": self.eps, "offset": self.offset, "casting_mode": self.casting_mode}
 
     def reset_parameters(self) -> None:
-        """Set the factor, offset + weight, to one."""
-        # nn.RMSNorm calls this before the offset is known.
+        """Set the factor, which is offset + weight, to one."""
+        # nn.RMSNorm.__init__ calls this before self.offset is set.
         nn.init.constant_(self.weight, 1.0 - getattr(self, "offset", 0.0))
 
     @overload
@@ -67,25 +67,25 @@ class RMSNorm(nn.RMSNorm):
         """Normalise x, or x + residual.
 
         Args: x, residual (..., hidden_size).
-        Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
+        Returns: (..., hidden_size) in the dtype of x; with a residual, (the norm, x + residual).
         """
         if residual is None:
             return kernels.rms_norm(x, self.weight, **self.options)
         return kernels.add_rms_norm(x, residual, self.weight, **self.options)
 
     def extra_repr(self) -> str:
-        """Show offset and casting_mode beside what nn.RMSNorm shows."""
+        """Show offset and casting_mode in addition to what nn.RMSNorm shows."""
         return f"{super().extra_repr()}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LayerNorm(nn.LayerNorm):
-    """Norm of mean zero and variance one over the last dimension. Source: arXiv:1607.06450.
+    """Layer norm over the last dimension: mean 0 and variance 1. Source: arXiv:1607.06450.
 
     Args:
-        hidden_size: the last dimension.
+        hidden_size: size of the last dimension.
         eps: added to the variance.
-        elementwise_affine: whether there is a weight.
-        bias: whether there is a bias, too.
+        elementwise_affine: whether the norm has a weight.
+        bias: whether the norm also has a bias.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LayerNorm(nn.LayerNorm):
         """Normalise x, or x + residual.
 
         Args: x, residual (..., hidden_size).
-        Returns: (..., hidden_size) in x's dtype; with a residual the pair (that, x + residual).
+        Returns: (..., hidden_size) in the dtype of x; with a residual, (the norm, x + residual).
         """
         if residual is None:
             return kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles of every rope type that HF configs name."""
+"""Rotary position embedding (rope): the angles for every rope type of HF configs."""
 
 import math
 from collections.abc import Callable
@@ -12,16 +12,20 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, arXiv:2104.09864, with the scaling that a config asks for.
+    """Cosines and sines of positions, arXiv:2104.09864, with the scaling from a config.
 
     Args:
-        head_dim: size of a head; half as many frequencies.
+        head_dim: size of a head. There are head_dim / 2 frequencies.
         theta: base of the frequencies theta^(-2i / head_dim).
-        max_position_embeddings: the length the model was made for.
-        scaling: HF's `rope_scaling` dict with "rope_type" in it, or None for none.
+        max_position_embeddings: the sequence length that the model was made for.
+        scaling: HF's `rope_scaling` dict, which must contain "rope_type"; None means no scaling.
 
-    The frequencies are float32 whatever dtype the model is converted to: they are derived from
-    the arguments again after every move. They are no parameters and not in the state dict.
+    The frequencies stay float32 in every dtype of the model, because they are computed again from
+    the arguments whenever the module is moved or converted. They are a buffer that is not in the
+    state dict.
+
+    Raises:
+        ValueError: head_dim is not an even positive number, or the rope_type is unknown.
     """
 
     inv_freq: Tensor
@@ -35,14 +39,18 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"RotaryEmbedding: head_dim={head_dim}; expected an even number")
+            raise ValueError(
+                f"RotaryEmbedding: head_dim={head_dim}; expected an even number of 2 or more"
+            )
         self.head_dim = head_dim
         self.theta = theta
         self.max_position_embeddings = max_position_embeddings
         self.scaling = scaling or {"rope_type": "default"}
         self.rope_type = self.scaling["rope_type"]
         if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type={self.rope_type!r}: expected one of {ROPE_TYPES}")
+            raise ValueError(
+                f"RotaryEmbedding: rope_type={self.rope_type!r}; expected one of {ROPE_TYPES}"
+            )
         self.original_length = (
             self.scaling.get("original_max_position_embeddings") or max_position_embeddings
         )
@@ -52,20 +60,20 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # Derived, never converted: `model.to(torch.bfloat16)` must not round frequencies, and
-        # `to_empty` must not leave them unset.
+        # The frequencies are computed again: `model.to(torch.bfloat16)` must not round them, and
+        # `to_empty` must not leave them uninitialised.
         self.inv_freq = self._frequencies().to(self.inv_freq.device)
         return self
 
     def forward(
         self, positions: Tensor, length: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Angles of `positions`.
+        """Return the cosines and sines of the angles at `positions`.
 
-        Args: positions (batch or 1, seq), integer; length, tokens in the call (largest position
-            + 1), on which "dynamic" and "longrope" depend; default: taken from positions, on
-            the device.
-        Returns: cos, sin (batch or 1, seq, head_dim / 2), float32, attention factor included.
+        Args: positions (batch or 1, seq), integer; length, the largest position + 1, which
+            "dynamic" and "longrope" depend on. By default it is computed from positions on the
+            device.
+        Returns: cos, sin (batch or 1, seq, head_dim / 2), float32, times the attention factor.
         """
         inv_freq = self.inv_freq
         if self.rope_type in ("dynamic", "longrope"):
@@ -74,7 +82,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Frequencies of the two types that change with the length of the call."""
+        """Return the frequencies of "dynamic" or "longrope" for a sequence of this length."""
         device = self.inv_freq.device
         length = torch.as_tensor(length, device=device)
         if self.rope_type == "longrope":
@@ -96,7 +104,10 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / (factors * self.theta**exponents)
 
     def _frequencies(self) -> Tensor:
-        """Frequencies (head_dim / 2) float32 on CPU, for calls no longer than the original."""
+        """Return the frequencies (head_dim / 2), float32 on CPU.
+
+        For "dynamic" and "longrope" they hold up to the original length.
+        """
         exponents = self._exponents()
         plain = 1.0 / self.theta**exponents
         if self.rope_type in ("linear", "proportional"):
@@ -110,7 +121,11 @@ class RotaryEmbedding(nn.Module):
         return plain
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        """Llama 3.1: stretch long wavelengths by the factor, keep short ones, a ramp between."""
+        """Scale as Llama 3.1 does.
+
+        Long wavelengths are stretched by the factor and short ones stay as they are. Between them a
+        linear ramp mixes both.
+        """
         factor = self.scaling["factor"]
         low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
         wavelength = 2 * math.pi / plain
@@ -120,7 +135,11 @@ class RotaryEmbedding(nn.Module):
         return torch.where(wavelength < self.original_length / high, plain, stretched)
 
     def _yarn(self, powers: Tensor) -> Tensor:
-        """YaRN, arXiv:2309.00071: interpolate slow frequencies, keep fast ones, a ramp between."""
+        """Scale as YaRN does, arXiv:2309.00071.
+
+        Low frequencies are divided by the factor and high ones stay as they are. Between them a
+        linear ramp mixes both.
+        """
         factor = self.scaling["factor"]
 
         def dimension(rotations: float) -> float:
@@ -139,7 +158,7 @@ class RotaryEmbedding(nn.Module):
         return (1 - keep) / (factor * powers) + keep / powers
 
     def _attention_factor(self) -> float:
-        """What cos and sin are multiplied by, and attention scores so by its square."""
+        """Return the factor on cos and sin. Attention scores are scaled by its square."""
         given = self.scaling.get("attention_factor")
         if given is not None:
             return float(given)
@@ -160,5 +179,5 @@ class RotaryEmbedding(nn.Module):
         return 1.0
 
     def extra_repr(self) -> str:
-        """Show what the frequencies derive from."""
+        """Show the arguments that the frequencies are computed from."""
         return f"head_dim={self.head_dim}, theta={self.theta}, rope_type={self.rope_type!r}"

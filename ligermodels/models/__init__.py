@@ -1,1 +1,1 @@
-"""One file per family, over the base they share."""
+"""The model families: one file per family, and the base class that they share."""

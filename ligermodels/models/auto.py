@@ -1,4 +1,4 @@
-"""The registry of families: from a config.json's model_type to the class that computes it."""
+"""The registry of families: it finds the model class for the model_type of a config.json."""
 
 import functools
 import inspect
@@ -21,17 +21,17 @@ _registered: dict[str, type[DecoderModel]] = {}
 def register(cls: type[Model]) -> type[Model]:
     """Make a model class known to `AutoLiger`, `load_pretrained` and the command line.
 
-    To be used as a decorator or called. The class has a `config_class`, whose `model_type` (and
-    `wrapper_type`, if it has one) is what a config.json says, and a `weight_map`. A class that is
-    defined a second time, as in a notebook, replaces its first definition.
+    Use it as a decorator or call it. The class must have a `config_class` and a `weight_map`. The
+    `model_type` of the config class (or its `wrapper_type`, if set) is the model_type in a
+    config.json. If a class is defined again, as in a notebook, it replaces its first definition.
 
     Returns: the class, unchanged.
     Raises:
-        ConfigError: another class is registered under the same model_type, or the class lacks one
-            of the two.
+        ConfigError: another class is registered under the same model_type, the config_class has no
+            model_type, or weight_map is not a static method.
     """
     if cls.__module__.rpartition(".")[0] != models.__name__:
-        _import_families()  # so that a clash with one of them is found here
+        _import_families()  # so that the check below finds a conflict with one of them
     config_class = getattr(cls, "config_class", None)
     if getattr(config_class, "model_type", None) is None:
         raise ConfigError(
@@ -40,8 +40,8 @@ def register(cls: type[Model]) -> type[Model]:
         )
     if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
         raise ConfigError(
-            f"{_full_name(cls)}: weight_map is called with the config alone; declare it as "
-            "`weight_map = staticmethod(weight_map)`"
+            f"{_full_name(cls)}: weight_map is called with the config alone, without self; declare "
+            "it as `weight_map = staticmethod(weight_map)`"
         )
     fields = {name: getattr(config_class, name) for name in ("model_type", "wrapper_type")}
     for field, model_type in fields.items():
@@ -56,28 +56,28 @@ def register(cls: type[Model]) -> type[Model]:
 
 
 def families() -> dict[str, type[DecoderModel]]:
-    """Every registered model class by model_type, in the order of the names."""
+    """Return every registered model class by model_type, sorted by model_type."""
     _import_families()
     return dict(sorted(_registered.items()))
 
 
 class AutoLiger:
-    """Loads a checkpoint with the class that its config.json names."""
+    """Load a checkpoint with the model class for the model_type in its config.json."""
 
     @staticmethod
     def from_hf(
         path: str | os.PathLike[str], *, revision: str | None = None, **options: Any
     ) -> DecoderModel:
-        """Load a local folder or hub id; arguments and errors as `DecoderModel.from_hf`."""
+        """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
         folder = hub.resolve(path, revision=revision)
         return family_of(folder).from_hf(folder, **options)
 
 
 def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
-    """The model class for a checkpoint folder.
+    """Return the model class for a checkpoint folder.
 
     Raises:
-        ConfigError: its config.json cannot be read or names no registered model_type.
+        ConfigError: its config.json cannot be read, or no class is registered for its model_type.
     """
     raw = hf_config.read_config(folder)
     model_type = raw.get("model_type")
@@ -85,14 +85,14 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
             f"{os.path.join(folder, 'config.json')}: model_type {shown(model_type)} is not "
-            f"supported; supported: {', '.join(known)}"
+            f"supported; these are supported: {', '.join(known)}"
         )
     return known[model_type]
 
 
 @functools.cache
 def _import_families() -> None:
-    """Import every module of this folder, so that each family in it registers itself."""
+    """Import every module of this package, so that each family registers itself."""
     for module in pkgutil.iter_modules(models.__path__):
         import_module(f"{models.__name__}.{module.name}")
 

@@ -1,4 +1,4 @@
-"""What all families share: the parts made from a config, and the forward pass over them."""
+"""The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +36,9 @@ from ligermodels.models.kernel_report import kernels_of
 
 
 class DecoderModel(HFModel):
-    """A decoder that emits hidden states; a family declares its parts by calling `build`.
+    """A decoder whose output is hidden states. A family's class calls `build` to make its modules.
 
-    An architecture whose parts are others may set the attributes declared here by itself.
+    An architecture that needs other modules may set the attributes declared here itself.
     """
 
     embed_tokens: nn.Embedding
@@ -49,7 +49,7 @@ class DecoderModel(HFModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self._checkpoint_every = 0  # every so many blocks; 0 for none
+        self._checkpoint_every = 0  # the blocks whose index it divides; 0 for no block
 
     def build(
         self,
@@ -60,15 +60,16 @@ class DecoderModel(HFModel):
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
     ) -> None:
-        """Make embedding, rope, blocks, final norm and head from the config; draw the weights.
+        """Make embedding, rope, blocks, final norm and head from the config; draw random weights.
 
         Args:
-            block: makes a layer from the config and the layer's index. A layer is called as
-                `layer(x, residual, context)` and returns (x, residual), whose sum is its output.
+            block: a function that makes a layer from the config and the layer's index. The model
+                calls the layer as `layer(x, residual, context)`; the layer returns (x, residual),
+                whose sum is its output.
             norm: the final norm.
-            embedding_scale: factor on the embeddings; None for 1.
-            logit_scale: factor on the logits, before the cap.
-            logit_softcap: logits become cap * tanh(logits / cap); None for no cap.
+            embedding_scale: factor on the embeddings. None means 1.
+            logit_scale: factor on the logits. It is applied before the cap.
+            logit_softcap: the cap; logits become cap * tanh(logits / cap). None means no cap.
         """
         config = self.config
         hidden, vocab, padding = config.hidden_size, config.vocab_size, config.pad_token_id
@@ -101,30 +102,36 @@ class DecoderModel(HFModel):
         cache: KVCache | None = None,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
-        """Hidden states after the final norm, or with labels the head's output. Never logits.
+        """Return hidden states after the final norm, or the head's output if labels are given.
+
+        The model never returns logits; call `model.head.logits` for them.
 
         Args:
             input_ids: (batch, seq) int64.
-            labels: (batch, seq) int64, same positions as input_ids: the shift by one happens
-                here. -100 is ignored, and so is what lies across a document's boundary.
-            position_ids: (batch or 1, seq). Positions that restart divide a row into documents;
-                attention stays inside each. Default 0, 1, 2, ...
-            cu_seqlens: (documents + 1) int, starts of the documents in a single row and its
-                length; instead of position_ids.
-            max_seqlen: longest document of cu_seqlens; lets a GPU use the varlen kernel.
+            labels: (batch, seq) int64, at the same positions as input_ids: the model shifts them
+                by one. Labels of -100 are ignored, and so is the first token of each document.
+            position_ids: (batch or 1, seq). A row is divided into documents where positions
+                restart, and attention stays inside each document. The default is 0, 1, 2, ...
+            cu_seqlens: (documents + 1) int: the start of each document in a single row, then the
+                row's length. It replaces position_ids.
+            max_seqlen: length of the longest document in cu_seqlens. If it is given, a GPU may use
+                the varlen kernel.
             attention_mask: (batch, seq), 0 for padding on either side, as in HF. Without
-                position_ids, positions count the padding, as in HF. With a cache it covers the
-                cached tokens too.
+                position_ids, positions also count padding tokens, as in HF. With a cache the mask
+                also covers the cached tokens.
             cache: a `ligermodels.KVCache`, for inference.
-            loss_options: as in `LossHead.forward` (normalizer, or by its other name
-                num_items_in_batch, reduction, label_smoothing, ...).
+            loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
+                reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
-            ValueError: inputs that contradict each other or cannot be honoured.
+            ValueError: the inputs contradict each other, or the model cannot honour one of them.
         """
         batch, seq = _check_ids(input_ids)
         if labels is None and loss_options:
-            raise ValueError(f"{', '.join(loss_options)}: loss options need labels")
+            raise ValueError(
+                f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
+                "options out"
+            )
         contexts, document_ids = self._contexts(
             input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
         )
@@ -142,7 +149,10 @@ class DecoderModel(HFModel):
         return self.head(hidden, targets, **loss_options)
 
     def loss(self, input_ids: Tensor, labels: Tensor, **options: Unpack[HeadOptions]) -> Tensor:
-        """`model(input_ids, labels=labels, **options).loss`. Behind a wrapper, call the wrapper."""
+        """Return `model(input_ids, labels=labels, **options).loss`.
+
+        If the model is wrapped (DDP, FSDP2, torch.compile), call the wrapper instead.
+        """
         return self(input_ids, labels=labels, **options).loss
 
     def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
@@ -151,7 +161,7 @@ class DecoderModel(HFModel):
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
             context = contexts[rope]
             if every and index % every == 0:
-                # One tensor is kept at the boundary, not the pair.
+                # Adding the pair first leaves one tensor to keep for backward instead of two.
                 x, residual = x if residual is None else x + residual, None
                 x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
             else:
@@ -160,7 +170,7 @@ class DecoderModel(HFModel):
 
     @property
     def ropes(self) -> list[str]:
-        """Attribute that holds each layer's rotary embedding."""
+        """For each layer, the name of the attribute that holds its rotary embedding."""
         return ["rotary_emb"] * len(self.layers)
 
     def _contexts(
@@ -172,14 +182,16 @@ class DecoderModel(HFModel):
         attention_mask: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[dict[str, AttentionContext], Tensor | None]:
-        """Angles of this pass for each rope, one mask for all, and each token's document where
-        rows are packed."""
+        """Return each rope's context (angles and the shared mask), and the document ids.
+
+        The document ids are None if rows are not packed.
+        """
         batch, seq = input_ids.shape
         past = 0 if cache is None else cache.length
         if cu_seqlens is not None:
             if position_ids is not None or cache is not None:
                 raise ValueError(
-                    "cu_seqlens takes the place of position_ids, and does not go with a cache"
+                    "cu_seqlens cannot be combined with position_ids or with a cache; leave one out"
                 )
             if batch != 1:
                 raise ValueError(
@@ -188,17 +200,18 @@ class DecoderModel(HFModel):
             check_cu_seqlens(cu_seqlens, seq, max_seqlen)
             position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
         elif max_seqlen is not None:
-            raise ValueError("max_seqlen belongs to cu_seqlens, which is missing")
+            raise ValueError("max_seqlen needs cu_seqlens, which is missing")
         if attention_mask is not None and attention_mask.shape != (batch, past + seq):
             raise ValueError(
-                f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, past + seq)}"
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected "
+                f"{(batch, past + seq)}: the batch, and the cached and new tokens"
             )
         if position_ids is not None and (
             position_ids.shape not in ((batch, seq), (1, seq)) or position_ids.is_floating_point()
         ):
             raise ValueError(
-                f"position_ids {tuple(position_ids.shape)} of {position_ids.dtype}: expected "
-                f"{(batch, seq)} or {(1, seq)} integers"
+                f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
+                f"expected integers of shape {(batch, seq)} or {(1, seq)}"
             )
 
         document_ids = None
@@ -243,7 +256,11 @@ class DecoderModel(HFModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draw weights anew: normal with config.initializer_range, biases 0, norms 1, padding 0."""
+        """Initialise all weights again.
+
+        Linear and embedding weights are normal with standard deviation config.initializer_range.
+        Biases and the padding token's embedding are 0; the factors of norms are 1.
+        """
         std = self.config.initializer_range
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -256,7 +273,7 @@ class DecoderModel(HFModel):
                 module.reset_parameters()
 
     def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
-        """Continue prompts, greedily unless asked; see `ligermodels.generation.generate`."""
+        """Continue prompts, greedily by default; see `ligermodels.generation.generate`."""
         from ligermodels.generation.generate import generate
 
         return generate(self, input_ids, **options)
@@ -267,22 +284,26 @@ class DecoderModel(HFModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Keep one tensor per block for backward, and compute the rest of the block again there.
+        """Keep only one tensor per block for backward, which recomputes the block from it.
 
-        Args: as in transformers.
+        The arguments are those of transformers.
+
+        Args:
             activation_checkpointing_kwargs: None or {"use_reentrant": False}.
-            every_n_layers: which blocks are computed again: those whose index it divides.
-            offload: keeping that tensor in host memory is not implemented; only False is accepted.
+            every_n_layers: backward recomputes the blocks whose index is a multiple of this.
+            offload: only False is accepted, because offload to host memory is not implemented.
         Raises:
-            ValueError: an argument asks for what is not implemented.
+            ValueError: an argument asks for something that is not implemented.
         """
         options = activation_checkpointing_kwargs or {}
         if not isinstance(options, dict):
-            raise ValueError(f"activation checkpointing: {options!r}; expected a dict or None")
+            raise ValueError(
+                f"activation checkpointing: the options are {options!r}; expected a dict or None"
+            )
         if unknown := options.keys() - {"use_reentrant"}:
             raise ValueError(
-                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; the one "
-                "option that may be given is use_reentrant=False"
+                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; use the "
+                "only accepted option, use_reentrant=False, or none"
             )
         if options.get("use_reentrant"):
             raise ValueError(
@@ -290,7 +311,9 @@ class DecoderModel(HFModel):
                 "set it to False, which computes the same gradients"
             )
         if offload:
-            raise ValueError("activation checkpointing: offload=True is not implemented; set False")
+            raise ValueError(
+                "activation checkpointing: offload=True is not implemented; pass offload=False"
+            )
         self._checkpoint_every = check_count(
             "activation checkpointing", "every_n_layers", every_n_layers, 1
         )
@@ -301,7 +324,7 @@ class DecoderModel(HFModel):
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """Whether some blocks are computed again in backward."""
+        """Whether backward recomputes some blocks."""
         return self._checkpoint_every > 0
 
     def gradient_checkpointing_enable(
@@ -310,17 +333,17 @@ class DecoderModel(HFModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """`activation_checkpointing_enable` under its older name in transformers."""
+        """Call `activation_checkpointing_enable`; this is its older name in transformers."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
-    # The older names in transformers of the other two.
+    # Older transformers versions use these names.
     gradient_checkpointing_disable = activation_checkpointing_disable
     is_gradient_checkpointing = is_activation_checkpointing
 
     def kernels(self) -> dict[str, str]:
-        """Which implementation each op takes on this model as it is now, and why.
+        """Return which implementation each op uses on this model in its present state, and why.
 
-        Returns: op -> "implementation (reason)"; swapped projections are listed by name.
+        Returns: a dict {op: "implementation (reason)"}. It also lists swapped projections by name.
         """
         return kernels_of(self, self.embed_tokens.weight, self.head)
 
@@ -328,10 +351,10 @@ class DecoderModel(HFModel):
 def next_token_targets(
     labels: Tensor, document_ids: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """Targets aligned with hidden states: each position's next label, none across a boundary.
+    """Return targets aligned with hidden states: the target of each position is the next label.
 
     Args: labels (batch, seq); document_ids (batch or 1, seq), as in `AttentionMask`.
-    Returns: (batch, seq), the last of each row and of each document ignore_index.
+    Returns: (batch, seq). The last position of each row and each document holds ignore_index.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     if document_ids is None:
@@ -342,8 +365,12 @@ def next_token_targets(
 
 def _check_ids(input_ids: Tensor) -> tuple[int, int]:
     if input_ids.dim() != 2:
-        raise ValueError(f"input_ids {tuple(input_ids.shape)}: expected (batch, seq)")
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
+        )
     batch, seq = input_ids.shape
     if batch == 0 or seq == 0:
-        raise ValueError(f"input_ids {(batch, seq)}: nothing to compute on")
+        raise ValueError(
+            f"input_ids is empty: it has shape {(batch, seq)}; pass at least one token per row"
+        )
     return batch, seq

@@ -1,4 +1,4 @@
-"""What the configs of all families share."""
+"""The base class of all families' configs, and the checks of their fields."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 
-# Far above any published model; a config beyond them is damaged or hostile, and is refused
-# before anything is sized by it.
+# These limits are far above any published model. A config beyond them is damaged or malicious, and
+# is refused before anything is allocated by its sizes.
 _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -24,20 +24,20 @@ _LARGEST = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "max_position_embeddings": 2**40,
-    # Of some families only.
+    # Only some families have the following fields.
     "query_pre_attn_scalar": 2**32,
     "sliding_window_pattern": 2**14,
 }
 
 
-# Checked in the families that have them; without a soft cap, None.
+# These fields must be positive if the family has them. A soft cap of None means no cap.
 _POSITIVE = (
     *("rms_norm_eps", "rope_theta", "rope_local_base_freq"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
 )
 _LONGEST_WINDOW = 2**40
 
-# HF's names of the MLP's activation, and ours.
+# HF's name of the MLP's activation -> the name in `GatedMLP`.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -51,24 +51,24 @@ _ACTIVATIONS = {
 class ModelConfig:
     """Sizes and settings of a decoder, under HF's field names.
 
-    Not frozen: assign to a field before building a model from it. `extra` holds the config.json
-    a checkpoint came with, whole, so that an export gives back every key.
+    The dataclass is not frozen: fields may be assigned before a model is built from it. `extra`
+    holds the whole config.json of the checkpoint, so that an export writes every key again.
 
     Raises:
-        ConfigError: a field that no model can have.
+        ConfigError: a field has a value that no model can have.
     """
 
     model_type: ClassVar[str]
-    # transformers' model class, where it is not the capitalised model_type and "ForCausalLM".
+    # The name of transformers' model class. None means the capitalised model_type + "ForCausalLM".
     architecture: ClassVar[str | None] = None
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
-    # Published sizes by name: the fields that differ from the family's defaults.
+    # Name of a published size -> the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    # model_type of a config.json that has this family's as its text_config, beside other towers.
+    # The model_type of a multimodal config.json whose text_config is a config of this family.
     wrapper_type: ClassVar[str | None] = None
     # Fields for which a JSON null means: derive the value.
     null_is_derived: ClassVar[tuple[str, ...]] = ()
-    # Fields that an export spells out even where the checkpoint left them out.
+    # Fields that an export always writes, even if the checkpoint's config.json lacks them.
     written: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int = 32000
@@ -76,25 +76,25 @@ class ModelConfig:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    # None stands for num_attention_heads and hidden_size / num_attention_heads; __post_init__
-    # puts the number in its place.
+    # If these are None, __post_init__ sets them to num_attention_heads and to
+    # hidden_size / num_attention_heads.
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None  # with "rope_type", without theta
+    rope_scaling: dict[str, Any] | None = None  # contains "rope_type", does not contain theta
     attention_dropout: float = 0.0
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    dtype: str | None = None  # the checkpoint's, such as "bfloat16"
+    dtype: str | None = None  # dtype of the checkpoint, such as "bfloat16"
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __init_subclass__(cls) -> None:
-        cls.presets = {}  # a family's own: another family's sizes are no sizes of it
+        cls.presets = {}  # A subclass must not inherit the sizes of another family.
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
@@ -109,10 +109,11 @@ class ModelConfig:
         self.validate()
 
     def validate(self) -> None:
-        """Check every field; called on construction, and again when a model is built.
+        """Check every field. It is called on construction and again when a model is built.
 
         Raises:
-            ConfigError: naming the field, its value and what is allowed.
+            ConfigError: a field is invalid; the message has its name, its value and what is
+                allowed.
         """
         fault = next(_faults(self), None)
         if fault is not None:
@@ -120,12 +121,12 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """The MLP's activation under our name: "silu", "gelu_tanh" or "gelu"."""
+        """The MLP's activation by its name in `GatedMLP`: "silu", "gelu_tanh" or "gelu"."""
         return _ACTIVATIONS[getattr(self, self.activation_field)]
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """How many keys each layer's queries see, their own included; None for all."""
+        """For each layer, the number of keys that a query sees, including its own; None for all."""
         return [None] * self.num_hidden_layers
 
     @classmethod
@@ -133,7 +134,8 @@ class ModelConfig:
         """Read `folder`/config.json.
 
         Raises:
-            ConfigError: naming the file and the key that is damaged, unknown or not implemented.
+            ConfigError: a key is damaged, unknown or not implemented; the message names the file
+                and the key.
         """
         raw = hf_config.read_config(folder)
         try:
@@ -143,17 +145,19 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """The config of a published model size, with fields changed by keyword.
+        """Return the config of a published model size. Keyword arguments override its fields.
 
         Raises:
-            ConfigError: an unknown name; lists the known ones.
+            ConfigError: the name is unknown; the message lists the known names.
         """
         if name not in cls.presets:
-            raise ConfigError(f"preset {name!r} is unknown; known: {', '.join(cls.presets)}")
+            raise ConfigError(
+                f"preset {name!r} is unknown; the known presets are {', '.join(cls.presets)}"
+            )
         return cls(**{**cls.presets[name], **overrides})
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, model_type included, `extra` left out."""
+        """Return a dict of all fields except `extra`, and of model_type."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         del values["extra"]
         return {"model_type": self.model_type, **values}
@@ -162,7 +166,10 @@ class ModelConfig:
 def sizes(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any
 ) -> dict[str, Any]:
-    """The fields of a published size, and others by keyword; `inner` is intermediate_size."""
+    """Return the fields of a published size under HF's names, and any other fields given.
+
+    `inner` is intermediate_size.
+    """
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -178,22 +185,25 @@ def _is_size(value: Any) -> bool:
 
 
 def windows_from_types(layer_types: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer from HF's layer_types; None where a layer attends to everything.
+    """Return the window of each layer according to HF's layer_types; None for full attention.
 
     Raises:
-        ConfigError: a layer slides, and there is no window.
+        ConfigError: a layer is of type 'sliding_attention', but window is None.
     """
     slides = [kind == "sliding_attention" for kind in layer_types]
     if any(slides) and window is None:
         raise ConfigError(
             f"config: sliding_window is None, but layer {slides.index(True)} is of type "
-            "'sliding_attention'"
+            "'sliding_attention'; set sliding_window"
         )
     return [window if sliding else None for sliding in slides]
 
 
 def _faults(config: ModelConfig) -> Iterator[str]:
-    """What no model can have; each check may rely on those before it."""
+    """Yield a description of each field that no model can have.
+
+    A check may rely on the checks before it, so the caller reads only the first description.
+    """
     for name, largest in _LARGEST.items():
         value = getattr(config, name, 1)
         if not _is_size(value) or value > largest:
@@ -203,12 +213,12 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     if config.head_dim % 2:
-        yield f"head_dim {config.head_dim} is odd; rope rotates pairs"
+        yield f"head_dim {config.head_dim} is odd; it must be even, because rope rotates pairs"
     if (name := getattr(config, config.activation_field)) not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        yield f"{config.activation_field} {shown(name)} is not implemented; known: {known}"
+        yield f"{config.activation_field} {shown(name)} is not implemented; expected one of {known}"
     if config.attention_dropout:
-        yield f"attention_dropout {config.attention_dropout} is not implemented; set 0"
+        yield f"attention_dropout {config.attention_dropout} is not implemented; set it to 0"
     for name in _POSITIVE:
         value = getattr(config, name, 1.0)
         if value is None and name.endswith("softcapping"):
@@ -223,11 +233,11 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         hf_rope.check_scaling(config.rope_scaling, vars(config))
     token, vocab = config.pad_token_id, config.vocab_size
     if token is not None and not -vocab <= token < vocab:
-        yield f"pad_token_id {token} is outside the vocabulary of {vocab}"
+        yield f"pad_token_id {token} is outside the vocabulary of {vocab} tokens"
 
 
 def _layer_faults(config: ModelConfig) -> Iterator[str]:
-    """What differs from layer to layer."""
+    """Yield a description of each invalid field that may differ from layer to layer."""
     full, sliding = hf_rope.LAYER_TYPES
     types = getattr(config, "layer_types", None)
     if types is not None:
@@ -247,5 +257,5 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
     if given is not None and given != made:
         yield (
             f"layer_types is {shown(given)}, but the layers of this {config.model_type!r} are "
-            f"{shown(made)}"
+            f"{shown(made)}; correct layer_types or remove it"
         )

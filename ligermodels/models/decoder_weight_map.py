@@ -1,4 +1,4 @@
-"""The weight map that our families share, with the choices in which they differ."""
+"""The weight map that all families share, with options for their differences."""
 
 from ligermodels.converters.weight_map import Entry, Towers, WeightMap, linear, norm, packed
 from ligermodels.models.config import ModelConfig
@@ -14,14 +14,16 @@ def decoder_weight_map(
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
     towers: Towers | None = None,
 ) -> WeightMap:
-    """Renames, packed q/k/v and gate/up, and a head of its own unless it is tied.
+    """Return the weight map of a decoder with packed q/k/v and gate/up.
+
+    It has an entry for the head unless the head is tied; the other parameters are only renamed.
 
     Args:
-        qkv_bias, out_bias, mlp_bias: which projections have a bias.
+        qkv_bias, out_bias, mlp_bias: whether these projections have a bias.
         head_norms: whether q and k have norms over head_dim.
-        norms: the names of a block's norms over the hidden size, which are HF's and ours; the
-            first one comes before attention in an export, the others come after it.
-        towers: what else a checkpoint of the family may hold.
+        norms: names of a block's norms over the hidden size, which are the same in HF. An export
+            writes the first one before attention and the others after it.
+        towers: the other tensors that a checkpoint of the family may hold, such as a vision tower.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows = config.num_attention_heads * config.head_dim

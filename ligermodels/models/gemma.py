@@ -1,4 +1,4 @@
-"""Gemma (1): scaled embeddings, norm weights stored as w - 1, GELU, wide heads."""
+"""Gemma 1: Llama with scaled embeddings, norm weights stored as w - 1, GELU and wide heads."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,19 +36,25 @@ class GemmaConfig(ModelConfig):
     attention_bias: bool = False
 
     def validate(self) -> None:
-        """As in ModelConfig; hidden_activation, which is not read here, has to agree."""
+        """Check every field as ModelConfig does, and that hidden_activation agrees with hidden_act.
+
+        The model uses only hidden_act.
+
+        Raises:
+            ConfigError: a field is invalid, or the two activations differ.
+        """
         super().validate()
         other = self.extra.get("hidden_activation")
         tanh = ("gelu_pytorch_tanh", "gelu_new") if self.activation == "gelu_tanh" else ()
         if other not in (None, self.hidden_act, *tanh):
             raise ConfigError(
                 f"config: hidden_activation is {shown(other)}, but hidden_act is "
-                f"{self.hidden_act!r}"
+                f"{self.hidden_act!r}; set both to the same activation"
             )
 
     @property
     def activation(self) -> str:
-        """As in ModelConfig, but "gelu" in Gemma's first configs means the tanh form."""
+        """As in ModelConfig, except that "gelu" means "gelu_tanh", as in Gemma's first configs."""
         return "gelu_tanh" if self.hidden_act == "gelu" else super().activation
 
 
@@ -59,13 +65,13 @@ GemmaConfig.presets = {
 
 
 def weight_map(config: GemmaConfig) -> WeightMap:
-    """Where each parameter stands in a Gemma checkpoint."""
+    """Return the map from parameters to the tensors of a Gemma checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias)
 
 
 def gemma_norm(config: ModelConfig, size: int) -> RMSNorm:
-    """Gemma's norm: the stored weight is the factor less one, and rounding comes at the end."""
+    """Return Gemma's norm: its factor is 1 + weight, and it rounds only once, at the end."""
     return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
 
@@ -90,9 +96,9 @@ class GemmaBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -100,9 +106,9 @@ class GemmaBlock(nn.Module):
 
 @register
 class LigerGemma(DecoderModel):
-    """Gemma on fused layers.
+    """The Gemma model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = GemmaConfig

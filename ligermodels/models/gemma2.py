@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps on scores and logits, norms around each sub-layer, alternating windows."""
+"""Gemma 2: Gemma with capped scores and logits, more norms and a window in every second layer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,11 +39,11 @@ class Gemma2Config(ModelConfig):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     sliding_window: int | None = 4096
-    layer_types: list[str] | None = None  # None: every second layer slides, the first one first
+    layer_types: list[str] | None = None  # None: layers 0, 2, 4, ... have a window
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """The window of the sliding layers, None for the others."""
+        """The window of each sliding layer, and None for each other layer."""
         pattern = ["sliding_attention", "full_attention"] * self.num_hidden_layers
         types = self.layer_types or pattern[: self.num_hidden_layers]
         return windows_from_types(types, self.sliding_window)
@@ -65,7 +65,7 @@ SANDWICH_NORMS = (
 
 
 def weight_map(config: Gemma2Config) -> WeightMap:
-    """Where each parameter stands in a Gemma 2 checkpoint."""
+    """Return the map from parameters to the tensors of a Gemma 2 checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, norms=SANDWICH_NORMS)
 
@@ -96,9 +96,9 @@ class Gemma2Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         x = self.post_attention_layernorm(x)
@@ -108,9 +108,9 @@ class Gemma2Block(nn.Module):
 
 @register
 class LigerGemma2(DecoderModel):
-    """Gemma 2 on fused layers.
+    """The Gemma 2 model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = Gemma2Config

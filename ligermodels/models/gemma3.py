@@ -1,4 +1,7 @@
-"""Gemma 3's text model: q and k norms, five sliding layers with a rope of their own to one full."""
+"""Gemma 3's text model: Gemma 2 with norms on q and k, and without capped scores.
+
+By default one full layer follows five sliding layers, which have a separate rope.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +40,7 @@ class Gemma3Config(ModelConfig):
     num_key_value_heads: int = 4
     head_dim: int = 256
     max_position_embeddings: int = 131072
-    rope_theta: float = 1e6  # of the full layers, and so is rope_scaling
+    rope_theta: float = 1e6  # theta of the full layers; rope_scaling is also theirs
     rope_local_base_freq: float = 1e4  # theta of the sliding layers
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
@@ -49,11 +52,11 @@ class Gemma3Config(ModelConfig):
     final_logit_softcapping: float | None = None
     sliding_window: int | None = 4096
     sliding_window_pattern: int = 6
-    layer_types: list[str] | None = None  # None: every sliding_window_pattern-th layer is full
+    layer_types: list[str] | None = None  # None: every sliding_window_pattern-th is full
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """The window of the sliding layers, None for the others."""
+        """The window of each sliding layer, and None for each other layer."""
         types = self.layer_types or [
             "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
             for index in range(self.num_hidden_layers)
@@ -62,7 +65,7 @@ class Gemma3Config(ModelConfig):
 
 
 _GEMMA3_TEXT = {"vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512}
-# The text models of those with a vision tower.
+# The text models of the sizes that have a vision tower.
 _GEMMA3_TOWER = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 
 Gemma3Config.presets = {
@@ -75,8 +78,8 @@ Gemma3Config.presets = {
 }
 
 
-# What stands beside the text model, and how its tensors are called there: in published checkpoints,
-# and in those that transformers 5 writes.
+# The text model's tensor names in multimodal checkpoints (published ones and those written by
+# transformers 5), and the prefixes of tensors that are not part of the text model.
 _TOWERS = Towers(
     spellings=(
         ("language_model.model.", "model."),
@@ -93,7 +96,7 @@ _TOWERS = Towers(
 
 
 def weight_map(config: Gemma3Config) -> WeightMap:
-    """Where each parameter stands in a Gemma 3 checkpoint."""
+    """Return the map from parameters to the tensors of a Gemma 3 checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(
         config, qkv_bias=bias, out_bias=bias, head_norms=True, norms=SANDWICH_NORMS, towers=_TOWERS
@@ -127,9 +130,9 @@ class Gemma3Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         x = self.post_attention_layernorm(x)
@@ -139,9 +142,9 @@ class Gemma3Block(nn.Module):
 
 @register
 class LigerGemma3(DecoderModel):
-    """Gemma 3's text model on fused layers.
+    """The text model of Gemma 3, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = Gemma3Config
@@ -162,6 +165,6 @@ class LigerGemma3(DecoderModel):
 
     @property
     def ropes(self) -> list[str]:
-        """Sliding layers have a rope of their own, which knows nothing of longer contexts."""
+        """For each layer, the attribute of its rope; that of sliding layers has no rope_scaling."""
         windows = self.built_from.sliding_windows
         return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]

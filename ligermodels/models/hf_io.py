@@ -1,4 +1,4 @@
-"""Between a model and an HF folder: `from_hf`, `save_hf`, and what of a model can be written."""
+"""Load a model from an HF folder (`from_hf`) and save it to one (`save_hf`)."""
 
 import copy
 import dataclasses
@@ -23,13 +23,13 @@ from ligermodels.models.config import ModelConfig
 
 
 class HFModel(nn.Module):
-    """A module that HF checkpoints are loaded into and saved from.
+    """A module that loads and saves HF checkpoints.
 
     Attributes:
         config: the family's config.
-        built_from: the config as it was when the modules were made from it.
-        source_folder: the local checkpoint folder that the weights came from, or None.
-        source_dtype: the dtype that they were loaded in, or None.
+        built_from: a copy of the config from the time when the modules were made.
+        source_folder: the local checkpoint folder that the weights were loaded from, or None.
+        source_dtype: the dtype of the weights when they were loaded, or None.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -45,10 +45,10 @@ class HFModel(nn.Module):
 
     @staticmethod
     def weight_map(config: Any) -> WeightMap:
-        """Where each parameter of a model of this config stands in an HF checkpoint."""
+        """Return the map from this config's parameters to the tensors of an HF checkpoint."""
         raise ConfigError(
-            f"model_type {config.model_type!r} has no weight map; define one on the model's class "
-            "to load and save HF checkpoints"
+            f"model_type {config.model_type!r} has no weight map; to load and save HF checkpoints, "
+            "define weight_map on the model's class"
         )
 
     @classmethod
@@ -65,16 +65,17 @@ class HFModel(nn.Module):
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: of the parameters; default what the checkpoint is stored in.
-            device: where the parameters go, tensor by tensor.
+            dtype: dtype of the parameters. By default each keeps the dtype of the checkpoint.
+            device: device of the parameters. They are loaded onto it tensor by tensor.
             revision: branch, tag or commit of a hub id.
-            allow_nonfinite: let NaN and infinite weights in.
+            allow_nonfinite: whether to accept NaN and infinite weights.
         Raises:
-            ConfigError: config.json is damaged, of another family, or asks for what is not
-                implemented.
-            CheckpointError: weights missing, unexpected, mis-shaped, damaged or quantised, a
-                repository absent or closed; names and shapes are checked before anything large
-                is allocated.
+            ValueError: dtype is not a dtype that parameters can have.
+            ConfigError: config.json is damaged, belongs to another family, or needs a feature that
+                is not implemented.
+            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised, or
+                the repository does not exist or denies access. Names and shapes are checked before
+                anything large is allocated.
         """
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
@@ -101,7 +102,7 @@ class HFModel(nn.Module):
         model.load_state_dict(weights, assign=True)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
-                module.to_empty(device=device)  # no weights: its buffers follow from the config
+                module.to_empty(device=device)  # recomputes its buffers from the config
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
@@ -109,15 +110,17 @@ class HFModel(nn.Module):
         return model
 
     def save_hf(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write an HF checkpoint that transformers, vLLM and llama.cpp read.
+        """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
 
-        The folder is replaced in one step: a save that is killed leaves the old one. Tokenizer
-        and generation files come along from the checkpoint that was loaded; other files in the
-        folder stay.
+        The save replaces the old checkpoint in one step: if it is killed, the old one remains. It
+        also copies the tokenizer and generation files of the checkpoint that the model was loaded
+        from. Other files in the folder stay.
 
-        Args: max_shard_size in bytes.
+        Args: max_shard_size: largest size of a weight file, in bytes.
         Raises:
-            SaveError: the disk is full or closed to us, or a projection is still wrapped.
+            SaveError: the disk is full or not writable, the config was changed after the model was
+                built, or a parameter cannot be saved: it belongs to a wrapper, is sharded, is on
+                the meta device or does not have the config's shape.
         """
         config = self.config
         _check_config(self, folder)
@@ -125,7 +128,7 @@ class HFModel(nn.Module):
         if dtype != self.source_dtype:
             config = dataclasses.replace(config, dtype=_name(dtype))
         weight_map = self.weight_map(config)
-        # Weights tied by hand stand under both names, as an untied config says.
+        # With an untied config, a weight that the user has tied by hand is saved under both names.
         weights = dict(self.named_parameters(remove_duplicate=False))
         _check_savable(weights, {entry.name: entry.shape for entry in weight_map}, folder)
         export.save(
@@ -141,7 +144,7 @@ class HFModel(nn.Module):
 def _check_one_dtype(
     stored: dict[str, torch.dtype], checkpoint: Checkpoint, weight_map: WeightMap
 ) -> None:
-    """Refuse embeddings and projections of several dtypes; norms may have one of their own."""
+    """Raise if embeddings and projections are stored in several dtypes; norms may differ."""
     entries = [entry for entry in weight_map if "norm" not in entry.name]
     first = entries[0]
     for entry in entries:
@@ -150,27 +153,27 @@ def _check_one_dtype(
             raise CheckpointError(
                 f"{info.path}: {entry.spans[0].source!r} is stored in "
                 f"{_name(stored[entry.name])}, but {first.spans[0].source!r} in "
-                f"{_name(stored[first.name])}; choose one for all: from_hf(..., dtype=...)"
+                f"{_name(stored[first.name])}; choose one dtype for all: from_hf(..., dtype=...)"
             )
 
 
-# What may change after the modules were made: nothing there is computed from it.
+# These config fields may change after the modules are made, because no module computes with them.
 _FREE = {
     *("vocab_size", "initializer_range", "dtype", "extra"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
-# The other rope types compute with max_position_embeddings, or may.
+# Other rope types compute, or may compute, with max_position_embeddings.
 _ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
 
 
 def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
-    """Refuse to export a config that is not the one the model computes with."""
+    """Raise if the config to export is not the one that the model computes with."""
     config, built_from = model.config, model.built_from
     if getattr(model, "config_class", None) is not type(config):
         raise SaveError(
             f"{Path(folder)}: {type(model).__name__} does not declare {type(config).__name__} as "
-            f"its config_class: as {config.model_type!r} other programs might compute something "
-            "else; save its state_dict() instead"
+            f"its config_class, so other programs might load it as {config.model_type!r} and "
+            "compute something else; save its state_dict() instead"
         )
     rope = (built_from.rope_scaling or {}).get("rope_type", "default")
     free = _FREE | ({"max_position_embeddings"} if rope in _ROPES_OF_ANY_LENGTH else set())
@@ -192,8 +195,8 @@ def _check_savable(
     if odd := sorted(weights.keys() ^ expected.keys()):
         raise SaveError(
             f"{where}: parameter {odd[0]!r} does not belong to this architecture or is missing "
-            f"({len(odd)} such); merge adapters first (peft: merge_and_unload), and undo wrappers "
-            f"around projections\n{listing(odd)}"
+            f"(this is so for {len(odd)} parameters); merge adapters first (peft: "
+            f"merge_and_unload), and remove wrappers around projections\n{listing(odd)}"
         )
     for name, shape in expected.items():
         weight = weights[name]
@@ -205,11 +208,14 @@ def _check_savable(
             )
         if tuple(weight.shape) != shape:
             raise SaveError(
-                f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config asks "
-                f"for {shape}; change model.config along with the model"
+                f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config needs"
+                f" {shape}; change model.config so that it matches the model"
             )
         if weight.is_meta:
-            raise SaveError(f"{where}: parameter {name!r} is on the meta device: it has no values")
+            raise SaveError(
+                f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
+                "initialise the weights first"
+            )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The report behind `model.kernels()`: what each op will run on, and why."""
+"""The report of `model.kernels()`: which implementation each op will use, and why."""
 
 from collections.abc import Iterator
 
@@ -27,9 +27,9 @@ _ATTENTION = {
 
 
 def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, str]:
-    """Op -> "implementation (reason)" for the model as it is now.
+    """Return {op: "implementation (reason)"} for the model in its present state.
 
-    Args: weight is a parameter of the device and dtype that the ops will see.
+    Args: weight, a parameter whose device and dtype are those of the ops' inputs; head, the head.
     """
     name, reason = dispatch.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
@@ -39,7 +39,7 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
     report["norm + linear, linear + rope, glu + linear"] = (
         "fused"
         if not swapped
-        else f"modules called where swapped: {', '.join(swapped[:10])}"
+        else f"fused, except that these swapped modules are called: {', '.join(swapped[:10])}"
         + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
     )
     report["linear_cross_entropy"] = report["linear_log_probs"] = (
@@ -49,7 +49,7 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
 
 
 def _ops(model: nn.Module) -> Iterator[str]:
-    """The ops of the model's layers and of its head."""
+    """Yield the names of the ops that the model's layers and head use."""
     modules = [*model.modules()]
     if any(isinstance(m, RMSNorm) for m in modules):
         yield from ("rms_norm", "add_rms_norm")
@@ -65,7 +65,11 @@ def _ops(model: nn.Module) -> Iterator[str]:
 
 
 def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
-    """For each kind of layer, what training on long rows takes, whole or packed."""
+    """Return, for each kind of attention layer, the backends used to train on long rows.
+
+    There is one backend for each of: plain rows, packed rows (by position_ids or by cu_seqlens),
+    and rows with padding.
+    """
     device, dtype = weight.device, autocast_dtype(weight) or weight.dtype
     report = {}
     for module in model.modules():
@@ -75,8 +79,8 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
         documents = torch.zeros(1, length, dtype=torch.int64, device="meta")
         masks = {
             "": AttentionMask(length),
-            "documents by position_ids: ": AttentionMask(length, document_ids=documents),
-            "by cu_seqlens and max_seqlen: ": AttentionMask(
+            "documents inferred from position_ids: ": AttentionMask(length, document_ids=documents),
+            "documents given by cu_seqlens and max_seqlen: ": AttentionMask(
                 length, document_ids=documents, max_seqlen=length
             ),
             "padding: ": AttentionMask(length, padding_mask=documents),

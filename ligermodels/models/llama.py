@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and everything with its shape (TinyLlama, CodeLlama, SmolLM2)."""
+"""Llama 1 to 3.3, and other models of the same architecture (TinyLlama, CodeLlama, SmolLM2)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -81,7 +81,7 @@ LlamaConfig.presets = {
 
 
 def weight_map(config: LlamaConfig) -> WeightMap:
-    """Where each parameter stands in a Llama checkpoint."""
+    """Return the map from parameters to the tensors of a Llama checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
 
@@ -109,9 +109,9 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -119,9 +119,9 @@ class LlamaBlock(nn.Module):
 
 @register
 class LigerLlama(DecoderModel):
-    """Llama on fused layers.
+    """The Llama model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = LlamaConfig

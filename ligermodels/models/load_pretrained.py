@@ -1,4 +1,4 @@
-"""Starting an architecture of your own from a checkpoint: what fits is loaded, the rest told."""
+"""Load the matching parameters of a checkpoint into any module, and report the others."""
 
 import os
 import re
@@ -21,20 +21,21 @@ from ligermodels.models.auto import family_of
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_pretrained` did; `str` lists it, layers of one kind in one line.
+    """The result of `load_pretrained`. `str` lists it; layers of the same kind share one line.
 
-    Every parameter of the module is in one of `loaded`, `new` and `mismatched`; every one of the
-    checkpoint, under its name in ligermodels, is a value of `loaded` or in `unused`.
+    Every parameter of the module is in `loaded`, `new` or `mismatched`. Every parameter of the
+    checkpoint is a value of `loaded` or an item of `unused`, under its name in ligermodels.
 
     Attributes:
         source: the checkpoint's folder.
         loaded: name in the module -> name in the checkpoint.
-        new: names in the module that the checkpoint does not have; left as they were.
-        mismatched: name in the module -> why the checkpoint's values were not taken, with both
-            shapes; left as they were. Empty unless `ignore_mismatched_sizes`.
-        unused: names in the checkpoint whose values went nowhere.
-        left_out: how many tensors there are beside those of the text model, by what their names
-            begin with.
+        new: names in the module that the checkpoint does not have. These parameters are unchanged.
+        mismatched: name in the module -> the reason why the checkpoint's values do not fit, with
+            both shapes. These parameters are unchanged. It is empty unless
+            `ignore_mismatched_sizes` is set.
+        unused: names in the checkpoint that were not loaded.
+        left_out: prefix of tensor names -> the number of such tensors, for tensors that do not
+            belong to the text model (vision towers).
     """
 
     source: Path
@@ -73,38 +74,39 @@ def load_pretrained(
     allow_nonfinite: bool = False,
     revision: str | None = None,
 ) -> LoadReport:
-    """Copy into any module those parameters of a checkpoint that it has, by name and shape.
+    """Copy the parameters of a checkpoint into any module that has them, by name and shape.
 
-    Names are those of ligermodels' own models, with q, k, v and gate, up packed: what
-    `AutoLiger.from_hf(path).named_parameters()` gives. The module keeps its dtypes and devices. It
-    is changed after everything has been read and checked: an error leaves it as it was. Until
-    then the values wait in host memory, in the module's dtypes.
+    The names are those of ligermodels' own models, with packed q, k, v and packed gate, up:
+    `AutoLiger.from_hf(path).named_parameters()` lists them. The module keeps its dtypes and
+    devices. All values are read and checked before the module is changed, so an error leaves it
+    unchanged. Until then the values are in host memory, in the module's dtypes.
 
-    Values are moved, never computed with. Parameters that mean different things do not match,
-    whatever their names and shapes: the weights of norms that differ in `offset` (Gemma's is 1),
-    of embeddings that differ in `scale`, of an `Attention` with other heads, and of norms in
-    different places: Llama's post_attention_layernorm stands before the MLP, where a block with
-    norms around its sub-layers (Gemma 2) has its pre_feedforward_layernorm, so rename it. Whether
-    activations, rope or windows are those of the checkpoint is not checked.
+    Values are copied without arithmetic. Two parameters with the same name and shape do not match
+    if they mean different things: weights of norms with different `offset` (Gemma's is 1), of
+    embeddings with different `scale`, of `Attention` layers with different heads, and of norms in
+    different places. For example, Llama's post_attention_layernorm comes before the MLP. In a block
+    with norms around its sub-layers (Gemma 2) the norm before the MLP is pre_feedforward_layernorm,
+    so rename it. Activations, rope and windows are not compared with the checkpoint's.
 
-    A head that the checkpoint ties to its embedding is not stored, so that a head of the module's
-    own is new; one parameter that the module has under two names is loaded under both.
+    If the checkpoint ties the head to its embedding, it stores no head, so an untied head of the
+    module is new. A parameter that the module has under two names is loaded under both.
 
     Args:
-        module: whatever has parameters; not on the meta device, not sharded.
+        module: a module with parameters. They must not be sharded or on the meta device.
         path: a local folder, or a hub id, of any supported family.
-        rename: from a name in the checkpoint to the name in the module; None leaves that one out.
-        ignore_mismatched_sizes: leave what does not match as it is, and report it; default is to
-            raise.
-        allow_nonfinite: let NaN and infinite weights in.
+        rename: a function from a name in the checkpoint to the name in the module. If it returns
+            None, that parameter is not loaded.
+        ignore_mismatched_sizes: whether to leave parameters that do not match unchanged and report
+            them. By default they raise CheckpointError.
+        allow_nonfinite: whether to accept NaN and infinite weights.
         revision: branch, tag or commit of a hub id.
-    Returns: which parameters were loaded, are new, did not match, were not used.
+    Returns: a report of the parameters that were loaded, are new, do not match or are not used.
     Raises:
-        ConfigError: config.json is damaged, of no supported family, or asks for what is not
-            implemented.
-        CheckpointError: what `from_hf` raises; a parameter that does not match, naming file, key
-            and both shapes; no parameter in common; two for one place; a module that cannot be
-            written to.
+        ConfigError: config.json is damaged, belongs to no supported family, or needs a feature that
+            is not implemented.
+        CheckpointError: `from_hf` would raise it; a parameter does not match (the message has the
+            file, the key and both shapes); the module and the checkpoint have no name in common;
+            two parameters have the same target; or a target cannot be written to.
     """
     folder = hub.resolve(path, revision=revision)
     family = family_of(folder)
@@ -151,7 +153,7 @@ def _match(
     rename: Callable[[str], str | None] | None,
     folder: Path,
 ) -> tuple[dict[str, Entry], list[str]]:
-    """The checkpoint's entry for each name in the module, and the entries that have none."""
+    """Return the checkpoint's entry for each name in the module, and the names of other entries."""
     found: dict[str, Entry] = {}
     unused = []
     for entry in entries:
@@ -160,15 +162,16 @@ def _match(
             unused.append(entry.name)
         elif name in found:
             raise CheckpointError(
-                f"{folder}: rename puts both {found[name].name!r} and {entry.name!r} into {name!r}"
+                f"{folder}: rename puts both {found[name].name!r} and {entry.name!r} into "
+                f"{name!r}; return a different name, or None, for one of them"
             )
         else:
             found[name] = entry
     if not found:
         raise CheckpointError(
-            f"{folder}: the module has no parameter of the checkpoint's names; give rename a "
-            "function from a name in the checkpoint to the module's. In the checkpoint:\n"
-            f"{listing(_by_layer(unused))}\nIn the module:\n{listing(_by_layer(parameters))}"
+            f"{folder}: the module has no parameter of the checkpoint's names; pass as rename a "
+            "function from a name in the checkpoint to a name in the module. The checkpoint has:\n"
+            f"{listing(_by_layer(unused))}\nThe module has:\n{listing(_by_layer(parameters))}"
         )
     return found, unused
 
@@ -176,7 +179,10 @@ def _match(
 def _difference(
     module: nn.Module, name: str, parameter: nn.Parameter, model: nn.Module, entry: Entry
 ) -> str | None:
-    """Why the entry's values, made for `model`, cannot be the parameter's; None if they can."""
+    """Return why the parameter cannot take the entry's values, or None if it can.
+
+    `model` is the checkpoint's own model, which the entry's values belong to.
+    """
     if tuple(parameter.shape) != entry.shape:
         return (
             f"has shape {list(entry.shape)} in the checkpoint, {list(parameter.shape)} in the "
@@ -193,7 +199,7 @@ def _difference(
 
 
 def _meaning(module: nn.Module, name: str) -> dict[str, str]:
-    """What the values of a parameter depend on beside its shape, as far as modules say so."""
+    """Return the properties of a parameter's module that decide what its values mean."""
     path, _, child = name.rpartition(".")[0].rpartition(".")
     parent = module.get_submodule(path)
     owner = parent.get_submodule(child)
@@ -207,7 +213,7 @@ def _meaning(module: nn.Module, name: str) -> dict[str, str]:
         meaning["heads (of queries, of keys)"] = heads
     if child in ("post_attention_layernorm", "pre_feedforward_layernorm"):
         before_mlp = child in pre_norm_names(parent)
-        meaning["its place"] = "before the MLP" if before_mlp else "behind attention"
+        meaning["its place"] = "before the MLP" if before_mlp else "after attention"
     return meaning
 
 
@@ -219,17 +225,20 @@ def _check_writable(
         what = f"{folder}: {entries[name].name!r} cannot be loaded: the module's {name!r}"
         if parameter.is_meta:
             raise CheckpointError(
-                f"{what} is on the meta device; give it memory first (to_empty) or build the "
-                "module elsewhere"
+                f"{what} is on the meta device; allocate it first (module.to_empty), or build the "
+                "module on another device"
             )
         if is_sharded(parameter):
-            raise CheckpointError(f"{what} is sharded; load before sharding")
+            raise CheckpointError(f"{what} is sharded; load before sharding the module")
         if not parameter.is_floating_point():
-            raise CheckpointError(f"{what} is of {parameter.dtype}, not of floats")
+            raise CheckpointError(
+                f"{what} is of {parameter.dtype}, which is not a floating point dtype"
+            )
         if id(parameter) in names:
             raise CheckpointError(
-                f"{what} is one with {names[id(parameter)]!r}, and the checkpoint has both; give "
-                "rename a function that returns None for one of them, or untie them"
+                f"{what} is the same parameter as {names[id(parameter)]!r}, but the checkpoint has "
+                "values for both; pass as rename a function that returns None for one of them, or "
+                "untie them"
             )
         names[id(parameter)] = name
 
@@ -244,13 +253,13 @@ def _describe(
     made_of = f" (here {name!r})" if len(sources) == 1 else f" and others (here {name!r})"
     return (
         f"{checkpoint.tensors[sources[0]].path}: {sources[0]!r}{made_of} {why}{count}; "
-        "ignore_mismatched_sizes=True leaves such parameters as they are"
+        "pass ignore_mismatched_sizes=True to leave such parameters unchanged"
         + ("" if len(lines) == 1 else f"\n{listing(_by_layer(lines))}")
     )
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:
-    """The names with those that differ in a layer's number alone in one: a.{0-2,5}.b."""
+    """Merge the names that differ only in the layer's number into one, such as a.{0-2,5}.b."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         found = re.search(r"(?<=\.)\d+(?=\.)", name)
@@ -263,7 +272,7 @@ def _by_layer(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "{0-2,5}", one number as itself."""
+    """Format [0, 1, 2, 5] as "{0-2,5}", and a single number without braces."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Mistral: Llama with grouped heads and, in its first version, a sliding window."""
+"""Mistral: Llama with grouped heads. Its first version also has a sliding window."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +18,7 @@ class MistralConfig(ModelConfig):
     """Fields of a Mistral `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "mistral"
-    # Readers that find no window assume one, or none, each as they like.
+    # Programs differ in the window that they assume if this field is missing.
     written: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
     intermediate_size: int = 14336
@@ -31,7 +31,7 @@ class MistralConfig(ModelConfig):
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """The one window, in every layer."""
+        """The same window for every layer."""
         return [self.sliding_window] * self.num_hidden_layers
 
 
@@ -54,7 +54,7 @@ MistralConfig.presets = {
 
 
 def weight_map(config: MistralConfig) -> WeightMap:
-    """Where each parameter stands in a Mistral checkpoint."""
+    """Return the map from parameters to the tensors of a Mistral checkpoint."""
     return decoder_weight_map(config)
 
 
@@ -79,9 +79,9 @@ class MistralBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -89,9 +89,9 @@ class MistralBlock(nn.Module):
 
 @register
 class LigerMistral(DecoderModel):
-    """Mistral on fused layers.
+    """The Mistral model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = MistralConfig

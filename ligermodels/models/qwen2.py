@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and windows in the later layers if asked."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optional windows in later layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,13 +26,13 @@ class Qwen2Config(ModelConfig):
     max_position_embeddings: int = 32768
     hidden_act: str = "silu"
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # without effect unless use_sliding_window
-    max_window_layers: int = 28  # how many layers from the first on do not slide
-    layer_types: list[str] | None = None  # wins over max_window_layers
+    sliding_window: int | None = 4096  # has no effect unless use_sliding_window
+    max_window_layers: int = 28  # this many first layers have no window
+    layer_types: list[str] | None = None  # overrides max_window_layers
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """The window of the sliding layers, None for the others."""
+        """The window of each sliding layer, and None for each other layer."""
         window = self.sliding_window if self.use_sliding_window else None
         types = self.layer_types or [
             "sliding_attention"
@@ -74,7 +74,7 @@ Qwen2Config.presets = {
 
 
 def weight_map(config: Qwen2Config) -> WeightMap:
-    """Where each parameter stands in a Qwen2 checkpoint."""
+    """Return the map from parameters to the tensors of a Qwen2 checkpoint."""
     return decoder_weight_map(config, qkv_bias=True)
 
 
@@ -101,9 +101,9 @@ class Qwen2Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -111,9 +111,9 @@ class Qwen2Block(nn.Module):
 
 @register
 class LigerQwen2(DecoderModel):
-    """Qwen2 and Qwen2.5 on fused layers.
+    """The Qwen2 or Qwen2.5 model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = Qwen2Config

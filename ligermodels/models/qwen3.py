@@ -1,4 +1,4 @@
-"""Qwen3, the dense models: norms on q and k of each head, and no biases unless asked."""
+"""Qwen3, dense models: Llama with norms on q and k of each head. Biases are optional."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from ligermodels.models.qwen2 import Qwen2Config
 
 @dataclass(kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Qwen2's fields, with a head_dim of its own and biases if asked."""
+    """The fields of Qwen2, an independent head_dim, and attention_bias."""
 
     model_type: ClassVar[str] = "qwen3"
 
@@ -42,7 +42,7 @@ Qwen3Config.presets = {
 
 
 def weight_map(config: Qwen3Config) -> WeightMap:
-    """Where each parameter stands in a Qwen3 checkpoint."""
+    """Return the map from parameters to the tensors of a Qwen3 checkpoint."""
     bias = config.attention_bias
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, head_norms=True)
 
@@ -71,9 +71,9 @@ class Qwen3Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is such a sum, too.
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
 
-        The adds are left to the norms that follow them; a residual of None stands for zero.
+        The norm after each addition computes the sum. A residual of None means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
         return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
@@ -81,9 +81,9 @@ class Qwen3Block(nn.Module):
 
 @register
 class LigerQwen3(DecoderModel):
-    """Qwen3 on fused layers.
+    """The Qwen3 model, built from fused layers.
 
-    `model(input_ids)` gives hidden states, `model(input_ids, labels=labels)` the head's output.
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
     """
 
     config_class = Qwen3Config

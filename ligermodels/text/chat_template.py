@@ -1,4 +1,4 @@
-"""Chat templates: reading a checkpoint's, choosing one of them, and rendering it in a sandbox."""
+"""Read the chat templates of a checkpoint, choose one, and render it in a sandbox."""
 
 import json
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ ChatTemplate = str | dict[str, str]
 
 
 def read_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """A checkpoint's chat template, or several under their names.
+    """Return a checkpoint's chat template, or a dict of several named templates.
 
-    The template files are read, and where there are none, the tokenizer config.
+    The template files take precedence. Without them, the tokenizer config may have templates.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -45,16 +45,16 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: the file cannot be read: {error}") from error
 
 
 def choose_template(own: ChatTemplate | None, asked: str | None, tools: bool, source: str) -> str:
-    """The template to render: the one that is asked for, else the checkpoint's own.
+    """Return the template to render: the requested one, otherwise the checkpoint's own.
 
     Args:
         own: the checkpoint's template or templates.
         asked: a template, or the name of one in `own`.
-        tools: whether the conversation has tools, for which there may be a template "tool_use".
+        tools: whether the conversation has tools. If so, a template named "tool_use" is preferred.
         source: the checkpoint, for messages.
     Raises:
         CheckpointError: there is no template, or there are several and none is named "default".
@@ -64,26 +64,30 @@ def choose_template(own: ChatTemplate | None, asked: str | None, tools: bool, so
             asked = "tool_use" if tools and "tool_use" in own else "default"
             if asked not in own:
                 raise CheckpointError(
-                    f"{source}: several chat templates and none named 'default'; "
-                    f"pass chat_template= one of {sorted(own)}"
+                    f"{source}: the checkpoint has several chat templates, but none named "
+                    f"'default'; pass one of these names as chat_template: {sorted(own)}"
                 )
         return own.get(asked, asked)
     template = asked if asked is not None else own
     if template is None:
-        raise CheckpointError(f"{source}: no chat template; pass chat_template= a jinja2 one")
+        raise CheckpointError(
+            f"{source}: the checkpoint has no chat template; pass a jinja2 template as "
+            "chat_template"
+        )
     return template
 
 
 def render_template(template: str, source: str, **variables: Any) -> str:
-    """The text that a template makes of its variables.
+    """Render a template with its variables, and return the text.
 
     Raises:
-        CheckpointError: the template is broken, or refuses its input, such as roles out of order.
+        CheckpointError: the template is faulty, or it refuses its input, such as a wrong order of
+            roles.
     """
     try:
         return _compiled(template).render(**variables)
-    except Exception as error:  # A template is a program and may raise Python's errors, too.
-        raise CheckpointError(f"{source}: chat template: {error}") from error
+    except Exception as error:  # A template is a program, so it may raise any error of Python.
+        raise CheckpointError(f"{source}: the chat template raised an error: {error}") from error
 
 
 @lru_cache(maxsize=16)
@@ -92,18 +96,18 @@ def _compiled(template: str) -> "jinja2.Template":
 
 
 def _environment() -> "jinja2.Environment":
-    """The jinja2 environment that chat templates are written for.
+    """Return the jinja2 environment that chat templates expect.
 
-    It is a sandbox, since templates are untrusted code from a hub.
+    It is a sandbox, because a template is untrusted code from a hub.
     """
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant says; rendering leaves it as it is."""
+        """The tag `{% generation %}` marks the assistant's text, which is rendered unchanged."""
 
-        tags = {"generation"}  # noqa: RUF012, the base class declares it so
+        tags = {"generation"}  # noqa: RUF012, the base class declares a mutable attribute
 
         def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
             line = next(parser.stream).lineno
@@ -114,7 +118,7 @@ def _environment() -> "jinja2.Environment":
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja2's own filter escapes HTML, which does not belong in a prompt.
+        # jinja2's own filter escapes HTML. A prompt must not have these escapes.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(

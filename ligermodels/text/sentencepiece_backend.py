@@ -1,4 +1,4 @@
-"""tokenizer.model, in the `sentencepiece` package."""
+"""Read a tokenizer.model with the `sentencepiece` package."""
 
 import re
 from collections.abc import Mapping
@@ -11,20 +11,21 @@ from ligermodels.text.tokenizer_config import AddedToken
 
 
 class SentencePieceBackend:
-    """A sentencepiece model; added and special tokens are cut out of the text before it sees it.
+    """A tokenizer that encodes and decodes with a sentencepiece model.
 
-    It would spell `</s>` as four ordinary characters. A leading space is kept, as sentencepiece and
-    transformers 4 do (transformers 5 merges it into the prefix). Text behind a special token gets
-    no prefix space unless the config says `legacy`. Without `add_bos_token` bos is added, and
-    without `add_eos_token` eos is not: these are the defaults of Llama's tokenizer.
+    Added and special tokens are split off before the model sees the text, because the model would
+    encode `</s>` as four ordinary characters. A leading space is kept, as in sentencepiece and
+    transformers 4 (transformers 5 merges it into the prefix). Text after a special token gets no
+    prefix space unless `legacy` is true in the config. By default bos is added and eos is not, as
+    in Llama's tokenizer; `add_bos_token` and `add_eos_token` change this.
 
     Args:
         path: the file.
-        config: tokenizer_config.json.
-        special_tokens: name -> text; the model's own bos, eos and unk stand in where one is absent.
+        config: the content of tokenizer_config.json.
+        special_tokens: name -> text. For bos, eos and unk, the model's own token is the default.
         added_tokens: id -> token.
     Raises:
-        CheckpointError: the file is no sentencepiece model.
+        CheckpointError: the file is not a sentencepiece model.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class SentencePieceBackend:
         raw = path.read_bytes()
         try:
             self.prefixing = sentencepiece.SentencePieceProcessor(model_proto=raw)
-            # A protobuf field that comes twice is merged, and the later value wins: this appends
+            # protobuf merges a field that appears twice, and the later value wins. So this appends
             # `normalizer_spec { add_dummy_prefix: false }` without the protobuf package.
             self.plain = sentencepiece.SentencePieceProcessor(model_proto=raw + b"\x1a\x02\x18\x00")
         except Exception as error:
             raise CheckpointError(
-                f"{path}: not a sentencepiece model (Llama 3's is a tiktoken file; "
-                "such a checkpoint needs its tokenizer.json)"
+                f"{path}: the file is not a sentencepiece model; if it is a tiktoken file, as "
+                "Llama 3 has, the checkpoint needs its tokenizer.json"
             ) from error
         if config.get("add_prefix_space") is False:
             self.prefixing = self.plain
@@ -63,7 +64,7 @@ class SentencePieceBackend:
         self.special_tokens |= special_tokens
 
         self.special_ids: set[int] = set()
-        patterns: dict[str, str] = {}  # token -> what is cut out of the text for it
+        patterns: dict[str, str] = {}  # token -> the pattern that splits it off the text
         for index, entry in sorted(added_tokens.items()):
             token = entry["content"]
             self.to_token[index], self.to_id[token] = token, index
@@ -78,7 +79,7 @@ class SentencePieceBackend:
                 self.to_token[index], self.to_id[token] = token, index
             patterns.setdefault(token, re.escape(token))
             self.special_ids.add(self.to_id[token])
-        # The longest token comes first, since another one may be its beginning.
+        # The longest token comes first, because a shorter token may be a prefix of it.
         longest_first = sorted(filter(None, patterns), key=len, reverse=True)
         cut = "|".join(patterns[token] for token in longest_first)
         self.split = re.compile(f"({cut})") if cut else None
@@ -93,7 +94,7 @@ class SentencePieceBackend:
         ids: list[int] = []
         parts = self.split.split(text) if self.split else [text]
         for position, part in enumerate(parts):
-            if position % 2:  # re.split puts what the group matched at the odd places
+            if position % 2:  # re.split puts the matches of the group at odd positions.
                 ids.append(self.to_id[part if part in self.to_id else part.strip()])
             elif part:
                 prefixed = self.legacy or position == 0
@@ -104,7 +105,7 @@ class SentencePieceBackend:
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.special_ids]
         text: list[str] = []
-        # Neighbouring bytes are decoded together: a character may consist of several.
+        # Consecutive bytes are decoded together, because a character may have several bytes.
         for is_byte, group in groupby(ids, key=self.bytes.__contains__):
             if is_byte:
                 text.append(_decode_bytes(bytes(self.bytes[i] for i in group)))
@@ -124,7 +125,8 @@ class SentencePieceBackend:
 
 
 def _decode_bytes(run: bytes) -> str:
-    # As the `tokenizers` package: one replacement character per byte of a run that is not UTF-8.
+    # Like the `tokenizers` package, this returns one replacement character per byte of a run that
+    # is not UTF-8.
     try:
         return run.decode("utf-8")
     except UnicodeDecodeError:

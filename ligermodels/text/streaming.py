@@ -1,23 +1,23 @@
-"""Text of tokens that arrive one at a time."""
+"""Decode tokens that arrive one at a time."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 
 class Decoder(Protocol):
-    """What streaming asks of a tokenizer."""
+    """The interface that streaming needs of a tokenizer."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
 class TextStream:
-    """Turns tokens into pieces of text as they come, and never splits a character.
+    """A decoder that turns arriving tokens into pieces of text and never splits a character.
 
     Args:
-        tokenizer: its `decode` is used.
-        context: the ids before the first one. Their text is not repeated, but a word that follows
-            them keeps its leading space.
-        skip_special_tokens: leave special tokens out of the text.
+        tokenizer: the object whose `decode` is called.
+        context: the ids before the first pushed token. Their text is not returned again, but a
+            word that follows them keeps its leading space.
+        skip_special_tokens: whether to leave special tokens out of the text.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class TextStream:
     ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # Each token decodes a short window alone: some ids whose text is out, and those after them.
-        # The former are there because a leading space depends on something being before it.
+        # Each push decodes only a short window: some ids whose text was returned already, and the
+        # ids after them. The old ids are needed, because a leading space depends on the ids before.
         self.ids = list(context)[-8:]
         self._mark_shown()
 
@@ -37,10 +37,10 @@ class TextStream:
         self.shown_ids, self.shown_length = len(self.ids), len(self._decode())
 
     def push(self, token: int) -> str:
-        """The text that has become final with this token; "" within a character of several."""
+        """Return the text that is now final. It is "" while a character is incomplete."""
         self.ids.append(int(token))
         text = self._decode()
-        # An incomplete character reads as U+FFFD until its last byte is there.
+        # An incomplete character decodes to U+FFFD until its last byte is there.
         if len(text) <= self.shown_length or text.endswith("\ufffd"):
             return ""
         new = text[self.shown_length :]
@@ -49,7 +49,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The text that was held back: a character that stays incomplete is U+FFFD."""
+        """Return the rest of the text. A character that is still incomplete becomes U+FFFD."""
         new = self._decode()[self.shown_length :]
         self._mark_shown()
         return new

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as a Hugging Face folder describes it, without transformers."""
+"""Convert text to token ids and back with the tokenizer of an HF folder, without transformers."""
 
 import os
 import re
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# What reads a tokenizer file; both answer the same calls.
+# Each of the two classes reads one kind of tokenizer file. Both have the same methods.
 Backend = TokenizersBackend | SentencePieceBackend
 
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    A folder with a tokenizer.json is read by the `tokenizers` package, one that has only a
-    tokenizer.model by `sentencepiece`.
+    The `tokenizers` package reads a tokenizer.json. If the folder has only a tokenizer.model,
+    `sentencepiece` reads it.
 
     Attributes:
-        special_tokens: the text of each special token, under names such as "bos_token".
-        chat_template: a template, a dict of named ones, or None.
+        special_tokens: name, such as "bos_token" -> text of the special token.
+        chat_template: a template, a dict of named templates, or None.
         source: the folder, for messages.
-        vocab_size: the number of ids, added tokens included (transformers' `len(tokenizer)`).
+        vocab_size: the number of ids with added tokens, as transformers' `len(tokenizer)`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tokenizer:
         """Read the tokenizer of a local folder or a hub id.
 
         Raises:
-            CheckpointError: there is no such checkpoint, it has neither a tokenizer.json nor a
+            CheckpointError: the checkpoint does not exist, it has neither a tokenizer.json nor a
                 sentencepiece tokenizer.model, or a file is damaged.
         """
         folder = resolve(path, revision, weights=False)
@@ -77,22 +77,28 @@ class Tokenizer:
         return cls(backend, read_chat_template(folder, config), str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the bos and eos the checkpoint asks for by default."""
+        """Return the token ids of `text`.
+
+        Args: add_special_tokens adds bos and eos, each if the checkpoint's settings enable it.
+        """
         return self.backend.encode(text, add_special_tokens)
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:
-        """Text of ids, of a 1-D tensor or of one id; ids outside the vocabulary have no text."""
+        """Return the text of several ids, of a 1-D tensor or of one id.
+
+        Ids outside the vocabulary are skipped.
+        """
         found: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         found = [found] if isinstance(found, int) else map(int, found)
         size = self.backend.size()
         return self.backend.decode([i for i in found if 0 <= i < size], skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of the token with this text, None where the vocabulary has none."""
+        """Return the id of the token with this text, or None if there is no such token."""
         return self.backend.token_to_id(token)
 
     def id_to_token(self, index: int) -> str | None:
-        """Text of a token as the vocabulary spells it, None where there is no such id."""
+        """Return the text of a token as the vocabulary has it, or None if there is no such id."""
         return self.backend.id_to_token(index)
 
     @property
@@ -133,26 +139,26 @@ class Tokenizer:
         documents: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> Any:
-        """Render a conversation (dicts with "role" and "content") as the model was trained on it.
+        """Render a conversation with the chat template that the model was trained with.
 
         Args:
-            messages: the conversation.
-            add_generation_prompt: end with what introduces the assistant's answer.
-            tokenize: False returns the text.
-            chat_template: a template, or the name of one of the checkpoint's.
-            tools, documents: what a template may describe to the model.
+            messages: the conversation, as dicts with "role" and "content".
+            add_generation_prompt: whether to append the text that begins the assistant's answer.
+            tokenize: whether to return token ids. If False, the text is returned.
+            chat_template: a template, or the name of one of the checkpoint's templates.
+            tools, documents: tools and documents that the template may describe to the model.
             variables: further variables of the template.
-        Returns: a list of token ids, or the text. No bos or eos is added to what the template
-            writes.
+        Returns: a list of token ids, or the text. No bos or eos is added to the template's text.
         Raises:
             ValueError: there are no messages.
             CheckpointError: there is no template, or it fails or refuses the conversation.
         """
         if not messages:
             raise ValueError(
-                f"{self.source}: an empty conversation has nothing to render; pass messages"
+                f"{self.source}: an empty conversation cannot be rendered; pass at least one "
+                "message"
             )
-        # Templates test whether a key is there, and OpenAI's messages have `"tool_calls": None`.
+        # Templates test whether a key exists, but OpenAI's messages have `"tool_calls": None`.
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         text = render_template(
             choose_template(self.chat_template, chat_template, tools is not None, self.source),
@@ -171,7 +177,8 @@ def _nothing_usable(folder: Path) -> str:
         p.name for p in folder.glob("*") if re.search("token|vocab|merges|tekken", p.name)
     )
     return (
-        f"{folder}: no tokenizer.json and no tokenizer.model; "
-        f"found {', '.join(found) if found else 'no tokenizer files'}\n"
-        "transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        f"{folder}: there is no tokenizer.json and no tokenizer.model; the folder has "
+        f"{', '.join(found) if found else 'no tokenizer files'}\n"
+        "transformers can write a tokenizer.json: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its tokenizer beside the vocabulary: special and added tokens."""
+"""Read the tokenizer settings of a checkpoint: the special tokens and the added tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing_extensions import Required
 from ligermodels.converters.files import is_int, read_json
 from ligermodels.errors import CheckpointError, shown
 
-# As transformers' SPECIAL_TOKENS_ATTRIBUTES.
+# transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -33,13 +33,13 @@ class AddedToken(TypedDict, total=False):
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, checked as far as it is used; {} where there is none.
+    """Return the content of tokenizer_config.json, or {} if there is no such file.
 
-    Without "added_tokens_decoder" it is of the older layout, which has its special tokens in
-    special_tokens_map.json.
+    The keys that ligermodels uses are checked. A config without "added_tokens_decoder" has the
+    older layout, whose special tokens are in special_tokens_map.json.
 
     Raises:
-        CheckpointError: a file is damaged; the message names the file and the key.
+        CheckpointError: a file is damaged. The message names the file and the key.
     """
     config = _read_checked(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
@@ -48,7 +48,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each special token that the config has, under names such as "bos_token"."""
+    """Return the special tokens of the config: name, such as "bos_token" -> text."""
     found = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
     return {
         name: token["content"] if isinstance(token, dict) else token
@@ -57,13 +57,13 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """The config's "added_tokens_decoder": id -> token, in the order of the ids."""
+    """Return the config's "added_tokens_decoder" as id -> token, in the order of the ids."""
     decoder = config.get("added_tokens_decoder", {})
     return {int(index): decoder[index] for index in sorted(decoder, key=int)}
 
 
 def read_added_tokens(folder: Path) -> dict[int, AddedToken]:
-    """added_tokens.json of the older layout: id -> token; {} where there is none.
+    """Return added_tokens.json of the older layout as id -> token, or {} if there is no such file.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -81,7 +81,7 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 
 def _read_checked(path: Path) -> dict[str, Any]:
-    """A settings file in which what is used here has the right types."""
+    """Read a settings file and check the types of the values that ligermodels uses."""
     found = _read_if_there(path)
 
     def check(key: str, good: bool, expected: str) -> None:
@@ -98,12 +98,12 @@ def _read_checked(path: Path) -> dict[str, Any]:
         index.isdecimal() and len(index) < 10 and _has_strings(entry, "content")
         for index, entry in decoder.items()
     )
-    check("added_tokens_decoder", good, "ids with an object that has 'content' each")
+    check("added_tokens_decoder", good, "an object that maps ids to objects with 'content'")
     template = found.get("chat_template")
     good = template is None or isinstance(template, str)
     if isinstance(template, list):
         good = all(_has_strings(entry, "name", "template") for entry in template)
-    check("chat_template", good, "a string or a list of named ones")
+    check("chat_template", good, "a string or a list of objects with 'name' and 'template'")
     return found
 
 

@@ -1,4 +1,4 @@
-"""tokenizer.json, in the `tokenizers` package."""
+"""Read a tokenizer.json with the `tokenizers` package."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +9,17 @@ from ligermodels.text.tokenizer_config import added_tokens
 
 
 class TokenizersBackend:
-    """A tokenizer.json with the added and special tokens of the tokenizer config.
+    """A tokenizer.json, with the added and special tokens of the tokenizer config.
 
-    The file's own post-processor adds bos and eos; as in transformers, `add_bos_token` and
-    `add_eos_token` of the config are not read.
+    The post-processor of the file adds bos and eos. As in transformers, `add_bos_token` and
+    `add_eos_token` of the config have no effect.
 
-    Args: path is the file; config is tokenizer_config.json; special_tokens maps names to texts.
+    Args:
+        path: the file.
+        config: the content of tokenizer_config.json.
+        special_tokens: name -> text.
     Raises:
-        CheckpointError: the file is damaged, or the config gives a token another id.
+        CheckpointError: the file is damaged, or the config gives a token another id than the file.
     """
 
     def __init__(
@@ -26,9 +29,9 @@ class TokenizersBackend:
 
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises a bare Exception for every fault
-            raise CheckpointError(f"{path}: not a tokenizer file: {error}") from error
-        # A file that was saved after training with truncation would cut what it encodes.
+        except Exception as error:  # The package raises a bare Exception for every fault.
+            raise CheckpointError(f"{path}: this is not a tokenizer file: {error}") from error
+        # A file may have been saved with truncation and padding switched on for training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         for index, entry in added_tokens(config).items():
@@ -40,7 +43,7 @@ class TokenizersBackend:
                 if (got := tokenizer.token_to_id(token)) != index:
                     raise CheckpointError(
                         f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder gives "
-                        f"{token!r} id {index}, but {path.name} leaves it {got}"
+                        f"{token!r} id {index}, but with {path.name} the token gets id {got}"
                     )
         added = tokenizer.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
@@ -67,7 +70,7 @@ class TokenizersBackend:
         return self.tokenizer.id_to_token(index)
 
     def size(self) -> int:
-        # The ids may have gaps, so this is the highest id and not the number of tokens.
+        # The ids may have gaps, so this uses the highest id and not only the number of tokens.
         added = self.tokenizer.get_added_tokens_decoder()
         return max(
             self.tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1

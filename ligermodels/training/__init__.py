@@ -1,1 +1,1 @@
-"""Fine-tuning: data, packing, the trainer and the run directory."""
+"""Fine-tuning: the data, its packing, the trainer and the folder of a run."""

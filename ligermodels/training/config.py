@@ -1,6 +1,6 @@
-"""What a fine-tuning run is told: its options, their limits, and which may change on resume.
+"""The options of a fine-tuning run: their limits, and which of them may change on resume.
 
-This module imports no torch, so that the command line can show the options at once.
+This module does not import torch, so that the command line shows its help quickly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _option(
     free_on_resume: bool = False,
     **limits: float,
 ) -> Any:
-    """A field with what the command line shows of it and what `FinetuneConfig` checks.
+    """Return a dataclass field that holds an option's help, choices and limits.
 
-    `limits` are those of `limit_complaint`. An option is `free_on_resume` when it may differ
-    between a run and its continuation: it changes no weight that is trained, or (the data files)
-    the hash of the packed rows tells what must not change.
+    `limits` are those of `limit_complaint`. A resumed run may change an option that is
+    `free_on_resume`: either it does not affect the trained weights, or (the data files) the hash of
+    the packed rows is compared instead.
     """
     facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
     return field(default=default, metadata=facts)
@@ -42,85 +42,96 @@ _free_option = partial(_option, free_on_resume=True)
 
 @dataclass(kw_only=True)
 class FinetuneConfig:
-    """The options of a fine-tuning run. Many have their names in transformers' TrainingArguments.
+    """The options of a fine-tuning run. Many are named as in transformers' TrainingArguments.
 
-    `ligermodels finetune --help` shows each option with its meaning. `resume=True` continues from
-    the last checkpoint in `output_dir`, and starts from the beginning where there is none.
+    `ligermodels finetune --help` explains each option. `resume=True` continues from the last
+    checkpoint in `output_dir`, or starts from the beginning if there is none.
 
     Raises:
-        ConfigError: a value is outside its limits, or two options exclude each other.
+        ConfigError: a value has the wrong type or breaks a limit, or two options exclude each
+            other.
     """
 
-    model: str = _option(MISSING, "hub id or folder of the checkpoint to start from")
+    model: str = _option(MISSING, "hub id or local folder of the checkpoint to start from")
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
-        MISSING, "plain text, or .jsonl with text, with prompt and completion, or with messages"
+        MISSING, "plain text, or .jsonl objects with text, prompt and completion, or messages"
     )
     output_dir: str = _free_option(
-        MISSING, "folder for the run; the export goes to its folder model/"
+        MISSING, "folder of the run; the exported model goes to its subfolder model/"
     )
     eval_files: list[str] | None = _free_option(  # noqa: RUF009
-        None, "files of the same kinds to measure perplexity on"
+        None, "files to measure perplexity on, in the same formats"
     )
     eval_fraction: float = _free_option(
         0.05,
-        "share of the training data held out where no evaluation files are given",
+        "share of the training data to hold out if no evaluation files are given",
         at_least=0,
         less_than=1,
     )
-    max_eval_rows: int | None = _free_option(None, "measure on at most so many rows", at_least=1)
+    max_eval_rows: int | None = _free_option(
+        None, "largest number of rows to evaluate on", at_least=1
+    )
     eval_steps: int | None = _free_option(
         None, "steps between evaluations (default: five evaluations in the run)", at_least=1
     )
     separator: str | None = _option(
         None,
-        "line between the documents of a text file; '' separates paragraphs "
-        "(default: a file is one document)",
+        "line that separates the documents of a text file; '' splits at blank lines "
+        "(default: each file is one document)",
     )
     revision: str | None = _option(None, "branch, tag or commit of a hub checkpoint")
 
-    seq_len: int = _option(1024, "tokens in a row; documents are packed into rows", at_least=2)
-    batch_size: int = _option(4, "rows in a forward pass", at_least=1)
-    gradient_accumulation_steps: int = _option(1, "forward passes in a step", at_least=1)
-    num_train_epochs: float = _option(1.0, "times to go through the training rows", more_than=0)
+    seq_len: int = _option(1024, "tokens per row; documents are packed into rows", at_least=2)
+    batch_size: int = _option(4, "rows per forward pass", at_least=1)
+    gradient_accumulation_steps: int = _option(1, "forward passes per optimizer step", at_least=1)
+    num_train_epochs: float = _option(1.0, "passes over the training rows", more_than=0)
     max_steps: int | None = _option(
         None, "number of optimizer steps; overrides the number of epochs", at_least=1
     )
 
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
     min_lr_rate: float = _option(
-        0.1, "last learning rate, as a share of the peak", at_least=0, at_most=1
+        0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1
     )
     warmup_steps: int | None = _option(
         None, "steps of linear warm-up (default: 3% of the steps)", at_least=0
     )
-    weight_decay: float = _option(0.01, "AdamW's decay of matrices", at_least=0)
-    adam_beta1: float = _option(0.9, "AdamW's first decay rate", at_least=0, less_than=1)
-    adam_beta2: float = _option(0.95, "AdamW's second decay rate", at_least=0, less_than=1)
+    weight_decay: float = _option(0.01, "AdamW's weight decay, for matrices only", at_least=0)
+    adam_beta1: float = _option(0.9, "decay rate of AdamW's first moment", at_least=0, less_than=1)
+    adam_beta2: float = _option(
+        0.95, "decay rate of AdamW's second moment", at_least=0, less_than=1
+    )
     adam_epsilon: float = _option(1e-8, "AdamW's epsilon", more_than=0)
-    max_grad_norm: float = _option(1.0, "clip gradients to this norm; 0 does not clip", at_least=0)
-    seed: int = _option(0, "decides the held-out part and the order of the rows", at_least=0)
+    max_grad_norm: float = _option(
+        1.0, "clip gradients to this norm; 0 turns clipping off", at_least=0
+    )
+    seed: int = _option(0, "seed for the held-out documents and the order of the rows", at_least=0)
 
     precision: str | None = _option(
         None,
-        "bf16-mixed keeps float32 weights and computes in bfloat16; bf16 keeps bfloat16 weights, "
-        "too (default: bf16-mixed on a GPU, float32 on a CPU)",
+        "bf16-mixed keeps float32 weights and computes in bfloat16; bf16 also keeps the weights in "
+        "bfloat16 (default: bf16-mixed on a GPU, float32 on a CPU)",
         choices=PRECISIONS,
     )
-    device: str | None = _free_option(None, "cpu or cuda (default: cuda where there is one)")
-    activation_checkpointing: bool = _option(False, "recompute each block in backward: less memory")
+    device: str | None = _free_option(None, "cpu or cuda (default: cuda if there is a GPU)")
+    activation_checkpointing: bool = _option(
+        False, "recompute each block in backward to save memory"
+    )
     compile: bool = _option(False, "run the model through torch.compile")
 
     save_steps: int = _free_option(500, "steps between checkpoints; 0 writes none", at_least=0)
-    save_total_limit: int = _free_option(2, "checkpoints to keep", at_least=1)
-    logging_steps: int = _free_option(1, "steps between looks at the loss", at_least=1)
+    save_total_limit: int = _free_option(2, "number of newest checkpoints to keep", at_least=1)
+    logging_steps: int = _free_option(1, "steps between two reports of the loss", at_least=1)
     export_dtype: str | None = _free_option(
         None,
-        "dtype of the export (default: the weights as they were trained)",
+        "dtype of the export (default: the dtype of the trained weights)",
         choices=EXPORT_DTYPES,
     )
-    max_shard_size: int = _free_option(5 * 10**9, "bytes in one file of the export", at_least=1)
+    max_shard_size: int = _free_option(
+        5 * 10**9, "largest size of one weight file of the export, in bytes", at_least=1
+    )
     resume: bool = _free_option(
-        False, "go on from the last checkpoint in the output folder, if there is one"
+        False, "continue from the last checkpoint in the output folder, if there is one"
     )
     overwrite_output_dir: bool = _free_option(False, "remove the run that the output folder holds")
 
@@ -132,7 +143,7 @@ class FinetuneConfig:
         if not self.train_files:
             raise ConfigError("train_files: at least one file is needed")
         if self.resume and self.overwrite_output_dir:
-            raise ConfigError("resume and overwrite_output_dir: choose one of the two")
+            raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         types = option_types()
         for option in fields(self):
             value = getattr(self, option.name)
@@ -147,9 +158,9 @@ FREE_ON_RESUME = frozenset(
 
 
 def option_types() -> dict[str, type]:
-    """The type of each option's value: str, list[str], int, float or bool; None is left out."""
+    """Return the type of each option's value, without None: str, list[str], int, float or bool."""
     hints = get_type_hints(FinetuneConfig)
-    # An optional value is annotated as its type and None, in this order.
+    # An optional value is annotated as `type | None`, in this order.
     return {
         name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
         for name, hint in hints.items()
@@ -165,7 +176,7 @@ _LIMITS = {
 
 
 def limit_complaint(value: float, **limits: float) -> str | None:
-    """Say which limit a number breaks, such as "must be at least 2, not 1"; None if it keeps all.
+    """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
 
     A number that is not finite breaks every limit.
 
@@ -180,7 +191,7 @@ def limit_complaint(value: float, **limits: float) -> str | None:
 def _complaint(option: Field[Any], kind: type, value: Any) -> str | None:
     choices = option.metadata["choices"]
     if choices is not None and value not in choices:
-        return f"one of {', '.join(choices)} is needed, not {value!r}"
+        return f"must be one of {', '.join(choices)}, not {value!r}"
     if kind is int and type(value) is not int:
         return f"must be a whole number, not {value!r}"
     if kind is float and not isinstance(value, (int, float)):
@@ -189,5 +200,5 @@ def _complaint(option: Field[Any], kind: type, value: Any) -> str | None:
 
 
 def _as_list(paths: Any) -> list[str]:
-    """The paths as strings; a single path makes a list of one."""
+    """Return the paths as strings; a single path gives a list of one."""
     return [str(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]

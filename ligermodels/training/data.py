@@ -1,7 +1,7 @@
-"""Training data: text and JSONL files become documents of tokens with a mask for the loss.
+"""Training data: turn text and JSONL files into documents of token ids with a loss mask.
 
-`packing` makes the rows of a batch from them. Everything in both is a function of the files, the
-tokenizer and a seed, so that a run that was killed finds the same rows in the same order.
+`packing` packs the documents into rows. Both modules depend only on the files, the tokenizer and a
+seed. A run that was killed therefore finds the same rows in the same order when it resumes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip"
 
 @dataclass(frozen=True)
 class Document:
-    """One document: `ids` (n,) int32, and `loss_mask` (n,) bool, True where an id is a target.
+    """One document: `ids` (n,) int32, and `loss_mask` (n,) bool, True if the id is a target.
 
-    A plain text may be cut anywhere. An example with a prompt may not (`divisible` is False),
-    because what is cut off would be an answer without its question.
+    `divisible` says whether the document may be cut into pieces. Plain text may be cut anywhere. An
+    example with a prompt may not, because its second piece would be an answer without a question.
     """
 
     ids: np.ndarray
@@ -40,12 +40,12 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        """How many ids are targets of the loss."""
+        """The number of ids that are targets of the loss."""
         return int(self.loss_mask.sum())
 
 
 def file_hashes(paths: Sequence[str | Path]) -> dict[str, str]:
-    """The SHA-256 of each file by its absolute path."""
+    """Return the SHA-256 of each file, by absolute path."""
     found = {}
     for path in paths:
         digest = hashlib.sha256()
@@ -57,20 +57,20 @@ def file_hashes(paths: Sequence[str | Path]) -> dict[str, str]:
 
 
 def check_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The paths as `Path`, each an existing file of a kind that can be read; DataError otherwise.
+    """Return the paths as `Path`, or raise DataError if one is missing or not supported.
 
-    Separate from reading, so that a mistyped name is found before a model is downloaded.
+    This is separate from reading, so that a mistyped name is found before a model is downloaded.
     """
     files = [Path(path) for path in paths]
     for file in files:
         if file.is_dir():
-            raise DataError(f"{file}: is a folder, a text or JSONL file is needed")
+            raise DataError(f"{file}: this is a folder; give a text or JSONL file")
         if not file.is_file():
-            raise DataError(f"{file}: no such file")
+            raise DataError(f"{file}: the file does not exist")
         if file.suffix.lower() in REFUSED_SUFFIXES:
             raise DataError(
-                f"{file}: {file.suffix} files are not read; give plain text, or .jsonl with one "
-                "object per line"
+                f"{file}: {file.suffix} files are not supported; give plain text, or .jsonl "
+                "with one object per line"
             )
     return files
 
@@ -78,16 +78,16 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
 def read_documents(
     paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
 ) -> list[Document]:
-    """Tokenise files into documents, in file order.
+    """Tokenize files into documents, in file order.
 
-    Names that end in .jsonl or .ndjson hold one object per line, with `text`, with `prompt` and
-    `completion`, or with `messages` (a list of role and content, which goes through the chat
-    template). Any other file is UTF-8 text: one document, or several between lines that equal
-    `separator` ("" separates paragraphs, at blank lines).
+    A file named .jsonl or .ndjson holds one object per line. The object has `text`, or `prompt` and
+    `completion`, or `messages` (a list of role and content, which the chat template formats). Any
+    other file is UTF-8 text. It is one document, or several if lines that equal `separator`
+    separate them ("" splits at blank lines).
 
-    Every document ends with the tokenizer's end-of-text token. Targets are all tokens but the
-    first of a text, the completion and its end, and the assistant's turns. Raises DataError naming
-    file and line.
+    Every document except a conversation ends with the tokenizer's end-of-text token. The targets
+    are all tokens of a text except the first, a completion with its end token, and the assistant's
+    turns of a conversation. Raises DataError, which names file and line.
     """
     files = check_files(paths)
     encoder = _Encoder(tokenizer)
@@ -98,17 +98,17 @@ def read_documents(
             continue
         text = _read_text(file)
         if "\0" in text:
-            raise DataError(f"{file}: holds NUL characters, so it is not a text file")
+            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
         documents += [encoder.text(each) for each in split_text(text, separator)]
     documents = [document for document in documents if document.num_targets]
     if not documents:
         names = ", ".join(str(file) for file in files)
-        raise DataError(f"{names}: nothing to train on, every document is empty")
+        raise DataError(f"{names}: there is nothing to train on, because every document is empty")
     return documents
 
 
 def split_text(text: str, separator: str | None) -> list[str]:
-    """The documents of a text, cut at lines that equal `separator`; empty ones are left out."""
+    """Split a text at the lines that equal `separator`, and leave out empty documents."""
     parts: list[list[str]] = [[]]
     for line in text.split("\n"):
         if separator is not None and line.strip() == separator.strip():
@@ -123,10 +123,10 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{file}: the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: not UTF-8 text") from None
+        raise DataError(f"{file}:{line}: the line is not UTF-8 text") from None
 
 
 def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
@@ -137,9 +137,14 @@ def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+            raise DataError(
+                f"{where}: the line is not JSON: {error.msg} at column {error.colno}"
+            ) from None
         except (ValueError, RecursionError):
-            raise DataError(f"{where}: not JSON that can be read") from None
+            raise DataError(
+                f"{where}: the line cannot be read as JSON, because it is nested too deeply or "
+                "holds a number with too many digits"
+            ) from None
         document = _record_document(record, where, encoder)
         if document is not None:
             yield document
@@ -151,8 +156,8 @@ def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | N
     kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
     if len(kinds) != 1:
         raise DataError(
-            f'{where}: expected one of "text", "prompt" with "completion", or "messages"; '
-            f"found {', '.join(map(repr, record)) or 'no keys'}"
+            f'{where}: expected one of the keys "text", "prompt" (with "completion") or '
+            f'"messages"; found {", ".join(map(repr, record)) or "no keys"}'
         )
     if kinds == ["messages"]:
         return encoder.chat(_checked_messages(record["messages"], where), where)
@@ -164,7 +169,7 @@ def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | N
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
@@ -177,7 +182,9 @@ def _checked_string(record: dict[str, Any], key: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DataError(f'{where}: "{key}" holds half a surrogate pair') from None
+        raise DataError(
+            f'{where}: "{key}" holds half a surrogate pair, so it is not valid Unicode'
+        ) from None
     return value
 
 
@@ -190,19 +197,21 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
         for key in ("role", "content"):
             _checked_string(message, key, where)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f'{where}: "messages" has no turn of the assistant to learn from')
+        raise DataError(
+            f'{where}: "messages" has no turn of the assistant, so there is nothing to learn'
+        )
     return messages
 
 
 class _Encoder:
-    """Texts, completions and chats to documents, with the tokenizer's own special tokens."""
+    """Encode texts, completions and conversations as documents, with the special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         bare = tokenizer.encode("a", add_special_tokens=False)
         full = tokenizer.encode("a", add_special_tokens=True)
-        # What the tokenizer puts in front (usually a begin token or nothing); what it may put
-        # behind is left to `end`, so that a prompt never carries an end token in the middle.
+        # `prefix` is what the tokenizer adds before a text, usually one begin token or nothing.
+        # `end` replaces what it adds after a text, so that no end token follows a prompt.
         start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         self.prefix = full[:start]
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -218,10 +227,10 @@ class _Encoder:
         return _document(ids, loss_mask, divisible=False)
 
     def chat(self, messages: list[dict[str, Any]], where: str) -> Document:
-        """A conversation through the chat template; targets are what the assistant would write.
+        """Encode a conversation with the chat template; the assistant's turns are the targets.
 
-        A turn of the assistant begins where the template's generation prompt ends, which is
-        where the model takes over when it is asked, and ends where the template ends the turn.
+        A turn of the assistant begins where the template's generation prompt ends, because the
+        model starts to generate there. It ends where the template ends the turn.
         """
         whole = self._render(messages, False, where)
         segments: list[tuple[str, bool]] = []
@@ -234,8 +243,8 @@ class _Encoder:
             if not (whole.startswith(through) and through.startswith(before)):
                 raise DataError(
                     f"{where}: the chat template renders message {i + 1} differently inside the "
-                    "conversation than at its end, so its tokens cannot be told apart; split the "
-                    "conversation so that this message is the last"
+                    "conversation than at its end, so the tokens of this message cannot be found; "
+                    "split the conversation so that this message is the last"
                 )
             segments += [
                 (whole[done : len(before)], False),
@@ -251,18 +260,18 @@ class _Encoder:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False
             )
-        # A template is a program of the checkpoint's: it raises what it likes.
+        # The template is a program from the checkpoint, so it may raise any exception.
         except Exception as error:
             if isinstance(error, LigerError) and not messages:
                 raise
             raise DataError(f"{where}: the chat template fails: {first_line(error)}") from error
 
     def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Tokens of the joined segments, and for each whether it lies in a trained one.
+        """Return the tokens of the joined segments, and for each token whether it is a target.
 
-        The whole is encoded at once where every boundary is also a boundary between tokens, as
-        it nearly always is; else segment by segment, which is how a prompt meets its answer
-        when the model generates.
+        The joined text is encoded at once if every segment boundary is also a token boundary, which
+        is nearly always so. Otherwise each segment is encoded by itself. This matches generation,
+        where the prompt is encoded without its answer.
         """
         texts = [text for text, _ in segments]
         ids = self._encode("".join(texts))
@@ -284,5 +293,5 @@ class _Encoder:
 
 def _document(ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
     mask = np.array(loss_mask, dtype=np.bool_)
-    mask[:1] = False  # nothing comes before the first token that could predict it
+    mask[:1] = False  # no token before the first one could predict it
     return Document(np.array(ids, dtype=np.int32), mask, divisible)

@@ -1,7 +1,7 @@
 """Fine-tune a checkpoint: `finetune(FinetuneConfig(model=..., train_files=[...], output_dir=...))`.
 
-What a run is, from its options to its result. The steps themselves are in `trainer`, the rows in
-`data` and `packing`, the folder that it writes in `run_dir`.
+This module runs all stages, from the options to the export. `data` and `packing` make the rows,
+`trainer` runs the training steps, and `run_dir` manages the output folder.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ligermodels.training.trainer import Trainer, perplexity
 
 @dataclass(kw_only=True)
 class FinetuneResult:
-    """What came of a run. Losses are per token, in nats; perplexity is their exponential.
+    """The result of a run. Losses are per token, in nats; perplexity is their exponential.
 
-    `model_dir` is the export, `model` the trained model itself, in the export's dtype. The
-    evaluations are None where nothing was held out.
+    `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
+    The evaluation losses are None if no data was held out.
     """
 
     output_dir: Path
@@ -47,7 +47,7 @@ class FinetuneResult:
 
     @property
     def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the checkpoint that was given."""
+        """Held-out perplexity of the original checkpoint."""
         return None if self.eval_loss_before is None else perplexity(self.eval_loss_before)
 
     @property
@@ -57,14 +57,15 @@ class FinetuneResult:
 
 
 def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult:
-    """Run `config` to its end: train, evaluate, export.
+    """Train, evaluate and export as `config` says.
 
-    With `progress`, a bar and notes go to stderr. The run can be killed at any moment, and
-    `resume=True` continues it; on a CPU in float32 the weights are then the same, bit for bit.
+    With `progress`, a progress bar and notes go to stderr. The run may be killed at any moment, and
+    `resume=True` continues it. On a CPU in float32, the resumed run gives the same weights bit for
+    bit.
 
     Raises:
-        DataError: a file is missing, unreadable or empty; file and line are named.
-        CheckpointError, ConfigError: the model cannot be loaded, or cannot be what is asked for.
+        DataError: a file is missing, unreadable or empty; the message names file and line.
+        CheckpointError, ConfigError: the model cannot be loaded or does not support an option.
         SaveError: the output cannot be written.
         LigerError: the output folder holds another run, or the loss is no longer finite.
     """
@@ -75,30 +76,30 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     run_dir.check(config.resume, config.overwrite_output_dir, inputs)
     device = pick_device(config.device)
     gpus = [device] if device.type == "cuda" else []
-    # The random generators of whoever calls this stay as they are.
+    # fork_rng restores the random generators of the caller.
     with run_dir.locked(), torch.random.fork_rng(devices=gpus):
         return _Run(config, run_dir, device, progress).run()
 
 
 def resumed_settings(output_dir: str | Path) -> dict[str, Any]:
-    """The options with which the run in `output_dir` was started; {} when there is no run."""
+    """Return the options that started the run in `output_dir`, or {} if there is no run."""
     saved = RunDir(output_dir).read_settings()
     known = {each.name for each in fields(FinetuneConfig)} - {"resume", "overwrite_output_dir"}
     return {k: v for k, v in saved["settings"].items() if k in known} if saved else {}
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name; without a name, a GPU where there is one, else the CPU.
+    """Return the device of that name. None selects a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: the device is not there, or the kernels do not know its kind.
+        ConfigError: the device does not exist, or it is neither a CPU nor a GPU.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device: cpu or cuda is needed, not {name!r}")
+            raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
@@ -107,7 +108,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 class _Run:
-    """One call of `finetune`: load, train, export."""
+    """The stages of one call of `finetune`: load, train and export."""
 
     def __init__(
         self, config: FinetuneConfig, run_dir: RunDir, device: torch.device, progress: bool
@@ -142,7 +143,7 @@ class _Run:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        """The options, with absolute paths: a run may be resumed from another working directory."""
+        """Return the options with absolute paths: a run may be resumed from another directory."""
         settings = {**asdict(self.config), "precision": self.precision}
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
@@ -152,7 +153,7 @@ class _Run:
         return settings
 
     def _rows(self, source: Path) -> tuple[PackedRows, PackedRows | None]:
-        """The packed rows to train and to evaluate on."""
+        """Return the packed rows for training and for evaluation."""
         config = self.config
         tokenizer = Tokenizer.from_hf(source)
         train = read_documents(config.train_files, tokenizer, separator=config.separator)
@@ -170,12 +171,12 @@ class _Run:
         rows = PackedRows(documents, seq_len, pad)
         self._note(
             f"{what} data: {len(documents):,} documents, {rows.num_tokens:,} tokens, "
-            f"{len(rows):,} rows of {rows.width:,}"
+            f"{len(rows):,} rows of {rows.width:,} tokens"
         )
         if rows.num_truncated:
             self._note(
                 f"{what} data: {rows.num_truncated:,} examples are longer than {seq_len} tokens "
-                f"and lose their end; {rows.num_dropped:,} have nothing left to learn"
+                f"and were cut; {rows.num_dropped:,} of them have no target left and were dropped"
             )
         return rows
 
@@ -185,20 +186,24 @@ class _Run:
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
-                f"{source}: vocab_size: the tokenizer makes token {highest}, the model has only "
-                f"{model.config.vocab_size}"
+                f"{source}: vocab_size: the tokenizer makes token {highest}, but the model has "
+                f"only {model.config.vocab_size} tokens; use a tokenizer that fits this model"
             )
         limit = model.config.max_position_embeddings
         if rows.width > limit:
             self._note(
-                f"rows of {rows.width} tokens are longer than the {limit} the model was made for"
+                f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
+                f"({limit})"
             )
         if self.config.activation_checkpointing:
             model.activation_checkpointing_enable()
         return model
 
     def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
-        """Make the folder this run's: nothing of an older run is touched before all has loaded."""
+        """Write the settings of a new run, or check that a resumed run has the same rows.
+
+        Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
+        """
         where = self.run_dir.path
         facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
         if saved is None:
@@ -213,7 +218,8 @@ class _Run:
             )
         elif saved.get("steps") != facts["steps"]:
             raise LigerError(
-                f"{where}: the run has {saved.get('steps')} steps, not {facts['steps']}"
+                f"{where}: the run was started with {saved.get('steps')} steps and cannot be "
+                f"resumed with {facts['steps']}"
             )
 
     def _finish(self, model: DecoderModel, trainer: Trainer) -> FinetuneResult:
@@ -222,7 +228,10 @@ class _Run:
         model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
         metrics = self.run_dir.read_metrics()
         if not plot_losses(metrics, self.run_dir.loss_plot):
-            self._note("no loss.png: matplotlib is missing (pip install 'ligermodels[plot]')")
+            self._note(
+                "loss.png was not drawn, because matplotlib is not installed "
+                "(pip install 'ligermodels[plot]')"
+            )
         losses = [entry["loss"] for entry in metrics if "loss" in entry]
         evals = [entry["eval_loss"] for entry in metrics if "eval_loss" in entry]
         return FinetuneResult(
@@ -244,11 +253,12 @@ class _Run:
 
 
 def _difference(then: dict[str, str], now: dict[str, str]) -> str:
-    """What became of the training files, by their hashes, for files may have been renamed, too."""
+    """Say which training files differ. Hashes decide, because files may have been renamed."""
     if changed := [file for file, digest in now.items() if digest not in then.values()]:
-        return f"{', '.join(changed)} changed or came new"
+        return f"{', '.join(changed)} changed or is new"
     if gone := [file for file, digest in then.items() if digest not in now.values()]:
         return f"{', '.join(gone)} is left out"
     return (
-        "the files are the same, but their order, eval_files, eval_fraction or the tokenizer is not"
+        "the files are the same, but their order, eval_files, eval_fraction or the tokenizer "
+        "changed"
     )

@@ -1,8 +1,8 @@
-"""Documents become rows of a batch, several to a row, and rows get an order.
+"""Pack documents into the rows of a batch, and choose the order of the rows.
 
-A row holds whole documents one after the other. `position_ids` restart with each of them, which is
-what tells the model where attention must stop, and the first token of each is never a target, so
-that the loss does not cross a boundary either. Padding at the end of a row is a document of its own
+A row holds several documents one after the other. `position_ids` restart at each document, so the
+model limits attention to that document. The first token of a document is never a target, so the
+loss does not cross a boundary either. The padding at the end of a row counts as one more document,
 without targets. Lengths are in tokens.
 """
 
@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows as the model takes them: three (rows, width) int64 tensors, and host counts."""
+    """Packed rows for the model: three (rows, width) int64 tensors, and two counts (int)."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -37,10 +37,10 @@ class Batch:
 def hold_out(
     documents: list[Document], fraction: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split off about `fraction` of the documents, for evaluation: (training, held out).
+    """Split off about `fraction` of the documents for evaluation: (training, held out).
 
-    Documents are chosen at random by `seed`. Where there are too few of them, the end of each
-    plain text is held out instead. Raises DataError when nothing can be split off.
+    The documents are chosen at random with `seed`. If there are too few, the end of each plain text
+    is held out instead. Raises DataError if nothing can be split off.
     """
     if fraction <= 0:
         return documents, []
@@ -63,8 +63,8 @@ def hold_out(
         held = [document for i, document in enumerate(documents) if i in chosen]
     if not train or not held:
         raise DataError(
-            "the training data is too small to hold out a part of it for evaluation; give an "
-            "evaluation file, or hold out nothing with an eval fraction of 0"
+            "the training data is too small to hold out a part of it for evaluation; give "
+            "evaluation files, or set the eval fraction to 0 to hold out nothing"
         )
     return train, held
 
@@ -74,10 +74,10 @@ def _generator(*key: int) -> np.random.Generator:
 
 
 def cut(document: Document, seq_len: int) -> list[Document]:
-    """The document in pieces of at most `seq_len` tokens that hold a target each.
+    """Cut a document into pieces of at most `seq_len` tokens that hold at least one target each.
 
     Neighbouring pieces of a text share one token, so that every target is predicted exactly once.
-    An example with a prompt keeps its beginning only.
+    An example with a prompt keeps only its beginning.
     """
     if len(document) <= seq_len:
         return [document] if document.num_targets else []
@@ -93,7 +93,7 @@ def cut(document: Document, seq_len: int) -> list[Document]:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` grouped so that no group exceeds `capacity`: best fit, longest first."""
+    """Group the indices of `lengths` with sums up to `capacity`, by best fit, longest first."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of by_room, sorted
@@ -120,13 +120,13 @@ class PackedRows:
     """Documents packed into rows of at most `seq_len` tokens.
 
     Args:
-        documents: what to pack; texts longer than a row are cut, see `cut`.
-        seq_len: tokens in a row, at least 2.
-        pad_id: the token that fills what is left over.
+        documents: the documents to pack; `cut` shortens those that are longer than a row.
+        seq_len: tokens per row, at least 2.
+        pad_id: the token that fills the end of a row.
 
-    `width` is the length of the longest row, to which all are padded: with little data it is less
-    than `seq_len`. `num_truncated` counts examples with a prompt that were too long and lost their
-    end, `num_dropped` those that lost every target with it.
+    `width` is the length of the longest row, and all rows are padded to it. With little data it is
+    less than `seq_len`. `num_truncated` counts the examples with a prompt that were too long and
+    lost their end. `num_dropped` counts those of them that have no target left.
     """
 
     def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0) -> None:
@@ -140,7 +140,9 @@ class PackedRows:
                 self.num_truncated += 1
                 self.num_dropped += not pieces
         if not self.pieces:
-            raise DataError(f"no document has a target within the first {seq_len} tokens")
+            raise DataError(
+                f"no document has a target within the first {seq_len} tokens; use a larger seq_len"
+            )
         self.rows = best_fit([len(piece) for piece in self.pieces], seq_len)
         self.width = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
         self.num_tokens = sum(len(piece) for piece in self.pieces)
@@ -155,7 +157,7 @@ class PackedRows:
         return max(int(piece.ids.max()) for piece in self.pieces)
 
     def fingerprint(self) -> str:
-        """A hash of every row's tokens and targets: equal exactly when the rows are."""
+        """Return a hash of the tokens and targets of all rows, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(f"row {len(row)}".encode())
@@ -166,8 +168,11 @@ class PackedRows:
         return digest.hexdigest()
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """The rows with these indices, on the CPU: `input_ids`, `labels` with -100 where the loss
-        asks nothing (the positions of `input_ids`, unshifted), and restarting `position_ids`."""
+        """Return the rows with these indices, on the CPU.
+
+        `labels` are not shifted, and are -100 where a token is no target. `position_ids` restart at
+        each document.
+        """
         indices = list(indices)
         shape = (len(indices), self.width)
         input_ids = torch.full(shape, self.pad_id)
@@ -190,9 +195,9 @@ class PackedRows:
 
 
 def row_order(num_rows: int, seed: int) -> Callable[[int], int]:
-    """A function from a running count to a row; each epoch visits all, in an order of its own.
+    """Return a function from a running count to a row index; each epoch has its own order.
 
-    It has no state: the order follows from `seed` and the count alone, which makes resuming exact.
+    The function has no state: the row depends only on `seed` and the count, so resuming is exact.
     """
 
     @lru_cache(maxsize=2)

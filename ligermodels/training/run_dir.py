@@ -1,14 +1,14 @@
-"""The folder of a training run: its settings, its metrics and its checkpoints, all safe to kill.
+"""The folder of a training run: its settings, metrics and checkpoints. A kill damages none.
 
-    run.json        what was asked for, and hashes of what it was asked on
+    run.json        the options of the run, and the hashes of its data
     metrics.jsonl   one line per step and per evaluation
     checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
     model/          the export
     loss.png        the loss curve
 
-A file is written beside its final name, flushed to the disk and renamed, so a reader finds the old
-one or the new one and never a part. The one file that grows in place, metrics.jsonl, is cut back to
-the checkpoint's step on resume.
+A file is written beside its final name, flushed to the disk and renamed. A reader therefore finds
+the old file or the new file, and never a part. Only metrics.jsonl grows in place. On resume it is
+cut back to the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LOSS_PLOT = "loss.png"
 LOCK_FILE = ".lock"
 OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, LOSS_PLOT)
 
-# One line of metrics.jsonl: "step", and what was measured there under names such as "loss".
+# One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Say which file the disk refuses."""
+    """Turn a failed write into a SaveError that names the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -51,16 +51,16 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a file beside `path`, then put it in `path`'s place in one step.
+    """Let `write` fill a file beside `path`, then replace `path` by it in one step.
 
     Raises:
-        SaveError: the disk refuses; `path` is as it was.
+        SaveError: the file cannot be written; `path` is unchanged.
     """
     aside = path.with_name(path.name + ".part")
     try:
         with _writing(path):
             write(aside)
-            # safetensors creates its files readable by their owner alone, whatever the umask says.
+            # safetensors ignores the umask: it creates files that only their owner can read.
             umask = os.umask(0o077)
             os.umask(umask)
             os.chmod(aside, 0o666 & ~umask)
@@ -73,7 +73,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 class RunDir:
-    """The folder `path` of one run."""
+    """The folder of one run, at `path`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -83,44 +83,45 @@ class RunDir:
         self.checkpoint_dir = self.path / CHECKPOINTS
 
     def existing(self) -> list[str]:
-        """Names of a run's files that exist already."""
+        """Return the names of a run's files that exist already."""
         return [name for name in OWNED if os.path.lexists(self.path / name)]
 
     def check(self, resume: bool, overwrite: bool, inputs: Iterable[tuple[str, Path]]) -> None:
-        """Refuse, before anything is loaded, a folder that must not be written to.
+        """Raise LigerError if the folder must not be written to. Nothing has been loaded yet.
 
-        `inputs` are what the run reads and what it calls them: the run must not be written among
-        the model's files, and overwriting must not remove any of them.
+        `inputs` are pairs of a name and a path that the run reads. The run must not write among the
+        model's files, and overwriting must not remove any input.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise LigerError(f"{self.path}: is a file, the output must be a folder")
+            raise LigerError(f"{self.path}: this is a file, but the output must be a folder")
         found = self.existing()
         if found and not resume and not overwrite:
             raise LigerError(
-                f"{self.path}: holds another run ({', '.join(found)}); resume it, overwrite it, or "
-                "choose another folder"
+                f"{self.path}: the folder holds another run ({', '.join(found)}); resume it, "
+                "overwrite it, or choose another folder"
             )
         if resume and found and RUN_FILE not in found:
             raise LigerError(
-                f"{self.path}: holds {', '.join(found)} but no {RUN_FILE}, so it is not a run that "
-                "can be resumed"
+                f"{self.path}: the folder holds {', '.join(found)} but no {RUN_FILE}, so there is "
+                "no run that can be resumed"
             )
         for what, source in inputs:
             if what == "model" and source.is_dir() and source.resolve() == self.path.resolve():
                 raise LigerError(
-                    f"{self.path}: is the checkpoint to start from; choose another folder for the "
-                    "run, so that the two do not mix"
+                    f"{self.path}: this is the checkpoint to start from; choose another folder for "
+                    "the run, so that their files do not mix"
                 )
             for name in found if overwrite else ():
                 owned = (self.path / name).resolve()
                 if source.resolve() == owned or owned in source.resolve().parents:
                     raise LigerError(
-                        f"{source}: overwriting {self.path} would remove the {what} it is made from"
+                        f"{source}: overwriting {self.path} would remove the {what} that the run "
+                        "reads; choose another folder"
                     )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and keep other processes from writing to it meanwhile."""
+        """Create the folder, and keep other processes from writing to it inside the context."""
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / LOCK_FILE, "w")
@@ -128,16 +129,18 @@ class RunDir:
             try:
                 import fcntl
 
-                # held by the process, not by the file: a killed run leaves no lock behind
+                # The process holds this lock, so a killed run leaves no lock behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except ImportError:
                 pass
             except BlockingIOError:
-                raise LigerError(f"{self.path}: another process is training into it") from None
+                raise LigerError(
+                    f"{self.path}: another process is writing a run to this folder"
+                ) from None
             yield
 
     def clear(self) -> None:
-        """Remove what a run wrote and nothing else; the settings go last, to mark it as a run."""
+        """Remove only a run's files, the settings last, because they mark the folder as a run."""
         for name in reversed(self.existing()):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
@@ -146,17 +149,19 @@ class RunDir:
                 path.unlink()
 
     def read_settings(self) -> dict[str, Any] | None:
-        """What run.json holds; None when there is no such file.
+        """Return the content of run.json, or None if the file does not exist.
 
         Raises:
-            CheckpointError: the file cannot be read, or is not that of a run.
+            CheckpointError: the file cannot be read, or it does not describe a run.
         """
         file = self.path / RUN_FILE
         if not file.is_file():
             return None
         found = read_json(file, CheckpointError)
         if not isinstance(found.get("settings"), dict):
-            raise CheckpointError(f"{file}: settings: missing, this is not a run of ligermodels")
+            raise CheckpointError(
+                f"{file}: settings: the key is missing, so this is no run of ligermodels"
+            )
         return found
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
@@ -165,12 +170,12 @@ class RunDir:
         atomic_write(self.path / RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
     def log(self, entry: Metrics) -> None:
-        """Add a line to metrics.jsonl."""
+        """Append a line to metrics.jsonl."""
         with _writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def read_metrics(self) -> list[Metrics]:
-        """The whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
+        """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
         if not self.metrics_file.is_file():
             return []
         entries = []
@@ -184,14 +189,14 @@ class RunDir:
         return entries
 
     def cut_metrics(self, step: int) -> None:
-        """Forget every metric after `step`; a negative step forgets all."""
+        """Remove every metric after `step`; a negative step removes all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
         atomic_write(
             self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
         )
 
     def latest_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step, if there is one."""
+        """Return the checkpoint of the highest step, or None if there is none."""
         return max(self._all_checkpoints(), default=None)
 
     def _all_checkpoints(self) -> list[Path]:
@@ -200,20 +205,20 @@ class RunDir:
     def save_checkpoint(
         self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int
     ) -> Path:
-        """Write the state after `step` steps, then remove all but the newest `keep` checkpoints."""
+        """Write the state after `step` steps, then keep only the newest `keep` checkpoints."""
         tensors = dict(named_state(model, optimizer))
         file = self.checkpoint_dir / f"step-{step:08d}.safetensors"
         with _writing(file):
             self.checkpoint_dir.mkdir(exist_ok=True)
             if self.metrics_file.is_file():
-                # a checkpoint that survives a power cut must find its metrics there as well
+                # If the checkpoint survives a power cut, its metrics must survive, too.
                 sync_file(self.metrics_file)
         atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
         self.prune(keep)
         return file
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and what a kill left half written."""
+        """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
         for old in [*self._all_checkpoints()[:-keep], *self.checkpoint_dir.glob("*.part")]:
             old.unlink()
 
@@ -221,7 +226,7 @@ class RunDir:
 def named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor a run goes on from: weights, and the optimizer's state by parameter name."""
+    """Yield every tensor that resuming needs: the weights and the optimizer's state, by name."""
     for name, parameter in model.named_parameters():
         yield f"model.{name}", parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -229,7 +234,7 @@ def named_state(
 
 
 def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Copy a checkpoint into the model and a fresh, fused AdamW; returns the checkpoint's step.
+    """Copy a checkpoint into the model and a fresh, fused AdamW, and return the checkpoint's step.
 
     Raises:
         CheckpointError: the file is damaged or belongs to another model; nothing was changed.
@@ -246,7 +251,7 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
             wrong = [name for name in names if held.get(name) != wanted.get(name)]
             if wrong:
                 raise CheckpointError(
-                    f"{file}: {wrong[0]}: the checkpoint is not of this model\n{listing(wrong)}"
+                    f"{file}: {wrong[0]}: the checkpoint belongs to another model\n{listing(wrong)}"
                 )
             step = int((checkpoint.metadata() or {})["step"])
             with torch.no_grad():
@@ -254,24 +259,24 @@ def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.O
                     parameter.copy_(checkpoint.get_tensor(f"model.{name}"))
                     state = optimizer.state[parameter]
                     for key in ("exp_avg", "exp_avg_sq"):
-                        # memory of its own, allocated as the optimizer would: a kernel may give
-                        # other last bits on memory that is aligned differently
+                        # Allocate as the optimizer does: a kernel may round differently on memory
+                        # with another alignment.
                         state[key] = torch.empty_like(parameter)
                         state[key].copy_(checkpoint.get_tensor(f"optimizer.{key}.{name}"))
-                    # a fused optimizer counts its steps on the parameter's device
+                    # A fused optimizer keeps its step count on the parameter's device.
                     count = checkpoint.get_tensor(f"optimizer.step.{name}")
                     state["step"] = count.to(parameter.device)
     except CheckpointError:
         raise
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: cannot be read: {error}; remove it to resume from the checkpoint before it"
+            f"{file}: cannot be read: {error}; remove the file to resume from an earlier checkpoint"
         ) from None
     return step
 
 
 def plot_losses(metrics: list[Metrics], file: Path) -> bool:
-    """Draw the loss of every step and evaluation; False, and nothing, without matplotlib."""
+    """Draw the loss of every step and evaluation; without matplotlib, only return False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

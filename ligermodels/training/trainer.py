@@ -1,9 +1,9 @@
-"""The steps of a training run: schedule, optimizer, gradient accumulation, evaluation.
+"""The steps of a training run: schedule, optimizer, gradient accumulation and evaluation.
 
-A step's loss is the sum over all valid targets of all its micro-batches, divided by their number:
-what one big batch would give, however the targets are spread. Nothing a step does depends on
-anything but the weights, the optimizer's state, the seed and the step's number, so a checkpoint
-holds the first two and is enough.
+A step's loss is the sum over the valid targets of all its micro-batches, divided by their number.
+One big batch gives the same loss, however the targets are spread over the micro-batches. A step
+depends only on the weights, the optimizer's state, the seed and the step's number. A checkpoint
+therefore holds only the weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ligermodels.training.run_dir import Metrics, RunDir, load_checkpoint
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: int, min_lr_rate: float) -> float:
-    """The learning rate of a step, counted from 0: linear warm-up, then half a cosine.
+    """Return the learning rate of a step, counted from 0: linear warm-up, then half a cosine.
 
     The rate is `peak` at the end of the warm-up and `min_lr_rate * peak` in the last step, as in
     transformers' schedule `cosine_with_min_lr`.
@@ -36,7 +36,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, min_lr_rate: 
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norm weights and biases do not."""
+    """Return AdamW's groups: weight decay applies to matrices, not to norm weights or biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -45,7 +45,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
-    """How many optimizer steps the config asks for with so many rows."""
+    """Return the number of optimizer steps that the config asks for with `num_rows` rows."""
     if config.max_steps is not None:
         return config.max_steps
     rows_per_step = config.batch_size * config.gradient_accumulation_steps
@@ -53,12 +53,12 @@ def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a loss in nats, short of an overflow."""
+    """Return the exponential of a loss in nats. A loss above 700 counts as 700: no overflow."""
     return math.exp(min(loss, 700.0))
 
 
 class Trainer:
-    """Model, optimizer and rows of one run.
+    """The model, the optimizer and the rows of one run.
 
     `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16".
     """
@@ -93,32 +93,32 @@ class Trainer:
         self._row = row_order(len(rows), config.seed)
 
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass."""
+        """Return the autocast context of a forward pass."""
         mixed = self.precision == "bf16-mixed"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
     def head_options(self, batch: Batch) -> dict[str, Any]:
-        """Options that make the head skip the rows of prompts and padding, where that pays."""
+        """Return options that make the head skip rows without a target, if that saves time."""
         few = batch.num_targets < 0.9 * batch.labels.numel()
-        # A compiled model would be traced anew for every other number of targets.
+        # torch.compile would trace the model again for every new number of targets.
         if few and not self.config.compile:
             return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The batches of a step, on the CPU."""
+        """Return the batches of a step, on the CPU."""
         size, count = self.config.batch_size, self.config.gradient_accumulation_steps
         first = step * size * count
         indices = [self._row(i) for i in range(first, first + size * count)]
         return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
 
     def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step on `batches`: (loss, gradient norm), on the device, and the rate."""
+        """Run one optimizer step. Return loss and gradient norm (on the device) and the rate."""
         config = self.config
-        # Dropout's numbers follow from the step, so a checkpoint holds no generator's state.
+        # The step determines the seed, so a checkpoint need not hold a generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        # This is a tensor because torch.compile would compile anew for every other number.
+        # torch.compile would compile again for every new Python number, so this is a tensor.
         targets = sum(batch.num_targets for batch in batches)
         normalizer = torch.tensor(float(targets), device=self.device)
         loss = torch.zeros((), device=self.device)
@@ -139,7 +139,7 @@ class Trainer:
         return loss, norm, rate
 
     def _loss(self, batch: Batch, **options: Any) -> Tensor:
-        """The loss of a batch; `options` are those of the loss head."""
+        """Return the loss of a batch; `options` are those of the loss head."""
         with self.autocast():
             return self.forward(
                 batch.input_ids.to(self.device),
@@ -151,7 +151,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Loss per target and perplexity over the held-out rows, summed in float64."""
+        """Return loss per target and perplexity on the held-out rows, summed in float64."""
         assert self.eval_rows is not None
         self.model.eval()
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
@@ -166,13 +166,13 @@ class Trainer:
         return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
 
     def train(self, run_dir: RunDir, *, progress: bool = True) -> None:
-        """Take every step that is left, and log, evaluate and write checkpoints on the way."""
+        """Run the remaining steps. Log, evaluate and write checkpoints on the way."""
         config = self.config
         checkpoint = run_dir.latest_checkpoint()
         done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
         run_dir.prune(config.save_total_limit)
         run_dir.cut_metrics(done if checkpoint else -1)
-        # A log file gets a line now and then instead of a bar that redraws itself.
+        # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=self.total_steps,
@@ -229,9 +229,9 @@ class Trainer:
 def _log(
     run_dir: RunDir, waiting: list[dict[str, float | Tensor]], started: float, bar: tqdm[Any]
 ) -> None:
-    """Write the steps whose losses are still on the device: reading a loss waits for the device.
+    """Read the losses of the `waiting` steps from the device, and log the steps.
 
-    The last step began at `started`, and its time includes that wait.
+    Reading waits for the device. The last step began at `started`, and its time includes that wait.
     """
     entries: list[Metrics] = [
         {key: v.item() if isinstance(v, Tensor) else v for key, v in step.items()}
@@ -241,7 +241,7 @@ def _log(
     for entry in entries:
         if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
             raise LigerError(
-                f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm "
+                f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm is "
                 f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
             )
         run_dir.log(entry)

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import plots
 from benchmarks.cases import OPS, Random
+from benchmarks.common import RESULTS
 
 
 def timing(ms: float, op: str) -> dict:
@@ -95,9 +96,9 @@ def test_what_is_of_another_run_is_named(result):
     ops |= {"layer_norm": {"run": "2030-01-02 12:00"}, "host": {"run": "2030-01-02 12:00"}}
     ops |= {"rms_norm": {"run": "2030-01-01 12:00"}, "geglu": {}}
     text = plots.markdown({**result, "ops": ops})
-    assert "\nOf another run, 2030-01-02 12:00: host times, LayerNorm.\n" in text
-    assert "\nOf another run, before: GeGLU (tanh).\n" in text
-    assert text.count("Of another run") == 2
+    assert "\nAnother run (2030-01-02 12:00) measured: host times, LayerNorm.\n" in text
+    assert "\nAnother run (an earlier one) measured: GeGLU (tanh).\n" in text
+    assert text.count("Another run") == 2
 
 
 def test_failures_are_shown_and_an_op_without_rows_is_left_out(result):
@@ -120,7 +121,7 @@ def test_the_text_names_the_machine_the_ceilings_and_what_is_missing(result):
     assert text.startswith(
         "NVIDIA H200; torch 2.11.0, liger-kernel 0.8.5. In the same run a copy moves 4000 GB/s, "
     )
-    assert "Not complete: rope: stopped after 150 s." in text
+    assert "not complete: rope: stopped after 150 s." in text
     # Three products of 2 x rows x width x vocabulary in 0.5 ms, at the table's sizes.
     least, most = (6 * size / 0.5 / 1e9 for size in (8192 * 4096 * 128256, 32768 * 4096 * 128256))
     assert f"alone run at {least:.0f} to {most:.0f} TFLOP/s." in text
@@ -166,3 +167,12 @@ def test_one_op_alone_is_drawn_without_the_others(result, tmp_path):
         "ops_memory.png",
     }
     assert "TFLOP/s" not in (tmp_path / "ops.md").read_text()
+
+
+def test_the_picture_of_the_steps_is_drawn_from_the_committed_results(tmp_path):
+    workloads = plots.step_bars(RESULTS)
+    assert [len(rows) for _, rows in workloads] == [3, 3, 3]
+    for _, rows in workloads:
+        assert [row["implementation"] for row in rows] == list(plots.BARS)
+    plots.draw_steps(RESULTS, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

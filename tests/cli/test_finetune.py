@@ -48,10 +48,10 @@ def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text,
             "finetune", model, "--train-files", *files, "--output-dir", tmp_path / "run", *SMALL
         )
 
-    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: no such file")
+    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: the file does not exist")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
-    assert_one_line(finetune(bad), f"{bad}:2: not JSON")
+    assert_one_line(finetune(bad), f"{bad}:2: the line is not JSON")
     assert_one_line(finetune(text, model=tmp_path / "no-model"), "no-model")
     assert not (tmp_path / "run" / "run.json").exists()
 
@@ -76,7 +76,7 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert second == f"exported to {output}/model"
     assert "training data: " in err and "held-out loss" in err and "tokens/s" in err
 
-    assert_one_line(call(*base), f"{output}: holds another run")
+    assert_one_line(call(*base), f"{output}: the folder holds another run")
     assert_one_line(call(*base, "--resume", "--seed", "1"), "seed: the run was started with 0")
     # the options of the run are remembered
     code, again, err = call("finetune", "--resume", "--output-dir", output, "--quiet")
@@ -88,7 +88,7 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
 
 def test_resuming_where_no_run_is(call, tmp_path):
     result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
-    assert_one_line(result, "nothere: holds no run to resume")
+    assert_one_line(result, "nothere: the folder holds no run to resume")
 
 
 def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tmp_path):

@@ -161,6 +161,6 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypat
     target = tmp_path / "out"
     fill(target, OLD)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == target)
-    with pytest.raises(OSError, match="is a mount point; give a folder inside it"):
+    with pytest.raises(OSError, match="is a mount point; pass a folder inside it"):
         replace(target)
     assert content(target) == OLD and os.listdir(tmp_path) == ["out"]

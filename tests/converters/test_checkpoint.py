@@ -193,10 +193,10 @@ def test_truncated_and_absent_shards(make):
     folder, _ = make(shards=2)
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=f"^{shard}: is truncated"):
+    with pytest.raises(CheckpointError, match=f"^{shard}: the file is truncated"):
         Checkpoint(folder)
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"^{shard}: is missing"):
+    with pytest.raises(CheckpointError, match=f"^{shard}: the file is missing"):
         Checkpoint(folder)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         Checkpoint(folder / "absent")

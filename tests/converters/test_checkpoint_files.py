@@ -9,12 +9,12 @@ from ligermodels.errors import CheckpointError
 @pytest.mark.parametrize(
     "names, message",
     [
-        (["pytorch_model.bin"], r"pytorch_model.bin: holds pickled.*save_pretrained"),
+        (["pytorch_model.bin"], r"pytorch_model.bin: the file holds pickled.*save_pretrained"),
         (["pytorch_model-00001-of-00002.bin", "training_args.bin"], "pytorch_model-00001"),
-        (["consolidated.safetensors"], "consolidated.safetensors: is not in the HF layout"),
+        (["consolidated.safetensors"], "consolidated.safetensors: the file is not in the HF lay"),
         (["adapter_config.json", "adapter_model.safetensors"], "this is an adapter"),
-        (["model-00001-of-00002.safetensors"], "index.json: is missing"),
-        (["m.Q4.gguf"], "GGUF is not read here"),
+        (["model-00001-of-00002.safetensors"], "index.json: the file is missing"),
+        (["m.Q4.gguf"], "does not read GGUF"),
         (["config.json"], "holds no weights"),
     ],
 )
@@ -39,7 +39,7 @@ def test_folders_without_readable_weights_say_what_to_do(names, message):
 )
 def test_weight_map_names_are_plain(name):
     names = ["model.safetensors.index.json"]
-    with pytest.raises(CheckpointError, match=r"'weight_map' puts 'k' into .* no plain file name"):
+    with pytest.raises(CheckpointError, match=r"'weight_map' puts 'k' into .* not a plain"):
         weight_files("repo", names, lambda: {"weight_map": {"k": name}})
 
 
@@ -58,7 +58,7 @@ def test_stale_index_and_missing_shards_are_refused():
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     names = ["model.safetensors.index.json", "model-1-of-2.safetensors"]
     with pytest.raises(
-        CheckpointError, match=r"repo/model-2-of-2.safetensors: is missing"
+        CheckpointError, match=r"repo/model-2-of-2.safetensors: the file is missing"
     ) as error:
         weight_files("repo", names, lambda: index)
     assert "1 of 2 shards" in str(error.value)
@@ -73,13 +73,13 @@ def test_names_of_a_folder_leave_out_links_to_nothing(tmp_path):
     (tmp_path / "gone").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
     assert file_names(tmp_path) == {"file", "link", "pipe"}
-    with pytest.raises(CheckpointError, match="absent: cannot be read"):
+    with pytest.raises(CheckpointError, match="absent: the folder cannot be read"):
         file_names(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("name", ["MODEL.safetensors", "model.safetensors.Index.json"])
 def test_a_name_in_capitals_is_pointed_out(name):
-    with pytest.raises(CheckpointError, match=f"repo/{name}: has to be spelt in small letters"):
+    with pytest.raises(CheckpointError, match=f"repo/{name}: the name must be in lower case"):
         weight_files("repo", [name, "config.json"], dict)
 
 

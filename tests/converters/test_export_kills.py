@@ -128,7 +128,7 @@ def test_a_disk_full_at_any_call_leaves_the_old(make, tmp_path, way, full):
         try:
             place_save()
         except SaveError as fault:
-            if not str(fault).startswith(f"{place.target}: could not be saved: No space left"):
+            if "could not be saved: No space left" not in str(fault):
                 raise
             os._exit(3)
 

@@ -7,7 +7,7 @@ from ligermodels.errors import CheckpointError, ConfigError
 
 
 def test_an_unreadable_file_is_an_error_of_the_kind_asked_for(tmp_path):
-    with pytest.raises(CheckpointError, match="absent: cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match="absent: the file cannot be read: No such file"):
         read_json(tmp_path / "absent", CheckpointError)
     with pytest.raises(ConfigError, match="No such file"):
         read_json(tmp_path / "absent", ConfigError)
@@ -41,7 +41,7 @@ def test_json_of_a_terabyte_is_not_read(tmp_path):
     path.touch()
     os.truncate(path, 10**12)
     with pytest.raises(
-        ConfigError, match=r"config\.json: has 1000000000000 bytes, expected at most"
+        ConfigError, match=r"config\.json: the file has 1000000000000 bytes, expected at most"
     ):
         read_json(path, ConfigError)
 
@@ -55,7 +55,7 @@ def test_json_keeps_what_python_can_hold():
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "null byte"])
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
-    path, message = tmp_path / "config.json", "is no regular file"
+    path, message = tmp_path / "config.json", "is not a regular file"
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":

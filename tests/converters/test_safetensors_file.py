@@ -64,9 +64,9 @@ def test_header_of_a_file_the_library_wrote(tmp_path):
         ({"x": {**GOOD, "more": 1}}, b"\0" * 16, "'x' needs exactly"),
         ({"x" * 10**6: 3}, b"", "'xxx"),
         ({"\ud800\n": 3}, b"", r"'\\ud800\\n' needs exactly"),
-        ({"__metadata__": 3, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object of strings"),
-        ({"__metadata__": {"a": 1}, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object"),
-        ({"__metadata__": None, "x": GOOD}, b"\0" * 16, "'__metadata__' is no object"),
+        ({"__metadata__": 3, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
+        ({"__metadata__": {"a": 1}, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
+        ({"__metadata__": None, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
         (b'{"x": %s}' % (b"1" * 5000), b"", "too many digits"),
         (b"", b"", "is not JSON"),
         (b"{}  ", b"\0", "1 bytes follow the last tensor"),
@@ -83,7 +83,7 @@ def test_damaged_files_name_the_file(tmp_path, header, data, message):
 def test_a_header_longer_than_its_file_is_not_read(tmp_path, content):
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+    with pytest.raises(CheckpointError, match="truncated or is not a safetensors file"):
         SafetensorsFile(path)
 
 
@@ -91,7 +91,7 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n")
     with pytest.raises(
-        CheckpointError, match=r"w\.safetensors: is a git-lfs pointer.*git lfs pull"
+        CheckpointError, match=r"w\.safetensors: the file is a git-lfs pointer.*git lfs pull"
     ):
         SafetensorsFile(path)
 
@@ -100,7 +100,7 @@ def test_pickles_under_another_name_are_told_and_not_opened(tmp_path):
     path = tmp_path / "model.safetensors"
     for new_format in (True, False):
         torch.save({"x": torch.zeros(2)}, path, _use_new_zipfile_serialization=new_format)
-        with pytest.raises(CheckpointError, match=f"{path}: holds pickled weights under another"):
+        with pytest.raises(CheckpointError, match=f"{path}: the file holds pickled weights"):
             SafetensorsFile(path)
     path.write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(CheckpointError, match="is a GGUF file under another name"):
@@ -161,7 +161,7 @@ def test_a_file_changed_after_its_header_was_read(tmp_path, how):
         if how == "replaced":
             save_file({"a": torch.ones(50_000), "b": torch.ones(150_000)}, path)
         else:
-            message = "w.safetensors: cannot be read: No such file"
+            message = "w.safetensors: the file cannot be read: No such file"
     with pytest.raises(CheckpointError, match=message) as caught:
         list(file.read("b"))
     assert str(caught.value).startswith(f"{path}: ")
@@ -176,7 +176,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match=r"w\.safetensors: is no regular file"):
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: this is not a regular file"):
         SafetensorsFile(path)
 
 

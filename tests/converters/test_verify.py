@@ -53,8 +53,8 @@ def test_what_differs_is_reported(make, monkeypatch):
     monkeypatch.setattr(module.Checkpoint, "read", wrong)
     report = verify(folder, LigerLlama)
     assert not report.ok
-    assert "config.json: 'is_llama_config' was True, is None" in report.differences
-    assert "config.json: 'rope_theta' was 500000.0, is 500000" in report.differences
+    assert "config.json: 'is_llama_config' was True and is now None" in report.differences
+    assert "config.json: 'rope_theta' was 500000.0 and is now 500000" in report.differences
     assert "model.norm.weight: differs" in report.differences
     assert str(report).startswith(f"{len(report.differences)} differences in ")
     assert len(str(report).splitlines()) == 12

@@ -14,7 +14,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_cpu_tensors_take_plain_pytorch(monkeypatch) -> None:
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
-    assert dispatch.choose(CPU) == ("torch", "cpu tensors take plain PyTorch")
+    assert dispatch.choose(CPU) == ("torch", "cpu tensors use plain PyTorch")
     assert dispatch.select("glu", torch.ones(1)) is reference.glu
     assert dispatch.select("glu", torch.ones(1, device="meta")) is reference.glu
 

@@ -139,7 +139,7 @@ def test_head_dim_defaults_to_an_even_share() -> None:
     attention = Attention(24, 4)
     assert attention.head_dim == 6
     assert attention.qkv_proj.weight.shape == (72, 24)
-    with pytest.raises(ValueError, match="4 heads in 3 groups"):
+    with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):
         Attention(24, 4, 3)
 
 

@@ -104,16 +104,16 @@ def swap_offsets(header: dict[str, Any]) -> None:
 
 HUGE = "9" * 5000
 WEIGHTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "empty file": (bytes_of(SINGLE, lambda b: b""), SINGLE, "is truncated or no safetensors file"),
+    "empty file": (bytes_of(SINGLE, lambda b: b""), SINGLE, "is truncated or is not a safetensors"),
     "header longer than the file": (
         bytes_of(SINGLE, lambda b: struct.pack("<Q", len(b)) + b[8:]),
         SINGLE,
-        "header of .* bytes does not fit a file",
+        "header of .* bytes, too many for a file",
     ),
     "header of 2^63": (
         bytes_of(SINGLE, lambda b: struct.pack("<Q", 2**63) + b[8:]),
         SINGLE,
-        "does not fit",
+        "too many for a file",
     ),
     "header not JSON": (bytes_of(SINGLE, lambda b: b[:8] + b"x" + b[9:]), SINGLE, "is not JSON"),
     "header not UTF-8": (bytes_of(SINGLE, lambda b: b[:9] + b"\xff" + b[10:]), SINGLE, "UTF-8"),
@@ -123,7 +123,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "shape and offsets disagree": (
         edit_header(lambda h: h[Q].update(shape=[16, 17])),
         SINGLE,
-        f"'{Q}' has 512 bytes, but BF16 of shape",
+        f"'{Q}' has 512 bytes, which is not the size of BF16",
     ),
     "shape that overflows": (
         edit_header(lambda h: h[Q].update(shape=[2**33, 2**33])),
@@ -143,13 +143,13 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "metadata of the wrong type": (
         edit_header(lambda h: h.update(__metadata__=[1])),
         SINGLE,
-        "'__metadata__' is no object of strings",
+        "'__metadata__' is not an object",
     ),
     "pickle under another name": (payload, SINGLE, "is truncated|holds pickled"),
     "torch file under another name": (
         lambda folder: torch.save({"a": torch.zeros(9)}, folder / SINGLE),
         SINGLE,
-        "holds pickled weights under another name, which are never unpickled",
+        "holds pickled weights under another name; they are never unpickled",
     ),
     "missing tensor": (edit_tensors(lambda t: t.pop(Q)), SINGLE, f"'{Q}' is missing"),
     "missing head": (edit_tensors(lambda t: t.pop(HEAD)), SINGLE, f"'{HEAD}' is missing"),
@@ -183,28 +183,28 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         SINGLE,
         "q_proj.qweight' is part of a quantised weight",
     ),
-    "pipe": (replaced(SINGLE, "pipe"), SINGLE, "is no regular file"),
-    "folder": (replaced(SINGLE, "folder"), SINGLE, "is no regular file"),
-    "device": (replaced(SINGLE, "device"), SINGLE, "is no regular file"),
+    "pipe": (replaced(SINGLE, "pipe"), SINGLE, "is not a regular file"),
+    "folder": (replaced(SINGLE, "folder"), SINGLE, "is not a regular file"),
+    "device": (replaced(SINGLE, "device"), SINGLE, "is not a regular file"),
     "loop": (replaced(SINGLE, "loop"), "", "holds no weights: neither model.safetensors nor"),
     "dangling link": (replaced(SINGLE, "dangling"), "", "holds no weights"),
     "no weights": (replaced(SINGLE, "nothing"), "", "holds no weights"),
     "stale index": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'),
         INDEX,
-        "does not name model.safetensors, which stands beside it: one of the two is stale",
+        "does not name model.safetensors, which is in the same folder; one of the two is stale",
     ),
-    "index that is a pipe": (lambda f: os.mkfifo(f / INDEX), INDEX, "is no regular file"),
+    "index that is a pipe": (lambda f: os.mkfifo(f / INDEX), INDEX, "is not a regular file"),
     "index cut": (lambda f: (f / INDEX).write_text('{"weight_map": {"a"'), INDEX, "is not JSON"),
     "index of numbers": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'),
         INDEX,
-        "'weight_map' puts 'a' into 1, which is no plain file name",
+        "'weight_map' puts 'a' into 1, which is not a plain .safetensors file",
     ),
     "index leaving the folder": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}'),
         INDEX,
-        "'weight_map' puts 'a' into '../x.safetensors', which is no plain file name",
+        "'weight_map' puts 'a' into '../x.safetensors', which is not a plain .safetensors file",
     ),
     "index with a tensor twice": (
         lambda f: (f / INDEX).write_text(f'{{"weight_map": {{"a": "{SINGLE}", "a": "{SINGLE}"}}}}'),
@@ -224,9 +224,9 @@ CONFIGS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "deep": (edit_config(deep=json.loads("[" * 300 + "]" * 300)), "nested too deep"),
     "digits": (bytes_of(CONFIG, lambda b: b.replace(b"24", HUGE.encode())), "too many digits"),
-    "pipe": (replaced(CONFIG, "pipe"), "is no regular file"),
-    "folder": (replaced(CONFIG, "folder"), "is no regular file"),
-    "device": (replaced(CONFIG, "device"), "is no regular file"),
+    "pipe": (replaced(CONFIG, "pipe"), "is not a regular file"),
+    "folder": (replaced(CONFIG, "folder"), "is not a regular file"),
+    "device": (replaced(CONFIG, "device"), "is not a regular file"),
     "hidden_size 2^62": (edit_config(hidden_size=2**62), f"hidden_size is {2**62}"),
     "integer beyond floats": (edit_config(rms_norm_eps=10**400), "'rms_norm_eps' is 1000"),
     "theta beyond 64 bits": (
@@ -409,7 +409,7 @@ def test_a_shard_that_shrinks_while_it_is_read(
         os.truncate(folder / SINGLE, 3000)
 
     monkeypatch.setattr(Checkpoint, "check_aliases", cut)
-    refused(folder, CheckpointError, SINGLE, "the file was changed after its header had been read")
+    refused(folder, CheckpointError, SINGLE, "the file was changed after its header was read")
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:

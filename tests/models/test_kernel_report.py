@@ -28,8 +28,8 @@ def test_attention_on_a_cpu() -> None:
     assert report["attention, window 7"] == "; ".join(
         [
             dense,
-            f"documents by position_ids: {dense}",
-            f"by cu_seqlens and max_seqlen: {dense}",
+            f"documents inferred from position_ids: {dense}",
+            f"documents given by cu_seqlens and max_seqlen: {dense}",
             f"padding: {dense}",
         ]
     )

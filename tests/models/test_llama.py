@@ -353,7 +353,7 @@ def test_low_precision_error_beside_transformers(how: str) -> None:
 def test_kernels_report(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     report = model.kernels()
-    assert report["rms_norm"] == "torch (cpu tensors take plain PyTorch)"
+    assert report["rms_norm"] == "torch (cpu tensors use plain PyTorch)"
     assert report["linear_cross_entropy"].startswith("chunked torch")
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     assert model.kernels()["glu"] == "triton (LIGERMODELS_BACKEND=triton)"

@@ -225,7 +225,7 @@ def sandwiched(model: LigerLlama) -> LigerLlama:
 def test_a_norm_that_stands_elsewhere_does_not_take_the_weight(source):
     model = sandwiched(llama(seed=2))
     message = refused(
-        model, source, "has its place before the MLP in the checkpoint's family, behind"
+        model, source, "has its place before the MLP in the checkpoint's family, after"
     )
     assert "layers.1.post_attention_layernorm" in message
 
@@ -262,7 +262,7 @@ def test_a_head_tied_on_one_side_only(tmp_path, source):
 def test_one_parameter_under_two_names(tmp_path, source):
     model = llama(seed=2)
     model.head.proj.weight = model.embed_tokens.weight
-    refused(model, source, "'head.proj.weight' is one with 'embed_tokens.weight'")
+    refused(model, source, "'head.proj.weight' is the same parameter as 'embed_tokens.weight'")
     llama(tie_word_embeddings=True).save_hf(tmp_path / "tied")
     report = load_pretrained(model, tmp_path / "tied")
     assert report.loaded["head.proj.weight"] == report.loaded[EMBEDDING] == EMBEDDING

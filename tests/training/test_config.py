@@ -27,7 +27,7 @@ def make(**changes):
         ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
         ({"eval_fraction": 1.0}, "eval_fraction: must be less than 1"),
         ({"min_lr_rate": 2.0}, "min_lr_rate: must be at most 1"),
-        ({"precision": "fp8"}, "precision: one of float32, bf16-mixed, bf16"),
+        ({"precision": "fp8"}, "precision: must be one of float32, bf16-mixed, bf16"),
         ({"batch_size": "four"}, "batch_size: must be a whole number, not 'four'"),
         ({"max_steps": 2.5}, "max_steps: must be a whole number, not 2.5"),
         ({"num_train_epochs": "two"}, "num_train_epochs: must be a number, not 'two'"),

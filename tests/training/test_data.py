@@ -157,9 +157,9 @@ def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
         ('{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
         ("[1]", "expected an object, found a list"),
         ("null", "expected an object, found null"),
-        ({"body": "a"}, 'expected one of "text"'),
+        ({"body": "a"}, 'expected one of the keys "text"'),
         ({}, "found no keys"),
-        ({"text": "a", "prompt": "b"}, 'expected one of "text"'),
+        ({"text": "a", "prompt": "b"}, 'expected one of the keys "text"'),
         ({"text": 3}, '"text" must be a string, found a number'),
         ({"prompt": "a"}, '"completion" is missing'),
         ({"prompt": "a", "completion": None}, '"completion" must be a string, found null'),
@@ -168,7 +168,7 @@ def test_an_end_token_of_the_tokenizers_own_is_not_doubled(tmp_path):
         ({"messages": [{"role": "user"}]}, '"content" is missing'),
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
-        ("[" * 100_000, "not JSON that can be read"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
@@ -182,13 +182,13 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.txt", b"fine\n\xff", "a.txt:2: not UTF-8 text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: not UTF-8 text"),
+        ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: the line is not UTF-8 text"),
         ("a.txt", b"a\0b", "holds NUL characters"),
         ("a.txt", b" \n", "nothing to train on"),
         ("a.jsonl", b"", "nothing to train on"),
-        ("a.json", b"[]", ".json files are not read"),
-        ("a.parquet", b"PAR1", ".parquet files are not read"),
+        ("a.json", b"[]", ".json files are not supported"),
+        ("a.parquet", b"PAR1", ".parquet files are not supported"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path, name, data, message):
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, name, data, message):
 
 
 def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt: no such file"):
+    with pytest.raises(DataError, match=r"none\.txt: the file does not exist"):
         check_files([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="is a folder"):
         check_files([tmp_path])

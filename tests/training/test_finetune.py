@@ -165,7 +165,7 @@ def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, te
     with pytest.raises(LigerError, match="max_steps: the run was started with 40"):
         resume(max_steps=50)
     other = make_text(tmp_path / "other.txt", seed=1)
-    with pytest.raises(LigerError, match=rf"training data is not what.*: {other} changed or came"):
+    with pytest.raises(LigerError, match=rf"training data is not what.*: {other} changed or is"):
         resume(train_files=[text, other])
     with pytest.raises(LigerError, match=r"training data is not what.*: the files are the same"):
         resume(eval_files=[other])
@@ -193,7 +193,7 @@ def test_a_run_into_the_checkpoint_is_refused_before_anything_is_written(text, t
 def test_rows_beyond_the_models_length_are_noted_once(text, tmp_path):
     short = make_checkpoint(tmp_path / "short", max_position_embeddings=32)
     notes = run(short, text, tmp_path / "run", max_steps=1, separator=None).notes
-    assert sum("longer than the 32 the model was made for" in note for note in notes) == 1
+    assert sum("the model's max_position_embeddings (32)" in note for note in notes) == 1
 
 
 def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):

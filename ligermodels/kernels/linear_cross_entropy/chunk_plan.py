@@ -1,55 +1,66 @@
-"""The chunk plan of a loss head: how many logits exist at once, from sizes and a byte budget."""
+"""The chunk plan of a loss head: a byte budget decides how many logits exist at once."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import choose
 
 DEFAULT_LOGITS_BYTES = 2**30
-"""Default scratch for logits; the float32 accumulator of the weight gradient comes on top."""
+"""Default budget for logits. The float32 accumulator of the weight gradient is not part of it."""
 
 MIN_ACCUMULATED_ROWS = 768
-"""Fewest rows a chunk must have for accumulating the weight gradient to beat recomputing logits.
+"""The fewest rows of a chunk for which it is faster to accumulate the weight gradient than to
+recompute the logits.
 
-Adding a chunk of c rows reads and writes the accumulator, 8 * vocab * in bytes; making its logits
-again costs 2 * c * vocab * in operations. At 4.3 TB/s and 700 TFLOP/s they are equal at c = 650.
+To add the product of a chunk of c rows, the GPU reads and writes the accumulator: 8 * vocab * in
+bytes. To recompute the chunk's logits it does 2 * c * vocab * in operations. At 4.3 TB/s and 700
+TFLOP/s both take the same time at c = 650.
 """
 
 TOKEN_BYTES = 64
-"""Scratch for each token: loss, z-loss, logsumexp, masks, float32 or int64, joined from chunks."""
+"""Scratch bytes for each token: loss, z-loss, logsumexp and masks, in float32 or int64, and the
+copies that exist while the values of the chunks are concatenated."""
 
 
-def wide_copies(hidden: Tensor, with_stats: bool) -> int:
-    """Copies of a chunk's logits in `compute_dtype` that exist at the peak besides the logits."""
+def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
+    """Return how many copies of logits in `compute_dtype` exist at the peak of memory.
+
+    The first number counts copies of a chunk's logits, the second one further copies of one row's.
+    """
     if choose(hidden.device, hidden.dtype)[0] == "triton":
-        return 0  # the kernels work in place
-    return 7 + 2 * with_stats  # with every option set
+        return 0, 0  # the kernels overwrite the logits
+    most = 7 + 2 * with_stats  # the most that any set of options needs
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        return most, 0
+    # On a CPU the reference computes blocks of at most a sixteenth of the chunk, or of one row.
+    return 1, most - 1
 
 
 class Sizes(NamedTuple):
-    """What a loss head needs memory for."""
+    """The sizes that a chunk plan depends on."""
 
-    rows: int  # tokens that logits are made for
+    rows: int  # tokens whose logits are computed
     vocab: int
-    logit_bytes: int  # for each logit of a chunk
-    hidden_bytes: int = 0  # for each row of a chunk whose hidden states are gathered
-    accumulator_bytes: int = 0  # to sum the weight gradient over chunks; 0 where none is needed
-    single_chunk_bytes: int = 0  # besides the logits of a single chunk, in either pass
-    saved_weight_bytes: int = 0  # weight gradient that a single chunk saves for backward
+    logit_bytes: int  # bytes for each logit of a chunk, copies included
+    hidden_bytes: int = 0  # bytes for the hidden states of each row of a chunk, if they are copied
+    accumulator_bytes: int = 0  # sum of the weight gradient over chunks; 0 without that gradient
+    single_chunk_bytes: int = 0  # in addition to the logits, if there is a single chunk
+    saved_weight_bytes: int = 0  # weight gradient that forward saves, if there is a single chunk
     saved_hidden_bytes: int = 0  # hidden gradient that forward saves for backward
-    fixed_bytes: int = 0  # whatever the chunk
-    vocab_loop: bool = True  # whether the weight gradient can be made by `vocab_loop` instead
+    fixed_bytes: int = 0  # memory that does not depend on the plan
+    vocab_loop: bool = True  # whether `vocab_loop` may compute the weight gradient instead
 
 
 class ChunkPlan(NamedTuple):
-    """How the work of a loss head is cut.
+    """How a loss head splits its work.
 
-    Without `vocab_block`, `token_loop` sums the weight gradient over the chunks of tokens. With it,
-    `token_loop` runs first without that gradient; then `vocab_loop` makes it for `vocab_block`
-    classes at a time, from the logits of `block_chunk_size` tokens at a time. Without
-    `grads_in_forward` there is no room to save gradients between the passes: backward makes all of
-    them, from logits that are computed once more.
+    If `vocab_block` is None, `token_loop` sums the weight gradient over chunks of tokens. Otherwise
+    `token_loop` runs without that gradient. `vocab_loop` then computes it for `vocab_block` classes
+    at a time, from the logits of `block_chunk_size` tokens at a time. If `grads_in_forward` is
+    False, there is no memory to save gradients between the passes: backward recomputes the logits
+    and computes all gradients.
     """
 
     chunk_size: int
@@ -59,22 +70,23 @@ class ChunkPlan(NamedTuple):
 
 
 def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
-    """Cut the work of a loss head so that it stays within its budget.
+    """Split the work of a loss head so that it stays within its budget.
 
-    The plan is one chunk where all rows fit; else chunks besides an accumulator, where they are
-    large enough to be worth it; else two loops, where they are possible. By default (None) it is
-    chunks of `DEFAULT_LOGITS_BYTES`, or one chunk whose logits take up to twice the accumulator.
+    If all rows fit, the plan is one chunk. Otherwise it is chunks and an accumulator, if the chunks
+    have at least `MIN_ACCUMULATED_ROWS` rows; otherwise two loops, if `vocab_loop` is possible.
+    Without a budget (None), the plan has chunks of `DEFAULT_LOGITS_BYTES`, or one chunk if its
+    logits take at most twice the accumulator.
 
     Raises:
-        ValueError: the budget does not hold a row and a column of logits, or without a vocabulary
-            loop a row besides the accumulator; the message says what would do.
+        ValueError: the budget cannot hold one row and one column of logits, or, without a
+            vocabulary loop, one row and the accumulator. The message gives the smallest budget.
     """
     rows, vocab = sizes.rows, sizes.vocab
     logit_bytes, hidden_bytes = sizes.logit_bytes, sizes.hidden_bytes
     accumulator_bytes = sizes.accumulator_bytes
     if rows == 0:
         return ChunkPlan(1)
-    # The hidden states of a chunk and their gradient.
+    # hidden_bytes counts twice: for the hidden states of a chunk and for their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
@@ -84,7 +96,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
 
     free = max_scratch_bytes - sizes.fixed_bytes
     whole_bytes = rows * row_bytes + sizes.single_chunk_bytes + sizes.saved_weight_bytes
-    # One column of one row, gathered, and of the float32 sum over the rows.
+    # `vocab_loop` needs at least one logit, one row of hidden states and one column of the sum.
     column_bytes = accumulator_bytes // vocab
     least = row_bytes
     if accumulator_bytes and sizes.vocab_loop:
@@ -101,7 +113,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         beside = sizes.fixed_bytes + least - row_bytes
         raise ValueError(
             f"loss head: max_scratch_bytes={max_scratch_bytes} is too small for {rows} tokens; it "
-            f"must hold a row of logits and {beside} bytes beside it: at least {beside + row_bytes}"
+            f"must hold a row of logits and {beside} more bytes: pass at least {beside + row_bytes}"
         )
     if whole_bytes <= free:
         return ChunkPlan(rows, grads_in_forward=grads_in_forward)
@@ -121,10 +133,10 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
 
 
 def _balanced(total: int, most: int) -> int:
-    """The length of pieces of at most `most`, as few as can be and as equal as the step allows.
+    """Return the length of the fewest pieces of at most `most`, nearly equal in length.
 
-    A short last piece of a few would cost nearly as much as a whole one. The step is what matrix
-    products like: 128, or 8 where pieces are shorter.
+    Equal pieces avoid a short last piece, which would cost nearly as much time as a whole one. The
+    length is a multiple of 128, or of 8 below 128, because matrix products are fast at these sizes.
     """
     if most >= total:
         return total
@@ -136,9 +148,10 @@ def _balanced(total: int, most: int) -> int:
 
 
 def chunks(rows: int, chunk_size: int) -> list[slice]:
-    """The chunks of rows, at least one.
+    """Return the chunks of rows, at least one.
 
-    torch.compile makes one graph for all `rows` of as many chunks: a range to `rows` would fix it.
+    torch.compile reuses one graph for all values of `rows` that give the same number of chunks.
+    `range(0, rows, chunk_size)` would compile one graph for each value.
     """
     starts = [i * chunk_size for i in range(max(1, -(-rows // chunk_size)))]
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], rows])]

@@ -1,9 +1,10 @@
-"""The loss of a linear head: no more logits exist at once than a byte budget holds. Start here.
+"""The loss of a linear head, computed in chunks of logits that fit a byte budget. Start here.
 
-A call checks its options and tensors, gathers the rows that count, makes a chunk plan, chooses a
-strategy and scatters what the strategy says of each token. The rest of the package, in the order of
-a call: valid_rows.py gathers and scatters; chunk_plan.py cuts the work to its budget; strategies.py
-has one autograd Function for each way to come by the gradients; loops.py does the work.
+A call checks its options and tensors, gathers the rows that count, makes a chunk plan, runs a
+strategy and scatters the values of each row back to the targets' shape. The other modules, in the
+order of a call: valid_rows.py gathers and scatters rows; chunk_plan.py splits the work to fit the
+budget; strategies.py has one autograd Function for each way to compute the gradients; loops.py
+computes losses and gradients chunk by chunk.
 """
 
 from collections.abc import Iterable
@@ -53,50 +54,51 @@ def linear_cross_entropy(
     max_valid: int | None = None,
     return_token_stats: bool = False,
 ) -> CrossEntropyOutput:
-    """Cross entropy of softcap(logit_scale * (hidden weight^T + bias)) within a scratch budget.
+    """Compute the cross entropy of a linear head within a memory budget.
 
-    softcap(x) = c tanh(x / c) (Gemma 2). Label smoothing and class weights follow
-    `torch.nn.functional.cross_entropy`. The z-loss, z * logsumexp(logits)^2 for each token (PaLM,
-    arXiv:2204.02311), is part of the loss.
+    The logits are softcap(logit_scale * (hidden weight^T + bias)), with softcap(x) = c tanh(x / c)
+    as in Gemma 2. Label smoothing and class weights follow `torch.nn.functional.cross_entropy`. The
+    loss includes the z-loss, z * logsumexp(logits)^2 for each token (PaLM, arXiv:2204.02311).
 
     Args:
-        hidden: (..., in), float.
-        weight: (vocab, in), hidden's dtype (autocast casts both).
-        targets: (...) int64, aligned with hidden: nothing is shifted here.
-        bias: (vocab), weight's dtype.
-        reduction: "mean" divides the sum by the normalizer, "sum" by nothing, "none" gives a loss
-            for each token, 0 where the target is ignored.
-        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor for "mean". By default it is the
-            exact number of valid targets, or with class weights the sum of theirs. It is not
-            differentiated.
-        ignore_index: the target that counts for nothing.
-        class_weights: (vocab), not differentiated.
-        chunk_size: rows of logits at a time; it overrides the budget.
-        max_scratch_bytes: most memory to hold beyond inputs, outputs and gradients. The least is a
-            row of logits and 64 bytes for each token (64 more for return_token_stats, and 64 more
-            for skip_ignored). Where the budget does not hold a float32 sum of the weight gradient
-            (vocab * in * 4 bytes) and enough rows, that gradient costs one more product; where it
-            does not hold twice the hidden gradient, which forward would save for backward, the
-            hidden gradient costs one more, too. By default it is that sum and 2^30 bytes of logits,
-            or all logits where they take at most twice the sum, and the gradients that forward
-            saves. A copy of a sliced hidden counts; what autocast casts does not, nor what autograd
-            copies for a transposed leaf. On a CPU plain PyTorch makes several wide copies of a row
-            of logits, which count, too.
-        skip_ignored: whether to leave the rows whose target is ignored out of the matrix products.
-            Finding them costs one host synchronisation, and is refused under torch.compile and
-            graph capture, unless max_valid is given.
-        max_valid: for skip_ignored, an upper bound on the number of targets that are not ignored,
-            known on the host; products are made for as many rows. Too small a bound is an error on
-            CPU in eager mode; elsewhere the loss is NaN.
-        return_token_stats: whether to give the log-probability, entropy and correctness of each
-            token as well.
+        hidden: (..., in), floating point.
+        weight: (vocab, in), in hidden's dtype (autocast casts both).
+        targets: (...) int64. targets[i] is the class of hidden[i]: this function shifts nothing.
+        bias: (vocab), in weight's dtype.
+        reduction: "mean" divides the summed loss by the normalizer, "sum" does not divide it, and
+            "none" returns the loss of each token, which is 0 if the target is ignored.
+        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor, only for "mean". By default it is
+            the number of targets that are not ignored, or the sum of their class weights. It gets
+            no gradient.
+        ignore_index: the target of tokens that do not count in the loss or the gradients.
+        class_weights: (vocab). They get no gradient.
+        chunk_size: the number of rows whose logits exist at once; it overrides the budget.
+        max_scratch_bytes: the most memory to use besides inputs, outputs and gradients. It must
+            hold at least a row of logits and 64 bytes for each token (64 more for
+            return_token_stats, and 64 more for skip_ignored). If it cannot hold a float32 sum of
+            the weight gradient (vocab * in * 4 bytes) and enough rows, the weight gradient takes
+            one more matrix product. If it cannot hold twice the hidden gradient, which forward
+            saves for backward, the hidden gradient also takes one more. By default the budget is
+            the float32 sum, 2^30 bytes of logits (or all logits, if they take at most twice the
+            sum) and the gradients that forward saves. The budget includes the copy of a sliced
+            hidden. It does not include the tensors that autocast casts or the copies that autograd
+            makes for a transposed leaf. The plain PyTorch path also makes several float32 copies
+            of a row of logits, and the budget includes them.
+        skip_ignored: whether the matrix products skip the rows whose target is ignored. Without
+            max_valid, this costs one host synchronisation, and raises an error under torch.compile
+            and CUDA graph capture.
+        max_valid: for skip_ignored, an upper bound, known on the host, on the number of targets
+            that are not ignored. The matrix products have this many rows. If the bound is too
+            small, CPU eager mode raises an error; otherwise the loss is NaN.
+        return_token_stats: whether to return also the log-probability, the entropy and the
+            correctness of each token.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
-        "none" the log-probabilities and the entropy are as well. Where all targets are ignored, the
-        loss is 0 and the gradients are zero. The weight gradient is accumulated in float32.
+        "none" the log-probabilities and the entropy are also differentiable. If all targets are
+        ignored, the loss is 0 and the gradients are zero. The weight gradient is summed in float32.
     Raises:
-        ValueError: shapes, dtypes or options that do not fit, a budget too small.
-        RuntimeError: skip_ignored without max_valid under torch.compile or graph capture.
-        IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU the loss of
+        ValueError: a shape, dtype or option is wrong, or the budget is too small.
+        RuntimeError: skip_ignored without max_valid under torch.compile or CUDA graph capture.
+        IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -115,7 +117,7 @@ def linear_cross_entropy(
         one_loss,
     )
     if not one_loss:
-        # The gradients of each token's loss are unknown until backward.
+        # Only backward knows the upstream gradient of each token's loss.
         return _token_outputs(head, targets)
     dtype = compute_dtype(head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
@@ -125,14 +127,14 @@ def linear_cross_entropy(
 
     rows, plan = len(head.args.targets), head.args.plan
     if not plan.grads_in_forward:
-        # There is no room to save gradients between the passes.
+        # The budget cannot hold gradients between the passes.
         return reduce_tokens(_token_outputs(head, targets), divisor)
     strategy: type[torch.autograd.Function] = GradsInForward
     if plan.vocab_block is not None:
-        # There is no room for a float32 sum of the weight gradient over chunks of tokens.
+        # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
-    elif _few_rows(rows, head.weight, head.args.needs_grad) and rows <= plan.chunk_size:
-        # All logits fit in one chunk and are smaller than a weight gradient to save and scale.
+    elif rows <= plan.chunk_size and _saves_logits_grad(rows, head.weight, head.args.needs_grad):
+        # All logits fit in one chunk, and their gradient is cheaper to save than the weight's.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
         loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
@@ -154,30 +156,31 @@ def linear_log_probs(
     skip_ignored: bool = False,
     max_valid: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p at each target and the entropy of p = softmax(t), both differentiable.
+    """Compute log p of each target and the entropy of p = softmax(t), both differentiable.
 
-    These are what preference and policy losses are made of. Backward computes the logits again,
-    chunk by chunk: four matrix products in all.
+    Preference and policy losses are computed from these two. Backward recomputes the logits chunk
+    by chunk; forward and backward together take four matrix products.
 
-    t = softcap(logit_scale * (hidden weight^T + bias)). d log p_y / d t_j = [j = y] - p_j, and with
-    H = -sum p_j log p_j, the entropy in nats, d H / d t_j = -p_j (log p_j + H). A class at
-    -infinity has probability 0 and adds nothing to either.
+    t = softcap(logit_scale * (hidden weight^T + bias)). d log p_y / d t_j = [j = y] - p_j. The
+    entropy is H = -sum p_j log p_j in nats, and d H / d t_j = -p_j (log p_j + H). A class whose
+    logit is -infinity has probability 0 and adds nothing to the entropy or the gradients.
 
     Args:
-        hidden: (..., in), float.
-        weight: (vocab, in), hidden's dtype (autocast casts both).
-        targets: (...) int64, aligned with hidden: nothing is shifted here.
-        bias: (vocab), weight's dtype.
-        entropy: whether to give the entropy, too.
-        logit_scale: as in `linear_cross_entropy`; one over a sampling temperature.
+        hidden: (..., in), floating point.
+        weight: (vocab, in), in hidden's dtype (autocast casts both).
+        targets: (...) int64. targets[i] is the class of hidden[i]: this function shifts nothing.
+        bias: (vocab), in weight's dtype.
+        entropy: whether to return the entropy.
+        logit_scale: as in `linear_cross_entropy`. For a sampling temperature pass its inverse.
         ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid: as in
             `linear_cross_entropy`.
-    Returns: log-probabilities (...) and entropy (...) or None, float32 (float64 for float64
-        inputs), both differentiable, 0 where the target is ignored.
+    Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
+        inputs). Both are 0 if the target is ignored.
     Raises:
-        ValueError: shapes, dtypes or options that do not fit, a budget too small.
-        RuntimeError: skip_ignored without max_valid under torch.compile or graph capture.
-        IndexError: a target outside the vocabulary, on CPU in eager mode; on a GPU that row is NaN.
+        ValueError: a shape, dtype or option is wrong, or the budget is too small.
+        RuntimeError: skip_ignored without max_valid under torch.compile or CUDA graph capture.
+        IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the values
+            of that row are NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     check_options(options, entropy=entropy)
@@ -185,13 +188,13 @@ def linear_log_probs(
     head = _head(hidden, weight, targets, bias, None, options, chunking, entropy, False)
     out = _token_outputs(head, targets)
     if out.log_probs is None:
-        # Without smoothing and z-loss the loss is -log p; 0 - x leaves no -0 where it is ignored.
+        # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
         return 0.0 - out.loss, None
     return out.log_probs, out.entropy
 
 
 def _token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
-    """Everything of each token, differentiable for any gradients with respect to it."""
+    """Return loss and statistics of each token, differentiable with any upstream gradients."""
     with without_autocast(head.hidden):
         tokens = RecomputeInBackward.apply(*head)
         loss, z_loss, *stats = _scattered(tokens, head, targets)
@@ -199,7 +202,7 @@ def _token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
 
 
 def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tensor]:
-    """Values of each row, in the shape of the targets."""
+    """Scatter values of the gathered rows to the targets' shape."""
     index, ignore_index = head.args.row_index, head.args.options.ignore_index
     return [scatter(x, index, targets, ignore_index) for x in rows]
 
@@ -215,12 +218,12 @@ def _head(
     with_stats: bool,
     one_loss: bool,
 ) -> Head:
-    """The head and its rows, checked, cast, and with a chunk plan.
+    """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
-    Args: as in `linear_cross_entropy`, options and chunking checked; with_stats, whether
-        log-probabilities, entropy and correctness are asked for; one_loss, whether forward may make
-        gradients and save them for backward.
-    Raises: as there.
+    Args: as in `linear_cross_entropy`, with options and chunking already checked. with_stats:
+        whether to return log-probabilities, entropy and correctness; one_loss: whether forward may
+        compute gradients and save them for backward.
+    Raises: as `linear_cross_entropy`.
     """
     hidden, weight, bias = _checked(
         hidden, weight, targets, bias, class_weights, options.ignore_index
@@ -244,11 +247,11 @@ def _head(
         )
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
-        # A last chunk of one row makes the length a constant. torch 2.11 traces that only where
-        # it shows before the Function whose outputs have the length.
+        # If the last chunk has one row, the compiler makes the number of rows a constant. torch
+        # 2.11 can trace that only before the Function whose outputs have this length.
         last = chunk_plan.chunks(rows, plan.chunk_size)[-1]
         if last.stop - last.start == 1:
-            pass  # to ask is enough
+            pass  # evaluating the condition is enough
     args = LossArgs(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats)
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
@@ -261,7 +264,7 @@ def _checked(
     class_weights: Tensor | None,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, weight and bias, which fit each other and the targets, as autocast casts them."""
+    """Check all tensors of a call; return hidden, weight and bias, cast if autocast is enabled."""
     if hidden.dim() == 0 or weight.dim() != 2:
         raise ValueError(
             f"loss head: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected "
@@ -279,28 +282,30 @@ def _checked(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.device != hidden.device:
             raise ValueError(
-                f"loss head: {name} is on {parameter.device}, hidden on {hidden.device}; move one"
+                f"loss head: {name} is on {parameter.device} and hidden is on {hidden.device}; "
+                "move one of them to the device of the other"
             )
     weight, bias = cast_operands(hidden, weight, bias)
     hidden, _ = cast_operands(hidden, hidden, None)
     if hidden.dtype != weight.dtype:
-        # Autocast leaves float64 alone.
+        # Autocast does not cast float64.
         way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
         raise ValueError(
-            f"loss head: hidden is {hidden.dtype} and weight {weight.dtype}; cast one{way}"
+            f"loss head: hidden is {hidden.dtype} and weight is {weight.dtype}; cast one{way}"
         )
     if bias is not None:
         check_linear_bias("loss head", weight, bias)
     return hidden, weight, bias
 
 
-def _few_rows(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
-    """Whether the logits of all rows, and their hidden states, take no more than the weight.
+def _saves_logits_grad(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
+    """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
 
-    Forward then saves those for backward, and no gradient of the weight.
+    Otherwise it saves the gradient of the weight, which backward must scale. On a GPU the gradient
+    of the logits must take less memory than that of the weight. On a CPU it is in memory anyway.
     """
     vocab, width = weight.shape
-    return needs_grad.weight and rows <= min(width, vocab)
+    return needs_grad.weight and (weight.device.type == "cpu" or rows <= min(width, vocab))
 
 
 def _sizes(
@@ -313,19 +318,19 @@ def _sizes(
     with_stats: bool,
     one_loss: bool,
 ) -> chunk_plan.Sizes:
-    """What the head takes of each kind of memory, for `rows` of its `tokens`."""
+    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
     vocab, width = weight.shape
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
-    copies = chunk_plan.wide_copies(hidden, with_stats)
+    copies, row_copies = chunk_plan.wide_copies(hidden, with_stats)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
-        single_chunk = vocab * width * wide  # its weight gradient comes in float32
-    elif one_loss and _few_rows(rows, weight, needs_grad):
-        single_chunk = rows * width * narrow  # the rows, scaled
+        single_chunk = vocab * width * wide  # the weight gradient is computed in float32
+    elif one_loss and _saves_logits_grad(rows, weight, needs_grad):
+        single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow
-    # What forward makes is saved until backward hands out scaled copies, with a row to spare for
-    # padding. (Not hidden.nbytes: torch.compile has none for a number of rows that is a symbol.)
+    # Forward saves the hidden gradient and one more row for padding; backward returns a scaled
+    # copy. (hidden.nbytes does not work under torch.compile with a symbolic number of rows.)
     saved_hidden = (hidden.numel() + width) * narrow if one_loss and needs_grad.hidden else 0
     return chunk_plan.Sizes(
         rows,
@@ -338,5 +343,6 @@ def _sizes(
         saved_hidden_bytes=saved_hidden,
         fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + with_stats + skip_ignored)
         + (3 * wide * vocab if needs_grad.bias else 0)
+        + row_copies * wide * vocab
         + (0 if hidden.is_contiguous() else hidden.numel() * narrow),
     )

@@ -1,10 +1,10 @@
 """The two loops of the loss head: over chunks of tokens, and over blocks of the vocabulary.
 
-Both take a chunk's logits and their gradient from `chunk_logits_grad`. A vocabulary that is split
-over ranks, each of which holds the weights of a slice of the classes, has its place there: that
-function would make each slice's logsumexp and target logit, reduce them over the ranks' group, and
-make the slice's gradient from the result in a second launch. The gradient of hidden is then a sum
-over the group, in `token_loop` and in `LogitsGradInForward.backward`.
+Both call `chunk_logits_grad` for a chunk's logits and their gradient. Support for a vocabulary that
+is split over ranks belongs there. That function would compute the logsumexp and the target logit of
+a rank's classes, reduce them over the process group, and compute the rank's gradient in a second
+launch. The gradient of hidden would be a sum over the group, in `token_loop` and in
+`LogitsGradInForward.backward`.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, T
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients are needed, or made by one loop."""
+    """Which gradients a call needs, or one loop computes."""
 
     hidden: bool = False
     weight: bool = False
@@ -29,12 +29,12 @@ class NeedsGrad(NamedTuple):
 
 
 class LossArgs(NamedTuple):
-    """All that the loss of a linear head depends on besides hidden, weight and bias."""
+    """The arguments of the loss of a linear head, except hidden, weight and bias."""
 
     targets: Tensor  # (rows) int64
-    row_index: Tensor | None  # (rows) positions of the rows to gather, or all; see `valid_rows`
+    row_index: Tensor | None  # (rows) from `valid_rows`: rows of hidden to gather; None takes all
     class_weights: Tensor | None  # (vocab)
-    divisor: Tensor | None  # of the summed loss, a scalar; None for the loss of each row
+    divisor: Tensor | None  # scalar that divides the summed loss; None for the loss of each row
     options: CrossEntropyOptions
     plan: ChunkPlan
     needs_grad: NeedsGrad
@@ -42,7 +42,7 @@ class LossArgs(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A linear head, the hidden states that it is given, and the arguments of its loss."""
+    """A linear head, its input and the arguments of its loss."""
 
     hidden: Tensor  # (positions, in)
     weight: Tensor  # (vocab, in)
@@ -50,16 +50,16 @@ class Head(NamedTuple):
     args: LossArgs
 
     def rows(self, chunk: slice) -> Tensor:
-        """The hidden states of a chunk of tokens, gathered."""
+        """Gather the hidden states of a chunk of tokens."""
         index = self.args.row_index
         return self.hidden[chunk] if index is None else gather(self.hidden, index[chunk])
 
 
 class TokenLoss(NamedTuple):
-    """What `token_loop` makes; a gradient is None where it was not asked for."""
+    """The output of `token_loop`. Gradients that it did not compute are None."""
 
-    loss: Tensor  # (rows), like the z-loss
-    z_loss: Tensor
+    loss: Tensor  # (rows)
+    z_loss: Tensor  # (rows)
     lse: Tensor  # (rows, 2), see `reference.cross_entropy_rows`
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
@@ -75,12 +75,13 @@ def chunk_logits_grad(
     stats: TokenStats | None = None,
     block: slice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss, z-loss and logsumexp of a chunk of tokens, and the gradient of its logits.
+    """Compute loss, z-loss, logsumexp and the gradient of the logits of a chunk of tokens.
 
-    Args: hidden, the chunk's rows; grad_output, lse and stats are of all rows; stats is filled
-        where given. block takes some classes alone, which needs an lse of an earlier pass.
-    Returns: (chunk), (chunk), (chunk, 2) and (chunk, classes), or None without grad_output. With
-        an lse the losses may be anything.
+    Args: hidden: the rows of the chunk; grad_output, lse, stats: for the rows of all chunks. If
+        stats is given, this function fills it. lse is from an earlier pass. With block, only the
+        logits of these classes are computed, and lse must be given.
+    Returns: (chunk), (chunk), (chunk, 2) and (chunk, classes); the gradient is None without
+        grad_output. If lse is given, the two losses are meaningless.
     """
     _, weight, bias, args = head
     if block is not None:
@@ -106,11 +107,11 @@ def token_loop(
     lse: Tensor | None = None,
     stats: TokenStats | None = None,
 ) -> TokenLoss:
-    """Chunk of tokens by chunk of tokens: the loss and, given grad_output, the gradients needed.
+    """Compute the loss and, given grad_output, the needed gradients, one chunk of tokens at a time.
 
-    With an lse of an earlier pass the losses may be anything. A single chunk makes the weight
-    gradient in the weight's dtype (float32 where that is float16); several make a float32 sum.
-    stats is filled where given.
+    If lse of an earlier pass is given, the two losses are meaningless. If stats is given, this
+    function fills it. The weight gradient of a single chunk has the weight's dtype (float32 for
+    float16); several chunks give a float32 sum.
     """
     hidden, weight, _, args = head
     index, chunk_size = args.row_index, args.plan.chunk_size
@@ -134,14 +135,14 @@ def token_loop(
                 _product_into(grad_hidden, chunk, grad, weight)
             elif grad_hidden is not None and index is not None:
                 grad_hidden.index_copy_(0, index[chunk], grad @ weight)
-            # A float16 sum over the tokens, divided only in backward, could overflow.
+            # Only backward divides a float16 gradient, so its sum over tokens could overflow.
             if needs_grad.weight and chunk_size >= rows and hidden.dtype != torch.float16:
                 grad_weight = grad.t() @ chunk_hidden
             elif needs_grad.weight:
                 grad_weight = add_product(grad_weight, grad.t(), chunk_hidden)
             if grad_bias is not None:
                 grad_bias = grad_bias + grad.sum(0, dtype=dtype)
-        del chunk_hidden, grad  # before the next chunk's logits are made
+        del chunk_hidden, grad  # free them before the next chunk's logits
     if grad_hidden is not None:
         grad_hidden = grad_hidden[: len(hidden)]
     loss, z_loss, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made))
@@ -149,16 +150,16 @@ def token_loop(
 
 
 def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Block of classes by block of classes: the gradients of weight and bias, in their dtypes.
+    """Compute the gradients of weight and bias, in their dtypes, one block of classes at a time.
 
-    The logits are computed once more. There is no accumulator of the weight's size: a block is
-    finished before the next begins.
+    This recomputes the logits. It needs no accumulator of the weight's size, because it finishes
+    each block before the next.
     """
     hidden, weight, bias, args = head
     vocab_block, chunk_size = args.plan.vocab_block, args.plan.block_chunk_size
     assert vocab_block is not None, "the plan has no blocks of the vocabulary"
     rows, vocab, dtype = len(args.targets), len(weight), compute_dtype(hidden)
-    grad_weight = torch.empty_like(weight)  # in its layout: autograd would copy any other
+    grad_weight = torch.empty_like(weight)  # autograd copies a gradient that has another layout
     grad_bias = None
     if args.needs_grad.bias and bias is not None:
         grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
@@ -176,7 +177,7 @@ def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tenso
             if grad_bias is not None:
                 chunk_bias = grad.sum(0, dtype=dtype)
                 bias_total = chunk_bias if bias_total is None else bias_total + chunk_bias
-            del chunk_hidden, grad  # before the next block's logits are made
+            del chunk_hidden, grad  # free them before the next block's logits
         if total is not None:
             grad_weight[block] = total
         if grad_bias is not None and bias_total is not None:
@@ -185,7 +186,7 @@ def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tenso
 
 
 def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
-    """out[rows] = a @ b without a copy of the product, which eager PyTorch would keep beside it."""
+    """Compute out[rows] = a @ b; in eager mode without a temporary tensor for the product."""
     if torch.compiler.is_compiling():
         out[rows] = a @ b
     else:
@@ -193,19 +194,22 @@ def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, in place, or the product alone; summed in float32 (float64 for float64)."""
+    """Add a @ b to total in place, or return a @ b if total is None.
+
+    The sum is in float32 (float64 for float64).
+    """
     if total is None:
         return _wide_product(a, b)
     _accumulate_product(total, a, b)
     return total
 
 
-# Registered ops because torch.compile cannot trace products with an `out_dtype`.
+# These are registered ops because torch.compile cannot trace a product with `out_dtype`.
 
 
 @torch.library.custom_op("ligermodels::wide_product", mutates_args=())
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, the products of low-precision a and b summed and kept in float32."""
+    """Return a @ b, summed and returned in float32 even if a and b have low precision."""
     dtype = compute_dtype(a)
     if a.dtype != dtype and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=dtype)
@@ -219,7 +223,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("ligermodels::accumulate_product", mutates_args=("total",))
 def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the products of low-precision a and b summed in total's dtype."""
+    """Add a @ b to total, summed in total's dtype even if a and b have low precision."""
     if a.dtype != total.dtype and total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

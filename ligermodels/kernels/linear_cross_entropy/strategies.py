@@ -1,8 +1,8 @@
-"""The strategies of the loss head: when each gradient is made, and what is saved until then.
+"""The strategies of the loss head: in which pass it computes each gradient, and what it saves.
 
-Each is an autograd Function of (hidden, weight, bias, args), the first three of which get
-gradients. The first three strategies return one loss, sum(loss) / divisor; the last one returns
-the loss of each token. `linear_cross_entropy` in functions.py says which is chosen and why.
+Each strategy is an autograd Function of (hidden, weight, bias, args); hidden, weight and bias get
+gradients. The first three strategies return one loss, sum(loss) / divisor. The last one returns
+the loss of each token. `linear_cross_entropy` in functions.py chooses the strategy.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ from ligermodels.kernels.loss_options import OutputGrads, TokenStats, target_wei
 
 
 class GradsInForward(torch.autograd.Function):
-    """All gradients are made in forward, from the logits at hand; backward scales them.
+    """Compute all gradients in forward, while the logits exist; backward scales them.
 
-    Three matrix products in all.
+    Both passes together take three matrix products.
     """
 
     @staticmethod
@@ -56,10 +56,11 @@ class GradsInForward(torch.autograd.Function):
 
 
 class LogitsGradInForward(torch.autograd.Function):
-    """Forward saves the gradient of the logits; backward makes the others of it.
+    """Save the gradient of the logits in forward; backward computes the other gradients from it.
 
-    For a single chunk of few tokens, whose logits take less memory than the weight. Three matrix
-    products in all, and nothing of the weight's size is scaled.
+    This is for a single chunk with at most min(in, vocab) tokens, whose logits take no more memory
+    than the weight. Both passes together take three matrix products, and no tensor of the weight's
+    size is scaled.
     """
 
     @staticmethod
@@ -90,7 +91,7 @@ class LogitsGradInForward(torch.autograd.Function):
         with without_autocast(hidden):
             rows = gather(hidden, index)
             if dtype == torch.float16:
-                # Scaled rows could overflow or vanish: the product is scaled, made in float32.
+                # Scaled float16 rows could overflow or underflow, so scale the float32 product.
                 grad_weight = ops.scaled(add_product(None, grad_logits.t(), rows), scale, dtype)
             else:
                 grad_weight = grad_logits.t() @ ops.scaled(rows, scale, dtype)
@@ -107,10 +108,10 @@ class LogitsGradInForward(torch.autograd.Function):
 
 
 class HiddenGradInForward(torch.autograd.Function):
-    """Forward makes the gradient of hidden; backward those of weight and bias, by `vocab_loop`.
+    """Compute the gradient of hidden in forward; `vocab_loop` computes the others in backward.
 
-    For a budget that holds no float32 sum of the weight gradient. Four matrix products: the logits
-    are computed twice.
+    This is for a budget that cannot hold a float32 sum of the weight gradient. Both passes together
+    take four matrix products, because backward recomputes the logits.
     """
 
     @staticmethod
@@ -140,10 +141,10 @@ class HiddenGradInForward(torch.autograd.Function):
 
 
 class RecomputeInBackward(torch.autograd.Function):
-    """Loss, log-probability and entropy of each token, for any gradients with respect to them.
+    """Compute loss, log-probability and entropy of each token, for any upstream gradients.
 
-    Backward computes the logits again and makes all gradients: four matrix products, or five where
-    the weight gradient takes `vocab_loop`.
+    Backward recomputes the logits and computes all gradients. Both passes together take four matrix
+    products, or five if `vocab_loop` computes the weight gradient.
     """
 
     @staticmethod
@@ -196,7 +197,7 @@ def _empty_stats(head: Head) -> TokenStats | None:
 def _mean(
     ctx: Any, head: Head, loss: Tensor, z_loss: Tensor, stats: TokenStats | None
 ) -> tuple[Tensor, ...]:
-    """The outputs of a strategy with one loss, of which that alone is differentiable."""
+    """Return the outputs of a strategy with one loss. Only this loss is differentiable."""
     mean, z_mean, _ = select("cross_entropy", loss).mean_loss(loss, z_loss, head.args.divisor)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
@@ -204,8 +205,8 @@ def _mean(
 
 
 def _save_head(ctx: Any, head: Head, *others: Tensor | None) -> None:
-    """Save what the logits are computed from again, and other tensors, for `_saved_head`."""
-    # All of them through autograd, which watches over tensors and lets go of them after backward.
+    """Save the inputs of the logits, and other tensors, for `_saved_head` in backward."""
+    # Autograd checks that saved tensors were not modified, and frees them after backward.
     hidden, weight, bias, (targets, row_index, class_weights, divisor, *ctx.settings) = head
     ctx.save_for_backward(hidden, weight, bias, targets, row_index, class_weights, divisor, *others)
 
@@ -217,18 +218,19 @@ def _saved_head(ctx: Any) -> tuple[Any, ...]:
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Out of place: backward may run twice over a retained graph."""
+    """Scale out of place, because backward may run twice over a retained graph."""
     return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
 
 
 def _forward_scale(head: Head) -> tuple[OutputGrads | None, Tensor | None]:
-    """What forward scales gradients with, 1 / divisor; and what backward still multiplies.
+    """Return the scale of the gradients in forward, and the factor that is left for backward.
 
-    float16 gradients of a mean over many tokens would underflow. There forward makes them near 1,
-    and backward divides, where the loss scale of float16 training is at hand.
+    Forward scales with 1 / divisor and leaves no factor (None), except for float16, where gradients
+    of a mean over many tokens would underflow. There forward keeps them near 1, and backward
+    multiplies with the rest, together with the loss scale of float16 training.
     """
     divisor = head.args.divisor
-    assert divisor is not None, "a strategy of one loss has a divisor"
+    assert divisor is not None, "a strategy with one loss has a divisor"
     if not any(head.args.needs_grad):
         return None, None
     if head.hidden.dtype != torch.float16:
@@ -238,9 +240,10 @@ def _forward_scale(head: Head) -> tuple[OutputGrads | None, Tensor | None]:
 
 
 def _gradient_bound(args: LossArgs, like: Tensor) -> Tensor:
-    """About the largest gradient of a row's loss with respect to its logits, a scalar like `like`.
+    """Estimate the largest gradient of a row's loss with respect to its logits.
 
-    It is near the scale of the logits, times a class weight where there are some.
+    It is about the logit scale, times a class weight if there are class weights. The result is a
+    scalar with the dtype and device of `like`.
     """
     _, label_smoothing, _, _, logit_scale = args.options
     bound = torch.full_like(like, logit_scale)

@@ -1,4 +1,4 @@
-"""Leaving out the rows whose target is ignored: instruction tuning ignores most of them."""
+"""Skip rows whose target is ignored. In instruction tuning these are often most of the rows."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,16 @@ from ligermodels.kernels.loss_options import ChunkOptions
 
 
 def valid_rows(targets: Tensor, ignore_index: int, chunking: ChunkOptions) -> Tensor | None:
-    """The positions of the targets that are not ignored, or None where all rows are taken.
+    """Return the positions of the targets that are not ignored, or None to take all rows.
 
-    Args: targets (rows) int64; chunking.max_valid, an upper bound on how many are not ignored.
-    Returns: int64 (valid), found with one host synchronisation; with max_valid (min(max_valid,
-        rows)) without any, padded with `rows` behind the valid ones. Values of the rows that too
-        small a bound leaves out are NaN in `scatter`.
+    Args: targets: (rows) int64; chunking: its max_valid is an upper bound on the number of targets
+        that are not ignored.
+    Returns: without max_valid, int64 (valid), found with one host synchronisation. With max_valid,
+        int64 (min(max_valid, rows)) without host synchronisation, padded at the end with the value
+        `rows`. If the bound is too small, `scatter` gives NaN for the rows that do not fit.
     Raises:
-        ValueError: max_valid is too small, found on CPU in eager mode alone.
-        RuntimeError: the count would have to be read back under torch.compile or graph capture.
+        ValueError: max_valid is too small. Only CPU eager mode checks this.
+        RuntimeError: max_valid is missing under torch.compile or CUDA graph capture.
     """
     rows, max_valid = len(targets), chunking.max_valid
     if not chunking.skip_ignored or rows == 0:
@@ -25,20 +26,21 @@ def valid_rows(targets: Tensor, ignore_index: int, chunking: ChunkOptions) -> Te
     if max_valid is None:
         if compiling or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise RuntimeError(
-                "loss head: skip_ignored counts the valid targets on the host, which "
-                "torch.compile and CUDA graph capture cannot do; pass max_valid, an upper bound"
+                "loss head: skip_ignored counts the targets on the host, and torch.compile and "
+                "CUDA graph capture do not allow that; pass max_valid, an upper bound on the "
+                "number of targets that are not ignored"
             )
         return valid.nonzero().squeeze(1)
     if targets.device.type == "cpu" and not compiling and int(valid.sum()) > max_valid:
         raise ValueError(
-            f"loss head: max_valid={max_valid}, but {int(valid.sum())} targets are not "
-            f"ignore_index={ignore_index}"
+            f"loss head: max_valid={max_valid}, but {int(valid.sum())} targets differ from "
+            f"ignore_index={ignore_index}; pass a larger max_valid"
         )
     return torch.nonzero_static(valid, size=min(max_valid, rows), fill_value=rows).squeeze(1)
 
 
 def gather_targets(targets: Tensor, index: Tensor | None, ignore_index: int) -> Tensor:
-    """The targets (rows) at these positions, or all; ignore_index at the padding behind them."""
+    """Return the targets (rows) at these positions; padding gets ignore_index. None takes all."""
     if index is None:
         return targets
     rows = len(targets)
@@ -47,7 +49,7 @@ def gather_targets(targets: Tensor, index: Tensor | None, ignore_index: int) -> 
 
 
 def gather(x: Tensor, index: Tensor | None) -> Tensor:
-    """The rows of x at these positions, or all; padding is zero, whatever the rest of x holds."""
+    """Return the rows of x at these positions; padding is exactly zero. None takes all rows."""
     if index is None:
         return x
     gathered = x.index_select(0, index.clamp(max=len(x) - 1))
@@ -55,20 +57,20 @@ def gather(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def scatter(values: Tensor, index: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
-    """The values of gathered rows, back in the place of each, in the shape of the targets (...).
+    """Put the values of gathered rows back at their positions, in the targets' shape (...).
 
-    Differentiable in values. A row that was not gathered is 0 where its target is ignored, and NaN
-    where it is not.
+    This is differentiable with respect to values. A row that was not gathered gets 0 if its target
+    is ignored, and NaN otherwise.
     """
     if index is None:
         return values.view(targets.shape)
     flat = targets.flatten()
-    rows = values.new_zeros(len(flat) + 1)  # one to spare for the padding
+    rows = values.new_zeros(len(flat) + 1)  # one more for the padding
     if values.is_floating_point():
         rows[:-1].masked_fill_(flat != ignore_index, float("nan"))
     return rows.index_copy(0, index, values)[:-1].view(targets.shape)
 
 
 def zeros_to_scatter_into(hidden: Tensor) -> Tensor:
-    """Zeros of hidden's shape for the gradients of gathered rows, and a row for the padding."""
+    """Return zeros for the gradients of gathered rows: hidden's shape and a row for padding."""
     return hidden.new_zeros(len(hidden) + 1, hidden.shape[1])

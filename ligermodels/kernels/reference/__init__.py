@@ -1,8 +1,8 @@
-"""Every op in plain PyTorch: it defines the op, serves CPU tensors and is the tests' oracle.
+"""The ops in plain PyTorch. These modules define the ops and run on CPU tensors.
 
-One module an op, found by its name. An op has a forward, differentiable by autograd, and a
-written-out backward, each with the signature of its Triton twin in `ligermodels.kernels.triton`.
-Arithmetic is float32, or float64 where the input is.
+Each op has a module with its name. The module has a forward, which autograd can differentiate, and
+an explicit backward. Both have the signatures of the launchers in `ligermodels.kernels.triton`.
+They compute in float32, or in float64 for float64 inputs. The tests compare the kernels with them.
 """
 
 from importlib import import_module

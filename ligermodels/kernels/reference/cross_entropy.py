@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, its mean and its gradient, in plain PyTorch."""
+"""Plain PyTorch: cross entropy of rows of logits, its mean and its gradient."""
 
 import torch
 from torch import Tensor
@@ -24,30 +24,93 @@ def cross_entropy_rows(
     first_column: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss of each row and, given grad_output, the gradient of the logits.
+    """Compute the loss of each row and, given grad_output, the gradient of the logits.
 
-    t = softcap * tanh(logit_scale * logits / softcap); loss = cross entropy of t, with class
-    weights and label smoothing as in `torch.nn.functional.cross_entropy`, + z_loss * lse(t)^2.
-    A row whose target is neither in the vocabulary nor ignore_index gets NaN.
+    t = softcap * tanh(logit_scale * logits / softcap). The loss is the cross entropy of t, with
+    class weights and label smoothing as in `torch.nn.functional.cross_entropy`, plus
+    z_loss * logsumexp(t)^2. If a target is not ignore_index and is outside the vocabulary, its row
+    gets NaN.
 
-    Args: logits (rows, vocab); targets (rows) int64; grad_output, float32, or None for no gradient:
-        it is that of sum(grad_output.loss * loss), plus the same of log_probs and entropy where
-        they are given; lse (rows, 2) from an earlier call, which spares a pass over the logits;
-        class_weights (vocab); in_place overwrites logits with the gradient; stats is filled where
-        given, not together with lse. With first_column and vocab, logits
-        (rows, columns) are those of classes first_column, first_column + 1, ... of `vocab`, and
-        lse must be given.
-    Returns: loss (rows) with the z-loss included, z-loss (rows), lse (rows, 2), gradient
-        (rows, vocab) or None. All but the gradient are float32, or float64 for float64 logits;
-        with lse given, the first two may be anything. lse is the largest t and the logarithm of
-        sum(exp(t - largest)): their sum, the logsumexp, would be rounded to the size of the
-        largest. It is to be handed back only: an implementation may keep it in other units, and
-        anything for an ignored row.
+    Args:
+        logits: (rows, vocab).
+        targets: (rows) int64.
+        grad_output: float32 upstream gradients of loss, log_probs and entropy; None for no gradient
+            of the logits.
+        lse: (rows, 2) from an earlier call, to save a pass over the logits.
+        class_weights: (vocab).
+        in_place: whether to overwrite logits with their gradient.
+        stats: if given, this function fills it. Do not pass it together with lse.
+        first_column, vocab: logits are (rows, columns), of the classes first_column, first_column +
+            1, ... of `vocab` classes. Requires lse.
+    Returns: loss (rows), which includes the z-loss; z-loss (rows); lse (rows, 2); gradient (rows,
+        vocab) or None. All except the gradient are float32, or float64 for float64 logits. If lse
+        is given, loss and z-loss are meaningless. lse is the largest t and log(sum(exp(t -
+        largest))). Their sum, the logsumexp, would lose digits if the largest t is large. The
+        caller only passes lse back to this function: an implementation may store it in other
+        units, and any value for an ignored row.
     """
+    rows, per_block = len(logits), _rows_per_block(logits)
+    if per_block >= rows:
+        loss, z, lse, grad = _block(
+            logits, targets, grad_output, lse, class_weights, options, stats, first_column, vocab
+        )
+        return loss, z, lse, logits.copy_(grad) if in_place and grad is not None else grad
+
+    out = None
+    if grad_output is not None:
+        out = logits if in_place else torch.empty_like(logits)
+    made = []
+    for start in range(0, rows, per_block):
+        block = slice(start, start + per_block)
+        *losses, grad = _block(
+            logits[block],
+            targets[block],
+            None if grad_output is None else grad_output.rows(block),
+            None if lse is None else lse[block],
+            class_weights,
+            options,
+            None if stats is None else TokenStats(*(x[block] for x in stats)),
+            first_column,
+            vocab,
+        )
+        made.append(losses)
+        if out is not None and grad is not None:
+            out[block] = grad
+    loss, z, lse = map(torch.cat, zip(*made))
+    return loss, z, lse, out
+
+
+def _rows_per_block(logits: Tensor) -> int:
+    """How many rows of logits to compute at a time, so that a CPU's caches hold them.
+
+    A block takes 2^17 elements of each thread's cache, and at most a sixteenth of the rows, so that
+    all of a block's temporary tensors together are smaller than the logits in `compute_dtype`.
+    """
+    rows, columns = logits.shape
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        return max(rows, 1)
+    in_cache = torch.get_num_threads() * 2**17 // max(columns, 1)
+    return max(1, min(in_cache, rows // 16))
+
+
+def _block(
+    logits: Tensor,
+    targets: Tensor,
+    grad_output: OutputGrads | None,
+    lse: Tensor | None,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    stats: TokenStats | None,
+    first_column: int,
+    vocab: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`cross_entropy_rows` of some rows, out of place."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     columns = logits.shape[-1]
     vocab = columns if vocab is None else vocab
-    scaled = cast(logits, compute_dtype(logits)) * logit_scale
+    scaled = cast(logits, compute_dtype(logits))
+    if logit_scale != 1:
+        scaled = scaled * logit_scale
     t, tanh = scaled, None
     if softcap is not None:
         tanh = torch.tanh(scaled / softcap)
@@ -55,7 +118,7 @@ def cross_entropy_rows(
     valid = targets != ignore_index
     inside = (targets >= 0) & (targets < vocab)
     index = torch.where(inside, targets, 0)
-    ones = t.new_ones(1).expand(vocab)  # without memory of their own
+    ones = t.new_ones(1).expand(vocab)  # takes no memory
     weights = ones if class_weights is None else cast(class_weights, t.dtype)
     target_weight = weights[index] * (1 - label_smoothing)
     smooth = label_smoothing / vocab
@@ -63,15 +126,19 @@ def cross_entropy_rows(
     if lse is not None:
         loss = z = lse
         top, log_sum = lse.unbind(-1)
+        # The softmax is exp / exp_sum.
+        exp, exp_sum = torch.exp(t - top[:, None] - log_sum[:, None]), torch.ones_like(top)
     else:
         top = t.amax(-1)
-        log_sum = torch.exp(t - top[:, None]).sum(-1).log()
+        exp = torch.exp(t - top[:, None])
+        exp_sum = exp.sum(-1)
+        log_sum = exp_sum.log()
         lse = torch.stack((top, log_sum), -1)
         target_t = t.gather(-1, index[:, None])[:, 0]
         target_log_p = target_t - top - log_sum
         loss = -target_weight * target_log_p
         if label_smoothing:
-            # Everything less the target: sums over large logits would lose their differences.
+            # Subtract the target logit first: sums of large logits would round differences away.
             anchor = torch.where(target_t == -torch.inf, 0.0, target_t)
             above = top - anchor + log_sum
             weighted = ((t - anchor[:, None]) * weights).sum(-1)
@@ -83,7 +150,7 @@ def cross_entropy_rows(
             log_p = t - top[:, None] - log_sum[:, None]
             p = torch.exp(log_p)
             entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
-            # Compared before the softcap, which may round unequal logits to equal ones.
+            # Compare before the softcap, because it may round different logits to the same value.
             best = scaled.gather(-1, index[:, None])
             before = torch.arange(columns, device=t.device) < index[:, None]
             beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
@@ -99,26 +166,38 @@ def cross_entropy_rows(
     if grad_output.log_probs is not None:
         at_target = at_target + grad_output.log_probs
         factor = factor - grad_output.log_probs
-    p = torch.exp(t - top[:, None] - log_sum[:, None])
-    grad = p * factor[:, None]
+    of_entropy = None
+    if grad_output.entropy is not None:
+        assert grad_output.entropy_value is not None
+        p = exp / exp_sum[:, None]
+        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
+        # p log p is 0 if p is 0, also if log p is -infinity.
+        of_entropy = grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+    grad = exp.mul_((factor / exp_sum)[:, None])  # nothing reads `exp` after this
     here = index - first_column
     mine = (here >= 0) & (here < columns)
-    grad = grad.scatter_add(
+    grad.scatter_add_(
         -1, torch.where(mine, here, 0)[:, None], torch.where(mine, at_target, 0.0)[:, None]
     )
     if label_smoothing:
-        block = weights[first_column : first_column + columns]
-        grad = grad - (smooth * scale)[:, None] * block
-    if grad_output.entropy is not None:
-        assert grad_output.entropy_value is not None
-        # p log p is 0 where p is, -infinity or not.
-        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
-        grad = grad - grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+        grad = grad - (smooth * scale)[:, None] * weights[first_column : first_column + columns]
+    if of_entropy is not None:
+        grad = grad - of_entropy
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
-    # An ignored row gets exact zeros even where its logits are not finite.
-    grad = cast(torch.where(valid[:, None], grad * logit_scale, 0.0), logits.dtype)
-    return loss, z, lse, logits.copy_(grad) if in_place else grad
+    if logit_scale != 1:
+        grad = grad * logit_scale
+    if not _known_to_hold(valid):
+        # An ignored row gets exact zeros even if its logits are not finite.
+        grad = torch.where(valid[:, None], grad, 0.0)
+    return loss, z, lse, cast(grad, logits.dtype)
+
+
+def _known_to_hold(condition: Tensor) -> bool:
+    """Whether all elements are True and the host can tell without waiting for a device."""
+    if condition.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool(condition.all())
 
 
 def mean_loss(
@@ -129,9 +208,10 @@ def mean_loss(
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of loss (rows), that of z_loss (rows) and what both are divided by, scalars.
+    """Return sum(loss) / divisor, sum(z_loss) / divisor and the divisor, as scalars.
 
-    A divisor of None stands for `target_weight_sum` of the targets, which must then be given.
+    loss and z_loss are (rows). If divisor is None, it is `target_weight_sum` of the targets, and
+    targets must be given.
     """
     if divisor is None:
         assert targets is not None
@@ -140,12 +220,12 @@ def mean_loss(
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in dtype, for a scale of one element; multiplied in float32 or wider.
+    """Return x * scale in dtype. scale has one element, and the product is in float32 or wider.
 
-    In x's own low precision the scale would be rounded first, and with it every element alike.
+    A scale rounded to the low precision of x would put the same relative error on all elements.
     """
     scale = cast(scale, compute_dtype(x)).view([1] * x.ndim)
     if torch.compiler.is_compiling():
         return cast(x * scale, dtype)
-    # Straight into dtype, without a float32 product beside it.
+    # Write directly in dtype, so that no float32 product takes memory.
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))

@@ -1,4 +1,4 @@
-"""act(gate) * up on packed rows, in plain PyTorch."""
+"""Plain PyTorch: act(gate) * up of packed rows."""
 
 import math
 
@@ -10,9 +10,10 @@ from ligermodels.kernels.dtypes import cast, compute_dtype
 
 
 def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
+    """Return act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
 
-    Args: activation "silu"; "gelu_tanh" or "gelu", arXiv:1606.08415, approximated or with erf.
+    Args: activation: "silu", or the GELU of arXiv:1606.08415: "gelu_tanh" (approximation) or
+        "gelu" (erf).
     """
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
@@ -25,23 +26,29 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 def glu_backward(
     gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of `glu_forward` (..., 2 * intermediate), and its output again if asked for."""
+    """Return the gradient of `glu_forward` (..., 2 * intermediate), and its output or None."""
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
     grad = cast(grad_output, dtype)
-    # The activation is gate * phi(gate); slope is the derivative of phi.
     if activation == "silu":
-        phi = torch.sigmoid(gate)
-        slope = phi * (1 - phi)
-    elif activation == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        two_u = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
-        phi = torch.sigmoid(two_u)
-        slope = phi * (1 - phi) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * gate**2)
+        activated = F.silu(gate)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:
-        phi = (1 + torch.erf(gate * math.sqrt(0.5))) / 2
-        slope = torch.exp(-(gate**2) / 2) / math.sqrt(2 * math.pi)
-    activated = gate * phi
-    grad_gate = grad * up * (phi + gate * slope)
+        activated, slope = _gelu_and_derivative(gate, activation == "gelu_tanh")
+        grad_gate = grad * up * slope
+    grad_gate_up = torch.cat((grad_gate, grad * activated), -1)
     out = cast(activated * up, gate_up.dtype) if recompute_output else None
-    return cast(torch.cat((grad_gate, grad * activated), -1), gate_up.dtype), out
+    return cast(grad_gate_up, gate_up.dtype), out
+
+
+def _gelu_and_derivative(x: Tensor, tanh_approximation: bool) -> tuple[Tensor, Tensor]:
+    """GELU(x) = x * phi(x) and its derivative phi(x) + x * phi'(x), both of x's shape."""
+    if tanh_approximation:
+        # phi = (1 + tanh(u)) / 2 is sigmoid(2 u), which does not cancel where tanh(u) is near -1.
+        two_u = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+        phi = torch.sigmoid(two_u)
+        slope = phi * (1 - phi) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    else:
+        phi = (1 + torch.erf(x * math.sqrt(0.5))) / 2
+        slope = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return x * phi, phi + x * slope

@@ -1,4 +1,4 @@
-"""LayerNorm with the residual add, in plain PyTorch."""
+"""Plain PyTorch: residual add and LayerNorm."""
 
 import torch
 from torch import Tensor
@@ -11,17 +11,18 @@ def layer_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = weight * (s - mean(s)) / std(s) + bias.
 
-    std(s) = sqrt(var(s) + eps), the variance divided by hidden. Ba et al. 2016, arXiv:1607.06450.
+    std(s) = sqrt(var(s) + eps), and the variance divides by hidden. Ba et al. 2016,
+    arXiv:1607.06450.
 
-    Args: x, residual (..., hidden); weight, bias (hidden), one and zero where None.
-    Returns: y (..., hidden) in x's dtype, s (x itself without a residual), the mean and 1/std of
-        each row.
+    Args: x, residual: (..., hidden); weight, bias: (hidden); None means one and zero.
+    Returns: y (..., hidden) in x's dtype; s, which is x itself if residual is None; the mean (rows)
+        and 1/std (rows).
     """
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
     s_float = cast(s, dtype)
     mean = s_float.mean(-1, keepdim=True)
-    # What rounding left in the mean: of a row of equal values it would be all that is normalised.
+    # Correct the rounding error of the mean. In a row of equal values, s - mean would be only that.
     mean = mean + (s_float - mean).mean(-1, keepdim=True)
     centred = s_float - mean
     rstd = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
@@ -43,9 +44,11 @@ def layer_norm_backward(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of `layer_norm_forward` with respect to s (grad_s of the residual stream included).
+    """Compute the gradients of `layer_norm_forward` with respect to s, weight and bias.
 
-    Args: as there; weight_dtype, bias_dtype None where that gradient is not needed.
+    grad_s is the upstream gradient of the output s. It is added to the gradient of s.
+
+    Args: weight_dtype, bias_dtype: None if that gradient is not needed.
     Returns: grad of s in s's dtype, grads of weight and bias in those dtypes, or None.
     """
     dtype = compute_dtype(s)

@@ -1,4 +1,4 @@
-"""RMS norm of every query and key head, then the rotary embedding, in plain PyTorch."""
+"""Plain PyTorch: RMS norm of each query and key head, then the rotary embedding."""
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ def qk_norm_rope_forward(
     sin: Tensor,
     options: NormOptions,
 ) -> Tensor:
-    """Normalise each head as `rms_norm_forward` does over head_dim, then rotate it.
+    """Normalise each head over head_dim as `rms_norm_forward` does, then rotate it.
 
-    Args: q (batch, seq, heads, head_dim), k (batch, seq, kv heads, head_dim), any strides;
-        q_weight, k_weight (head_dim); cos, sin (batch or 1, seq, head_dim / 2).
+    Args: q: (batch, seq, heads, head_dim); k: (batch, seq, kv heads, head_dim); both with any
+        strides; q_weight, k_weight: (head_dim); cos, sin: (batch or 1, seq, head_dim / 2).
     Returns: (batch, seq, heads + kv heads, head_dim), rounded to q's dtype once at the end.
     """
     dtype = compute_dtype(q)
@@ -47,7 +47,9 @@ def qk_norm_rope_backward(
     options: NormOptions,
     needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `qk_norm_rope_forward`, 1/rms recomputed, and grad_v packed behind them.
+    """Compute the gradients of `qk_norm_rope_forward` and pack those of q and k with grad_v.
+
+    This recomputes 1/rms.
 
     Returns: (batch, seq, (heads + 2 kv heads) * head_dim) in q's dtype, and the gradients of
         q_weight and k_weight, or None.

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual add, in plain PyTorch."""
+"""Plain PyTorch: residual add and RMSNorm."""
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ def rms_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
 
-    Zhang and Sennrich 2019, arXiv:1910.07467. With casting_mode "llama" the normalised s is rounded
-    to its own dtype before the product with the weight, as HF's Llama does; with "gemma" everything
-    stays in float32 until the end.
+    Zhang and Sennrich 2019, arXiv:1910.07467. casting_mode "llama" rounds the normalised s to its
+    dtype before the product with the weight, like HF's Llama. "gemma" computes in float32 until the
+    end.
 
-    Args: x, residual (..., hidden); weight (hidden).
-    Returns: y (..., hidden) in out_dtype, s (x itself without a residual), 1/rms (rows).
+    Args: x, residual: (..., hidden); weight: (hidden).
+    Returns: y (..., hidden) in out_dtype; s, which is x itself if residual is None; 1/rms (rows).
     """
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
@@ -44,7 +44,9 @@ def rms_norm_backward(
     needs_weight_grad: bool,
     recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of `rms_norm_forward` with respect to s (grad_s of the residual stream included).
+    """Compute the gradients of `rms_norm_forward` with respect to s and weight.
+
+    grad_s is the upstream gradient of the output s. It is added to the gradient of s.
 
     Returns: grad of s in s's dtype, grad of weight or None, y recomputed in grad_y's dtype or None.
     """

@@ -1,7 +1,8 @@
-"""The Triton kernels and their launchers: one module an op, found by its name, and shared parts.
+"""The Triton kernels and their launchers: a module for each op, with its name, and shared parts.
 
-A launcher has the name and the signature of its twin in `ligermodels.kernels.reference`. Importing
-this package imports triton; `kernels.dispatch.select` does it on first use.
+A launcher has the name and the signature of a function in `ligermodels.kernels.reference`, which
+defines its result. Importing this package imports triton; `kernels.dispatch.select` does it on
+first use.
 """
 
 from importlib import import_module

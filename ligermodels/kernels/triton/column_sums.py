@@ -1,4 +1,4 @@
-"""The end of a weight gradient: the sum of what each program of a backward has summed."""
+"""The last step of a weight gradient: add the partial sums of all programs of a backward."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ COLUMN_SUMS = Launches(
 
 @triton.jit
 def column_sums_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns a program."""
+    """Each program handles one block of columns."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(0, rows, ROWS):
@@ -29,10 +29,10 @@ def column_sums_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK:
 
 
 def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """The sums over the rows of x (rows, columns), float32 and contiguous, each rounded once.
+    """Sum the rows of x (rows, columns), float32 and contiguous, and round each sum once.
 
-    The columns are those of as many gradients as there are dtypes, one behind the other. One
-    launch, where `x.sum(0).to(dtype)` takes two for each; always the same order of addition.
+    The columns are those of several gradients, one after the other, one for each dtype. This is one
+    launch; `x.sum(0).to(dtype)` would take two for each gradient. The order of addition is fixed.
     """
     if not dtypes:
         return ()

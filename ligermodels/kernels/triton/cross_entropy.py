@@ -1,4 +1,4 @@
-"""Loss and gradient of rows of logits: one pass for logsumexp, one to write the gradient."""
+"""Loss and gradient of rows of logits: one pass for the logsumexp, one for the gradient."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, T
 from ligermodels.kernels.triton.mean_loss import mean_loss
 from ligermodels.kernels.triton.scaled import scaled
 
-# The one kernel, by what is asked of it.
+# Configs of the one kernel, for each set of outputs that it computes.
 LOSS = Launches(
     nvidia=((None, Launch(1024, 4, pieces=4)),),
     amd=((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
@@ -41,10 +41,10 @@ __all__ = ["cross_entropy_rows", "mean_loss", "scaled"]
 
 @triton.jit
 def _capped(logit, inner, HAS_SOFTCAP: tl.constexpr):
-    """The logit, or with a softcap tanh(logit / (2 log2(e)) * inner)."""
+    """Return the logit, or with a softcap tanh(logit * inner / (2 log2(e)))."""
     x = logit.to(tl.float32)
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends, where the power is 0 or inf.
+        # tanh(x) = 1 - 2 / (1 + e^2x). This is exact also if the power is 0 or inf.
         x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
     return x
 
@@ -82,13 +82,14 @@ def cross_entropy_kernel(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss, z-loss and logsumexp of one row a program, its statistics, and its gradient.
+    """Each program computes loss, z-loss, logsumexp, statistics and gradient of one row.
 
-    What is not wanted or not given is None; statistics are wanted all three or not at all. The
-    logits are `columns` of the vocabulary's from first_column on; all of them without an lse.
-    They are read in tiles of PIECES x BLOCK: a lane takes one maximum of its pieces, so that an
-    element costs little more than one exponential, of base 2. Where the row is read twice, the
-    cache is told to keep it the first time. An ignored row is not read.
+    Pointers of inputs that are not given and of outputs that are not needed are None. Either all
+    three statistics are computed or none. The row has `columns` logits of the vocabulary, starting
+    at first_column; without an lse, it has all of them. The program reads tiles of PIECES x BLOCK
+    logits. A lane takes one maximum over its pieces, so an element costs little more than one
+    exponential, with base 2. If the row is read twice, the first pass asks the cache to keep it. An
+    ignored row is not read.
     """
     # torch.compile passes Python floats as float64.
     label_smoothing = tl.cast(label_smoothing, tl.float32)
@@ -121,11 +122,10 @@ def cross_entropy_kernel(
     LAST: tl.constexpr = "evict_first" if TWICE else ""
     inside = (target >= 0) & (target < vocab)
     index = tl.where(inside, target, 0).to(tl.int32)
-    # NaN for a target outside the vocabulary, else 0.
+    # poison is NaN if the target is outside the vocabulary, else 0.
     poison = tl.where(inside, 0.0, float("nan"))
-    # softmax and loss are those of t = unit * x. x stays as it is, and so does its maximum: the
-    # difference of two x is exact where they are close, however large both are, and the product
-    # with the unit comes after it. Powers of 2 are cheaper than those of e.
+    # The loss is that of t = unit * x. The code subtracts two x first and then multiplies by unit:
+    # the difference of close x is exact, even if both are large. Powers of 2 are cheaper than of e.
     inner, unit = 2.0 * LOG2_E * logit_scale / softcap, logit_scale
     if HAS_SOFTCAP:
         unit = softcap
@@ -146,7 +146,7 @@ def cross_entropy_kernel(
         weighted = tl.zeros((1, BLOCK), tl.float32)
         below = tl.zeros((1, BLOCK), tl.float32)  # sum of 2^gap * gap, gap = unit_2 (x - highest)
         beaten = tl.zeros((1, BLOCK), tl.int32)
-        # Read before the reductions below, whose barriers keep it ahead of every write in place.
+        # Load this before the reductions: their barriers put it before all in-place writes.
         target_logit = tl.load(logits_ptr + index).to(tl.float32)
         target_x = _capped(target_logit, inner, HAS_SOFTCAP)
         anchor = tl.where(target_x == -infinity, 0.0, target_x)
@@ -171,7 +171,7 @@ def cross_entropy_kernel(
                 gap = tl.where(x == -infinity, 0.0, (x - shift) * unit_2)
                 below = tl.exp2(rise) * (below + rise * total)
                 below += tl.sum(share * gap, 0, keep_dims=True)
-                # Compared before the softcap, which may round unequal logits to equal ones.
+                # Compare before the softcap, because it may round different logits to equal ones.
                 raw = logits.to(tl.float32)
                 wins = (raw > target_logit) | ((raw == target_logit) & (at < index))
                 beaten |= tl.max(tl.where(mask & wins, 1, 0), 0, keep_dims=True)
@@ -184,7 +184,7 @@ def cross_entropy_kernel(
         log_prob = (target_x - top) * unit - log_sum * LN_2
         loss = -target_weight * log_prob
         if HAS_SMOOTHING:
-            # Everything less the target: sums over large logits would lose their differences.
+            # Subtract the target logit first: sums of large logits would round differences away.
             above = (top - anchor) * unit + log_sum * LN_2
             loss += smooth * (above * weight_sum - tl.sum(weighted) * unit)
         lse = top * unit + log_sum * LN_2
@@ -206,7 +206,7 @@ def cross_entropy_kernel(
         scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
         scale = (scale + poison) * logit_scale
         lse = top * unit + log_sum * LN_2
-        # The gradient is p * p_scale - target_scale at the target - smooth_scale.
+        # The gradient is p * p_scale - smooth_scale. At the target, subtract also target_scale.
         p_scale = (target_weight + smooth * weight_sum + 2.0 * z_loss * lse) * scale
         target_scale = target_weight * scale
         smooth_scale = smooth * scale
@@ -217,7 +217,7 @@ def cross_entropy_kernel(
         if entropy_scale_ptr is not None:
             entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
             entropy = tl.load(entropy_ptr + row)
-        here = index - first_column  # outside [0, columns) where another block has the target
+        here = index - first_column  # outside [0, columns) if another block has the target
         if class_weights_ptr is not None:
             class_weights_ptr += first_column
         for start in range(0, columns, PIECES * BLOCK):
@@ -236,7 +236,7 @@ def cross_entropy_kernel(
                 else:
                     grad -= smooth_scale
             if entropy_scale_ptr is not None:
-                # p log p is 0 where p is, -infinity or not.
+                # p log p is 0 if p is 0, also if log p is -infinity.
                 p_log_p = tl.where(p > 0.0, p * ((x - top) * unit - log_sum * LN_2 + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
             if HAS_SOFTCAP:
@@ -257,7 +257,7 @@ def cross_entropy_rows(
     first_column: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`reference.cross_entropy_rows` on the GPU."""
+    """Launch the kernel for `reference.cross_entropy_rows`."""
     if logits.stride(-1) != 1:
         logits, in_place = logits.contiguous(), False
     rows, columns = logits.shape

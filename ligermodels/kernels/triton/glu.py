@@ -1,4 +1,4 @@
-"""act(gate) * up on packed rows, forward and backward."""
+"""act(gate) * up of packed rows, forward and backward."""
 
 import torch
 import triton
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
 
-# Of both kernels. On AMD a lane takes eight elements: HIP counts threads of a launch in 32 bits,
-# which reach 2^35 elements so.
+# Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
+# elements for each lane make that enough for 2^35 elements.
 GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 
 
 @triton.jit
 def _gate(x, ACTIVATION: tl.constexpr):
-    """phi(x) and its derivative, where the activation is x * phi(x)."""
+    """Return phi(x) and its derivative. The activation is x * phi(x)."""
     if ACTIVATION == "silu":
         phi = tl.sigmoid(x)
         slope = phi * (1 - phi)
@@ -30,7 +30,7 @@ def _gate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _block_of_row(width, BLOCK: tl.constexpr):
-    """The program's row, and its columns there: neighbours in the grid are neighbours in memory."""
+    """Return the program's row and columns. Neighbours in the grid are neighbours in memory."""
     program = tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
     row = (program // blocks).to(tl.int64)
@@ -39,7 +39,7 @@ def _block_of_row(width, BLOCK: tl.constexpr):
 
 @triton.jit
 def glu_forward_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of one row a program."""
+    """Each program handles one block of one row."""
     row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
@@ -60,7 +60,7 @@ def glu_backward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row a program; the output again unless its pointer is None."""
+    """Each program handles one block of one row. If out_ptr is given, it recomputes the output."""
     row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
@@ -79,7 +79,7 @@ def glu_backward_kernel(
 
 
 def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
-    """`reference.glu_forward` on the GPU."""
+    """Launch the kernel for `reference.glu_forward`."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
@@ -101,7 +101,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 def glu_backward(
     gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`reference.glu_backward` on the GPU."""
+    """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
     width = grad_output.shape[-1]
     grad_gate_up = torch.empty_like(gate_up)

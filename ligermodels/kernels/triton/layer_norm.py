@@ -1,4 +1,7 @@
-"""LayerNorm with the residual add: one launch each way, and a small one for the parameters."""
+"""Residual add and LayerNorm: one launch in forward, one or two in backward.
+
+The second launch of backward is small and sums the gradients of weight and bias.
+"""
 
 import torch
 import triton
@@ -35,7 +38,7 @@ BACKWARD = Launches(
     ),
     amd=AMD_BACKWARD,
 )
-# The same kernel with a gradient of the sum, too.
+# Configs of the same kernel, if there is also an upstream gradient of the sum.
 ADD_BACKWARD = Launches(
     nvidia=(
         (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
@@ -64,7 +67,7 @@ def layer_norm_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of whole rows a program; residual, weight and bias may be None."""
+    """Each program handles a tile of whole rows. residual, weight and bias may be None."""
     eps = tl.cast(eps, tl.float32)  # torch.compile passes Python floats as float64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -74,15 +77,15 @@ def layer_norm_forward_kernel(
     s = tl.load(x_ptr + at, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        # The statistics are those of the sum as stored.
+        # Compute the statistics from the rounded sum that is stored.
         s = (s.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, s, mask=mask)
     s = s.to(tl.float32)
     mean = tl.sum(s, 1, keep_dims=True) / columns
-    # Twice over the row, which is in registers: the mean of squares less the squared mean cancels.
+    # Two passes over the row in registers: mean(s^2) - mean^2 would lose digits by cancellation.
     centred = tl.where(mask, s - mean, 0.0)
     squares = tl.sum(centred * centred, 1, keep_dims=True) / columns
-    # What rounding left in the mean: of a row of equal values it would be all that is normalised.
+    # Correct the rounding error of the mean. In a row of equal values, s - mean would be only that.
     rest = tl.sum(centred, 1, keep_dims=True) / columns
     mean += rest
     centred = s - mean
@@ -116,13 +119,13 @@ def layer_norm_backward_kernel(
     PREFETCH: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Many tiles of rows a program, which sums their part of the gradients of weight and bias.
+    """Each program handles many tiles of rows and sums their part of the parameter gradients.
 
-    grad_s and weight may be None.
-    With PREFETCH the next tile is on its way while this one waits for its reductions. With RELOAD
-    a tile is read once more after them, from the cache: it would take the registers of the sums.
+    grad_s and weight may be None. With PREFETCH, the program loads the next tile while it waits for
+    the reductions of this one. With RELOAD, it reads the tile again after the reductions, from the
+    cache, because the sums need its registers.
     """
-    # Unequal policies also keep the compiler from taking the second read for the first.
+    # With different policies, the compiler also does not merge the two reads into one.
     FIRST: tl.constexpr = "evict_last" if RELOAD else ""
     LAST: tl.constexpr = "evict_first"
     program = tl.program_id(0)
@@ -150,9 +153,9 @@ def layer_norm_backward_kernel(
         normed = (s.to(tl.float32) - mean) * rstd
         grad_normed = grad.to(tl.float32)
         if weight_ptr is not None:
-            # From the cache at every row: in registers it would spill at the longest rows.
+            # Load it from the cache for each row. In registers it would spill for the longest rows.
             grad_normed *= _parameter(weight_ptr, column, columns, FIRST)
-        # Beyond the row's end grad is zero, and so are both summands.
+        # After the end of a row grad is zero, so both sums are correct without a mask.
         grad_mean = tl.sum(grad_normed, 1, keep_dims=True) / columns
         slope = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
         if RELOAD:
@@ -168,7 +171,7 @@ def layer_norm_backward_kernel(
         grad_x = (grad_normed - grad_mean - normed * slope) * rstd
         if grad_s_ptr is not None:
             if not PREFETCH:
-                # Only now: before the reduction it would take registers from the rest.
+                # Load it after the reduction, because before it registers are scarce.
                 grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
             grad_x += grad_s.to(tl.float32)
         tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
@@ -186,7 +189,7 @@ def layer_norm_backward_kernel(
 def layer_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.layer_norm_forward` on the GPU."""
+    """Launch the kernel for `reference.layer_norm_forward`."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
@@ -231,7 +234,7 @@ def layer_norm_backward(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`reference.layer_norm_backward` on the GPU."""
+    """Launch the kernels for `reference.layer_norm_backward`."""
     grad_y = grad_y.contiguous()
     s = s.contiguous()
     if grad_s is not None:

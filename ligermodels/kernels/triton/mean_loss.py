@@ -1,4 +1,4 @@
-"""The end of a mean loss: the losses of all rows summed and divided, in one launch."""
+"""The last step of a mean loss: sum the losses of all rows and divide, in one launch."""
 
 import triton
 import triton.language as tl
@@ -23,9 +23,10 @@ def mean_loss_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """One program: always the same order of addition.
+    """A single program adds all losses, so the order of addition is fixed.
 
-    With targets the divisor is their weights' sum, and written; without, it is read.
+    With targets, it computes and writes the divisor, the sum of their weights. Without targets, it
+    reads the divisor.
     """
     loss_sum = tl.zeros((BLOCK,), tl.float32)
     z_sum = tl.zeros((BLOCK,), tl.float32)
@@ -45,13 +46,13 @@ def mean_loss_kernel(
             else:
                 weight_sum += tl.where(valid, 1.0, 0.0)
     if targets_ptr is not None:
-        # With every target ignored the loss is 0 / 1.
+        # If all targets are ignored, the loss is 0 / 1.
         divisor = tl.sum(weight_sum)
         divisor = tl.where(divisor == 0.0, 1.0, divisor)
         tl.store(divisor_ptr, divisor)
     else:
         divisor = tl.load(divisor_ptr)
-    # Rounded to nearest: / may be wrong by two units in the last place.
+    # div_rn rounds to nearest; the error of / may be two units in the last place.
     tl.store(mean_ptr, tl.div_rn(tl.sum(loss_sum), divisor))
     tl.store(z_mean_ptr, tl.div_rn(tl.sum(z_sum), divisor))
 
@@ -64,8 +65,8 @@ def mean_loss(
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.mean_loss` on the GPU."""
-    # Not views of one tensor: autograd forbids changing a view that a Function returns.
+    """Launch the kernel for `reference.mean_loss`."""
+    # Two tensors, because autograd forbids in-place changes of views that a Function returns.
     mean, z_mean = loss.new_empty(()), loss.new_empty(())
     if divisor is None:
         assert targets is not None

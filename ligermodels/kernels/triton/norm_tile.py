@@ -1,6 +1,7 @@
-"""What the kernels of RMSNorm and LayerNorm share: reads of a tile of rows, and limits.
+"""Shared parts of the RMSNorm and LayerNorm kernels: loads of a tile of rows, and limits.
 
-EVICTION, a policy of tl.load, has no default: Triton 3.6 does not take strings there.
+EVICTION is the eviction policy of tl.load. It has no default, because Triton 3.6 does not allow a
+string as a default.
 """
 
 import triton
@@ -10,7 +11,7 @@ from ligermodels.kernels.launch import Launch, Table
 
 MAX_WIDTH = 65536
 
-# AMD's backwards of both norms have registers for one tile only; more programs hide the latency.
+# On AMD, the registers hold only one tile in backward, so more programs hide the latency.
 AMD_BACKWARD: Table = (
     (1024, Launch(0, 2, 1, programs=4)),
     (4096, Launch(0, 8, 1, programs=4)),
@@ -25,11 +26,11 @@ AMD_FORWARD: Table = (
 
 
 def check_width(op: str, columns: int) -> None:
-    """Raise ValueError for rows longer than the norms' kernels hold at once."""
+    """Raise ValueError if rows are too long for the norm kernels."""
     if columns > MAX_WIDTH:
         raise ValueError(
-            f"{op}: rows of {columns} elements; the kernel holds a row at once and takes "
-            f"at most {MAX_WIDTH}"
+            f"{op}: rows of {columns} elements are too long; the kernel keeps a whole row in "
+            f"registers and supports at most {MAX_WIDTH} elements"
         )
 
 
@@ -44,7 +45,7 @@ def _tile(
     columns,
     EVICTION: tl.constexpr,
 ):
-    """s, grad_y and, unless its pointer is None, grad_s as they are stored; zeros outside."""
+    """Load s, grad_y and, unless its pointer is None, grad_s; elements outside are zero."""
     mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * columns + column
     s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION)
@@ -57,13 +58,13 @@ def _tile(
 
 @triton.jit
 def _statistic(statistic_ptr, row, rows):
-    """A number of each row."""
+    """Load one number for each row."""
     return tl.load(statistic_ptr + row, mask=row < rows, other=0.0)
 
 
 @triton.jit
 def _parameter(parameter_ptr, column, columns, EVICTION: tl.constexpr):
-    """Weight or bias in float32."""
+    """Load a weight or bias as float32."""
     loaded = tl.load(
         parameter_ptr + column, mask=column < columns, other=0.0, eviction_policy=EVICTION
     )

@@ -1,6 +1,7 @@
-"""RMS norm and rotation of the heads of q and k: one launch each way, a small one for the weights.
+"""RMS norm and rotation of the heads of q and k: one launch in forward, one or two in backward.
 
-A program works on tiles of heads by pairs; a and b are the two halves of a head.
+The second launch of backward is small and sums the gradients of the weights. A program handles
+tiles of (heads, pairs). a and b are the two halves of a head, and a pair has one element of each.
 """
 
 import torch
@@ -12,7 +13,7 @@ from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.launch import Launch, Launches, launch, num_programs
 from ligermodels.kernels.triton.column_sums import column_sums
 
-# A row is the pairs of one head; a block is those of as many heads as fit.
+# A row is the pairs of one head. A block has as many heads as fit.
 FORWARD = Launches(
     nvidia=((64, Launch(512, 4)), (None, Launch(1024, 2))),
     amd=((None, Launch(512, 4)),),
@@ -25,7 +26,7 @@ BACKWARD = Launches(
 
 @triton.jit
 def _halves(ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Both halves of a weight, in float32."""
+    """Load both halves of a weight as float32."""
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = column < HALF
     a = tl.load(ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +36,7 @@ def _halves(ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
 
 @triton.jit
 def _normed(x_ptr, head_stride, head, mask, column, eps, HALF: tl.constexpr, LLAMA: tl.constexpr):
-    """The halves of normalised heads, the same as the weight meets them, and 1 / rms."""
+    """Return the halves of normalised heads, the same rounded if LLAMA is set, and 1 / rms."""
     at = head.to(tl.int64) * head_stride + column
     a = tl.load(x_ptr + at, mask=mask, other=0.0)
     b = tl.load(x_ptr + at + HALF, mask=mask, other=0.0)
@@ -105,7 +106,7 @@ def qk_norm_rope_forward_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """All heads of one token a program."""
+    """Each program handles all heads of one token."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     token = tl.program_id(0).to(tl.int64)
@@ -172,7 +173,7 @@ def _backward_heads(
     BLOCK_HALF: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    # From the cache for every token: kept in registers, both weights would spill others.
+    # Load the weights from the cache for each token. In registers they would cause spills.
     weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
     weight_a, weight_b = weight_a + offset, weight_b + offset
     for start in range(0, HEADS, BLOCK_HEADS):
@@ -238,9 +239,9 @@ def qk_norm_rope_backward_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """All heads of many tokens a program, which sums their part of the weights' gradients.
+    """Each program handles all heads of many tokens and sums their part of the weight gradients.
 
-    partial, where the sums go, may be None.
+    It writes the sums to partial, which may be None.
     """
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
@@ -317,7 +318,7 @@ def qk_norm_rope_backward_kernel(
 
 
 def _tile(setting: Launch, heads: int, half: int) -> tuple[int, int]:
-    """Heads and pairs of a tile, powers of two."""
+    """Return the numbers of heads and of pairs in a tile. Both are powers of two."""
     block_half = 1 << (half - 1).bit_length()
     return min(1 << (heads - 1).bit_length(), max(1, setting.block // block_half)), block_half
 
@@ -335,7 +336,7 @@ def qk_norm_rope_forward(
     sin: Tensor,
     options: NormOptions,
 ) -> Tensor:
-    """`reference.qk_norm_rope_forward` on the GPU."""
+    """Launch the kernel for `reference.qk_norm_rope_forward`."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     out = q.new_empty((batch, seq, heads + kv_heads, head_dim))
@@ -384,7 +385,7 @@ def qk_norm_rope_backward(
     options: NormOptions,
     needs_weight_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`reference.qk_norm_rope_backward` on the GPU."""
+    """Launch the kernels for `reference.qk_norm_rope_backward`."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))

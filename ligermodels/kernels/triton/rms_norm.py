@@ -1,4 +1,7 @@
-"""RMSNorm with the residual add: one launch each way, and a small one for the weight."""
+"""Residual add and RMSNorm: one launch in forward, one or two in backward.
+
+The second launch of backward is small and sums the gradient of the weight.
+"""
 
 import torch
 import triton
@@ -36,7 +39,7 @@ _LONGER: Table = (
 BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4, rows=4, programs=3, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
 )
-# The same kernel with a gradient of the sum, too.
+# Configs of the same kernel, if there is also an upstream gradient of the sum.
 ADD_BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4, rows=2, programs=4, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
 )
@@ -58,7 +61,7 @@ def rms_norm_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of whole rows a program; the residual may be None."""
+    """Each program handles a tile of whole rows. The residual may be None."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -68,7 +71,7 @@ def rms_norm_forward_kernel(
     s = tl.load(x_ptr + at, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        # The statistics are those of the sum as stored.
+        # Compute the statistics from the rounded sum that is stored.
         s = (s.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, s, mask=mask)
     s_float = s.to(tl.float32)
@@ -100,14 +103,14 @@ def rms_norm_backward_kernel(
     PREFETCH: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Many tiles of rows a program, which sums their part of the weight gradient.
+    """Each program handles many tiles of rows and sums their part of the weight gradient.
 
-    grad_s, and y and partial, which are written, may be None.
-    With PREFETCH the next tile is on its way while this one waits for its reduction. With RELOAD
-    a tile is read once more after it, from the cache: it would take the registers of the sums.
+    The input grad_s and the outputs y and partial may be None. With PREFETCH, the program loads the
+    next tile while it waits for the reduction of this one. With RELOAD, it reads the tile again
+    after the reduction, from the cache, because the sums need its registers.
     """
     offset = tl.cast(offset, tl.float32)  # torch.compile passes Python floats as float64
-    # Unequal policies also keep the compiler from taking the second read for the first.
+    # With different policies, the compiler also does not merge the two reads into one.
     FIRST: tl.constexpr = "evict_last" if RELOAD else ""
     LAST: tl.constexpr = "evict_first"
     program = tl.program_id(0)
@@ -131,7 +134,7 @@ def rms_norm_backward_kernel(
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
         normed = s.to(tl.float32) * rstd
-        # From the cache at every row: in registers it would spill at the longest rows.
+        # Load it from the cache for each row. In registers it would spill for the longest rows.
         weight = _parameter(weight_ptr, column, columns, FIRST) + offset
         grad_normed = grad.to(tl.float32) * weight
         mean = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
@@ -143,7 +146,7 @@ def rms_norm_backward_kernel(
         grad_x = (grad_normed - normed * mean) * rstd
         if grad_s_ptr is not None:
             if not PREFETCH:
-                # Only now: before the reduction it would take registers from the rest.
+                # Load it after the reduction, because before it registers are scarce.
                 grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
             grad_x += grad_s.to(tl.float32)
         tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
@@ -167,11 +170,11 @@ def rms_norm_forward(
     options: NormOptions,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.rms_norm_forward` on the GPU."""
+    """Launch the kernel for `reference.rms_norm_forward`."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
-    # empty_like and new_empty take the host half as long as torch.empty.
+    # On the host, empty_like and new_empty take half the time of torch.empty.
     y = torch.empty_like(x, dtype=out_dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     s = x
@@ -212,7 +215,7 @@ def rms_norm_backward(
     needs_weight_grad: bool,
     recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`reference.rms_norm_backward` on the GPU."""
+    """Launch the kernels for `reference.rms_norm_backward`."""
     grad_y = grad_y.contiguous()
     s = s.contiguous()
     if grad_s is not None:

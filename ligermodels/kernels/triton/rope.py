@@ -1,4 +1,4 @@
-"""Rotation of q and k beside a copy of v: RoPE and its gradient, one launch each."""
+"""RoPE and its gradient, one launch each: rotate q and k, and copy v."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, launch
 
-# Of both kernels; a row is all pairs of the query heads of a token.
+# Both kernels use these configs. A row is all pairs of the query heads of a token.
 ROPE = Launches(
     nvidia=((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
     amd=((None, Launch(1024, 4)),),
@@ -67,7 +67,7 @@ def rope_forward_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All heads of one token a program; in place v stays where it is."""
+    """Each program handles all heads of one token. It does not copy v if IN_PLACE is set."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // seq
     position = token % seq
@@ -114,7 +114,7 @@ def rope_backward_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All heads of one token a program."""
+    """Each program handles all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // seq
     position = token % seq
@@ -136,7 +136,7 @@ def rope_backward_kernel(
 def rope_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
 ) -> Tensor:
-    """`reference.rope_forward` on the GPU."""
+    """Launch the kernel for `reference.rope_forward`."""
     assert qkv.is_contiguous() or not in_place
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()
@@ -170,7 +170,7 @@ def rope_forward(
 def rope_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """`reference.rope_backward` on the GPU."""
+    """Launch the kernel for `reference.rope_backward`."""
     batch, seq, heads, head_dim = grad_q.shape
     kv_heads = grad_k.shape[2]
     grad = grad_q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))

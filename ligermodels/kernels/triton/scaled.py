@@ -1,4 +1,4 @@
-"""A tensor times a number that is on the device, rounded to another dtype, in one pass."""
+"""Multiply a tensor by a scalar on the device and round to another dtype, in one pass."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ SCALED = Launches(nvidia=((None, Launch(4096, 8)),), amd=((None, Launch(4096, 8)
 
 @triton.jit
 def scaled_kernel(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """A block of elements a program."""
+    """Each program handles one block of elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -21,7 +21,7 @@ def scaled_kernel(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`reference.scaled` on the GPU."""
+    """Launch the kernel for `reference.scaled`."""
     x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
     if out.numel() == 0:

@@ -322,12 +322,12 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="of 1 or more"):
         linear_cross_entropy(made["hidden"][..., :0], made["weight"][:, :0], made["targets"])
     # A product with a meta tensor would return uninitialised memory.
-    with pytest.raises(ValueError, match="weight is on meta, hidden on cpu"):
+    with pytest.raises(ValueError, match="weight is on meta and hidden is on cpu"):
         linear_cross_entropy(made["hidden"], made["weight"].to("meta"), made["targets"])
     with pytest.raises(ValueError, match="softcap=True; expected a number"):
         linear_cross_entropy(**made, softcap=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(ValueError, match=r"float64 and weight torch\.float32; cast one$"):
+        with pytest.raises(ValueError, match=r"float64 and weight is torch\.float32; cast one$"):
             linear_cross_entropy(made["hidden"].double(), made["weight"].float(), made["targets"])
     for wrong in ({"weight": made["weight"][0]}, {"hidden": made["hidden"][0, 0]}):
         with pytest.raises(ValueError, match=r"loss head: hidden .* and weight .*; expected \("):
@@ -340,5 +340,5 @@ def test_refusals() -> None:
         linear_cross_entropy(made["hidden"], made["weight"], made["targets"][1:])
     with pytest.raises(ValueError, match="reduction='mean'"):
         linear_cross_entropy(**made, reduction="sum", normalizer=3)
-    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and weight torch\.float"):
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16 and weight is torch\.float"):
         linear_cross_entropy(**{**made, "hidden": made["hidden"].bfloat16()})

@@ -235,7 +235,7 @@ def test_backward_of_one_chunk_stays_in_the_budget(
     """Budgets go from the size of the logits to 30 times that, planned as for the kernels."""
     rows, width, vocab = sizes
     module = import_module("ligermodels.kernels.linear_cross_entropy.chunk_plan")
-    monkeypatch.setattr(module, "wide_copies", lambda *_: 0)
+    monkeypatch.setattr(module, "wide_copies", lambda *_: (0, 0))
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head_of(dtype, rows, width)
     targets %= vocab

@@ -1,0 +1,97 @@
+"""Compare a training step on the CPU with transformers: python -m benchmarks.cpu FOLDER
+
+FOLDER holds a checkpoint, for example build/smollm2. The model is float32, and a step is forward,
+backward and AdamW on 2 x 512 tokens of English text. Each implementation has its own process, and
+they take steps in turn, so that a change of the machine's speed affects both alike. The time is the
+median of the steps. The memory is the peak of the process.
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import environment, table, write
+
+TEXT = Path(__file__).parent.parent / "examples" / "data" / "persuasion-heldout.txt"
+IMPLEMENTATIONS = ("transformers", "ligermodels")
+BATCH, SEQ = 2, 512
+
+
+def take_steps(implementation: str, folder: Path, threads: int, pipe: Connection) -> None:
+    """Train for one step per message; send the seconds, the loss and the peak of memory in GiB."""
+    torch.set_num_threads(threads)
+    from ligermodels import AutoLiger, Tokenizer
+
+    tokens = Tokenizer.from_hf(folder).encode(TEXT.read_text(encoding="utf-8")[:20_000])
+    ids = torch.tensor(tokens[: BATCH * SEQ]).view(BATCH, SEQ)
+    if implementation == "ligermodels":
+        model: torch.nn.Module = AutoLiger.from_hf(folder, dtype=torch.float32)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    while pipe.recv():
+        start = time.perf_counter()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        pipe.send((seconds, loss.item(), peak))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, help="folder for cpu.json")
+    arguments = parser.parse_args()
+    processes = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for name in IMPLEMENTATIONS:
+        pipes[name], theirs = processes.Pipe()
+        settings = (name, arguments.checkpoint, arguments.threads, theirs)
+        processes.Process(target=take_steps, args=settings, daemon=True).start()
+    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in IMPLEMENTATIONS}
+    for _ in tqdm(range(arguments.steps + 1), unit="round"):
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            measured[name].append(pipe.recv())
+    rows = []
+    for name, (first, *steps) in measured.items():
+        seconds = [each[0] for each in steps]  # the first step also allocates the states
+        rows.append(
+            {
+                "implementation": name,
+                "seconds": statistics.median(seconds),
+                "least": min(seconds),
+                "most": max(seconds),
+                "peak GiB": steps[-1][2],
+                "first loss": first[1],
+                "last loss": steps[-1][1],
+            }
+        )
+        pipes[name].send(False)
+    result = {
+        "environment": environment() | {"threads": arguments.threads, "steps": arguments.steps},
+        "rows": rows,
+    }
+    write("cpu.json", result, arguments.out)
+    print(result["environment"])
+    print(table(rows, list(rows[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Find the blocks of a Markdown page, and run them as a reader who pastes them would."""
+
+from __future__ import annotations
+
+import code
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.cli import main
+
+ROOT = Path(__file__).parent.parent
+PYTHON, SHELL = ("python",), ("bash", "sh")
+SHOWN = ("text", "mermaid")  # blocks that a reader looks at and does not run
+# What pages show is small and ungated, so that everybody can run it.
+CHECKPOINT = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, the number of its first line there, its language, its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.page.stem}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """Every block of a page.
+
+    A block that is indented instead of fenced, a fence that is not closed, and a language that
+    nobody runs or shows are errors: no block can be left out.
+    """
+    found, opened, lines = [], None, page.read_text(encoding="utf-8").split("\n")
+    in_list = False
+    for number, line in enumerate(lines, 1):
+        fence = re.fullmatch(r"( *)```(.*)", line)
+        if opened is None and fence:
+            opened = (number, fence[2])
+        elif opened is not None and fence:
+            language, body = opened[1], lines[opened[0] : number - 1]
+            assert not fence[2], f"{page.name}:{number}: a fence inside a block"
+            assert language in PYTHON + SHELL + SHOWN, (
+                f"{page.name}:{opened[0]}: nobody runs blocks of {language!r}; use python or bash, "
+                "or text for what is only shown"
+            )
+            text = textwrap.dedent("\n".join(body) + "\n")
+            found.append(Block(page, opened[0], language, text))
+            opened = None
+        elif opened is None:
+            if line and not line.startswith(" "):
+                in_list = bool(re.match(r"([-*+]|\d+\.) ", line))
+            indented = line.startswith("    ") and not lines[number - 2].strip()
+            assert in_list or not indented, f"{page.name}:{number}: fence this block"
+    assert opened is None, f"{page.name}:{opened}: the fence is not closed"
+    return found
+
+
+def runnable(page: Path, languages: tuple[str, ...]) -> list[Block]:
+    return [block for block in blocks(page) if block.language in languages]
+
+
+class _Session(code.InteractiveConsole):
+    """Python's prompt; an error is raised instead of printed."""
+
+    def showtraceback(self) -> None:
+        raise
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        raise
+
+
+def paste_python(text: str) -> dict[str, Any]:
+    """Type a block at Python's prompt, line by line; returns the names that it leaves."""
+    session = _Session({"__name__": "__console__"})
+    more = False
+    for line in text.split("\n"):
+        more = session.push(line)
+    assert not more, "the block ends in the middle of a statement"
+    return session.locals
+
+
+def run_python(text: str, name: str = "block", **names: Any) -> dict[str, Any]:
+    """Execute a block as a script; returns the names that it leaves."""
+    names |= {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), names)
+    return names
+
+
+def small_checkpoint(smollm2: Path, folder: Path) -> Path:
+    """SmolLM2's tokenizer and config with a hundredth of its parameters, which are random."""
+    folder.mkdir()
+    for path in smollm2.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            (folder / path.name).symlink_to(path)
+    config = json.loads((smollm2 / "config.json").read_text(encoding="utf-8"))
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig.from_hf(folder)).to(torch.bfloat16)
+    (folder / "config.json").unlink()
+    model.save_hf(folder / "saved")
+    for path in (folder / "saved").iterdir():
+        path.rename(folder / path.name)
+    (folder / "saved").rmdir()
+    return folder
+
+
+# A command of a shell block writes its name, its folder and its arguments into a file, and then
+# waits for the exit code. The test runs or checks it: starting Python and torch anew for each
+# command would take seconds.
+STUB = """#!/bin/sh
+printf '%s\\0' "${0##*/}" "$PWD" "$@" > "$STUBS/request.part"
+mv "$STUBS/request.part" "$STUBS/request"
+read -r code < "$STUBS/reply"
+cat "$STUBS/output"
+exit "$code"
+"""
+
+
+def run_shell(text: str, folder: Path, home: Path) -> str:
+    """Run a shell block in a folder with `COMMANDS` in the place of the programs.
+
+    Returns what it prints. A command that fails stops the block with an error.
+    """
+    stubs = home / "stubs"
+    if not stubs.is_dir():
+        stubs.mkdir(parents=True)
+        for name in COMMANDS:
+            (stubs / name).write_text(STUB)
+            (stubs / name).chmod(0o755)
+        os.mkfifo(stubs / "reply")
+    environment = {
+        "PATH": f"{stubs}:/usr/bin:/bin",
+        "HOME": str(home),
+        "STUBS": str(stubs),
+    }
+    subprocess.run(["bash", "-n", "-c", text], check=True)
+    process = subprocess.Popen(
+        ["bash", "-eu", "-c", text],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    request = stubs / "request"
+    try:
+        while process.poll() is None:
+            if not request.exists():
+                time.sleep(0.01)
+                continue
+            name, place, *arguments = request.read_text(encoding="utf-8").split("\0")[:-1]
+            request.unlink()
+            before, output = Path.cwd(), io.StringIO()
+            os.chdir(place)
+            try:
+                with redirect_stdout(output):
+                    exit_code = COMMANDS[name](arguments) or 0
+            finally:
+                os.chdir(before)
+            (stubs / "output").write_text(output.getvalue(), encoding="utf-8")
+            with open(stubs / "reply", "w") as reply:
+                reply.write(f"{exit_code}\n")
+    finally:
+        process.kill()
+    printed, _ = process.communicate()
+    assert process.returncode == 0, f"exit code {process.returncode}\n{printed}"
+    return printed
+
+
+def _git(arguments: list[str]) -> None:
+    """`git clone URL FOLDER`: the folder gets the files of this checkout, by links."""
+    command, url, folder = arguments
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert command == "clone" and f'Homepage = "{url}"' in project
+    make_checkout(Path(folder))
+
+
+def make_checkout(folder: Path) -> Path:
+    """A folder with this checkout's files, into which blocks may write."""
+    (folder / ".git").mkdir(parents=True)
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("build", "runs"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def _python(arguments: list[str]) -> int | None:
+    """A module or a file that exists, and knows the options that it is given."""
+    if arguments[:2] == ["-m", "venv"]:
+        activate = Path(arguments[2], "bin", "activate")
+        activate.parent.mkdir(parents=True, exist_ok=True)
+        activate.touch()
+        return None
+    if arguments[:2] == ["-m", "pytest"]:
+        return _pytest(arguments[2:])
+    if arguments[0] == "-m":
+        spec = importlib.util.find_spec(arguments[1])
+        assert spec is not None and spec.origin is not None, arguments
+        source, rest = Path(spec.origin), arguments[2:]
+    else:
+        source, rest = Path(arguments[0]), arguments[1:]
+    text = source.read_text(encoding="utf-8")
+    for option in rest:
+        assert not option.startswith("--") or f'"{option}"' in text, (source, option)
+    return None
+
+
+def _pip(arguments: list[str]) -> None:
+    """`pip install`: constraints that exist, and packages and extras that the project names."""
+    command, *rest = arguments
+    assert command == "install"
+    constraints = ""
+    while rest:
+        argument = rest.pop(0)
+        if argument == "-c":
+            constraints = Path(rest.pop(0)).read_text(encoding="utf-8")
+        elif argument == "-e":
+            path, extras = re.fullmatch(r"(.+?)(?:\[(.+)\])?", rest.pop(0)).groups()
+            project = Path(path, "pyproject.toml").read_text(encoding="utf-8")
+            for extra in (extras or "").split(","):
+                assert not extra or re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+        else:
+            assert re.search(rf"^{argument}==", constraints, re.MULTILINE), argument
+
+
+def _make(arguments: list[str]) -> None:
+    """Targets that the Makefile has."""
+    for target in (each for each in arguments if "=" not in each):
+        assert target in make_targets(), target
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
+
+
+def _pytest(arguments: list[str]) -> None:
+    """Files that exist, except those of the example op."""
+    for path in (each.partition("::")[0] for each in arguments if each.startswith("tests/")):
+        assert Path(path).exists() or "softcap" in path, path
+
+
+def _torchrun(arguments: list[str]) -> None:
+    """The script, as the only process of its group."""
+    flag, processes, script = arguments
+    assert (flag, processes) == ("--nproc-per-node", "1")
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1"}
+    group |= {"RANK": "0", "LOCAL_RANK": "0"}
+    before = dict(os.environ)
+    os.environ.update(group)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _anything(arguments: list[str]) -> None:
+    """A program of its own: that it is called is all that is checked."""
+
+
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "git": _git,
+    "ligermodels": main,
+    "make": _make,
+    "mypy": _anything,
+    "pip": _pip,
+    "pytest": _pytest,
+    "python": _python,
+    "python3": _python,
+    "ruff": _anything,
+    "torchrun": _torchrun,
+}
