@@ -1,4 +1,4 @@
-"""Whether the host waits for the GPU."""
+"""A check that the host does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Raise where something within waits for the GPU."""
+    """Raise an error if the host waits for the GPU within the block."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -11,31 +11,27 @@ from torch import Tensor
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.layers import LossHead
 from tests.gpu.synchronisation import no_synchronisation
-from tests.kernels import (
-    formulas,
-    test_cross_entropy,
-)
+from tests.kernels import formulas, test_cross_entropy
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import Place
 from tests.kernels.linear_cross_entropy import test_functions as test_linear_cross_entropy
 from tests.kernels.linear_cross_entropy import test_log_probs as test_linear_log_probs
-from tests.kernels.linear_cross_entropy.test_budget import spy_on_the_plan
+from tests.kernels.linear_cross_entropy.test_loops import spy_on_the_plan
 from tests.kernels.scratch import peak_scratch
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.gpu
 
 
 class Swapped(torch.nn.Linear):
-    """No plain linear: it is called."""
+    """A subclass of Linear, which the head must call instead of reading its weight."""
 
 
 VOCABS = [32000, 128256, 151936, 256000, 262208]
 MIB = 2**20
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
-def place(request: pytest.FixtureRequest) -> Place:
-    return Place("cuda", request.param)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def head(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,16 +45,16 @@ def head(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def close(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Equal but for bfloat16's rounding, by the norm of all elements."""
+    """Assert that the norms of the differences are within bfloat16's rounding."""
     for a, b in zip(ours, want):
         error, size = (a.double() - b.double()).norm(), b.double().norm()
         assert error <= 5e-3 * size, f"{error:.3e} of {size:.3e}"
 
 
-@pytest.mark.parametrize("name", ["plain", "everything"])
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_vocabularies(place, vocab, name) -> None:
+@pairwise(vocab=VOCABS, dtype=DTYPES, name=["plain", "everything"])
+def test_vocabularies(vocab, dtype, name) -> None:
     """Loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
+    place = Place("cuda", dtype)
 
     def check(op, formula, made: dict) -> None:
         compare(op, formula, made, place, constant=("class_weights",), exact_place="cuda")
@@ -81,16 +77,15 @@ def test_vocabularies(place, vocab, name) -> None:
     check(test_cross_entropy.cross_entropy, formulas.cross_entropy, made)
 
 
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_gradients_off_the_targets(place, vocab, softcap) -> None:
-    """The many small probabilities, which the few large entries at the targets would hide."""
+@pairwise(vocab=VOCABS, dtype=DTYPES, softcap=[None, 30.0])
+def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
+    """The small gradients of the other classes, which the large ones at the targets would hide."""
     rows = 40
-    logits = random(rows, vocab, seed=8, scale=3.0).to("cuda", place.dtype).requires_grad_()
+    logits = random(rows, vocab, seed=8, scale=3.0).to("cuda", dtype).requires_grad_()
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
     exact = logits.detach().double().requires_grad_()
-    # Far from 1, lest float16 underflow.
-    upstream = random(rows, seed=3).to("cuda") * (60000 if place.dtype == torch.float16 else 1)
+    # In float16, a factor of 1 would make the small gradients underflow.
+    upstream = random(rows, seed=3).to("cuda") * (60000 if dtype == torch.float16 else 1)
     options = {"reduction": "none", "softcap": softcap}
     (grad,) = torch.autograd.grad(
         cross_entropy(logits, targets, **options).loss, logits, upstream.float()
@@ -101,7 +96,7 @@ def test_gradients_off_the_targets(place, vocab, softcap) -> None:
     for half in (slice(0, vocab // 2), slice(vocab // 2, vocab)):
         ours, right = (x[:, half][off[:, half]].double() for x in (grad, want))
         error = float((ours - right).norm() / right.norm())
-        limit = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3}[place.dtype]
+        limit = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3}[dtype]
         assert error <= limit, f"{error:.2e}"
 
 
@@ -113,17 +108,19 @@ def check_scratch(
     leaves: tuple[Tensor, ...],
     allowed: int,
 ) -> None:
-    """Forward and backward apart, each within what is allowed."""
+    """Assert that forward and backward each stay within what is allowed."""
     for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, leaves)):
         assert scratch <= allowed, f"{phase}: {scratch / MIB:.1f} MiB of {allowed / MIB:.1f}"
 
 
-@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("rows", [400, 8192])
+@pairwise(
+    budget=BUDGETS,
+    frozen=[None, "hidden", "weight"],
+    reduction=["mean", "none"],
+    rows=[400, 8192],
+)
 def test_scratch_stays_in_the_budget(rows, budget, reduction, frozen) -> None:
-    """Peak memory beyond inputs, outputs and gradients, forward and backward."""
+    """Peak memory besides inputs, outputs and gradients, in forward and in backward."""
     width, vocab = 512, 128256
     hidden, weight, targets = head(rows, width, vocab)
     if frozen:
@@ -193,7 +190,7 @@ def test_a_small_budget_gives_the_same() -> None:
 
 
 def loss_step(**options) -> Callable[..., Tensor]:
-    """Forward and backward of the loss under some options; the loss."""
+    """Return a function that runs forward and backward with these options, and returns the loss."""
 
     def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         made = linear_cross_entropy(hidden, weight, targets, **options)
@@ -212,8 +209,8 @@ def log_probs_step(**options) -> Callable[..., Tensor]:
     return step
 
 
-# For 512 rows of 64 and a vocabulary of 1000: no float32 sum of the weight's gradient, and no
-# hidden gradient kept for backward.
+# With 512 rows of 64 and a vocabulary of 1000, both budgets are too small for a float32 sum of the
+# weight gradient. The smaller one is also too small to keep the hidden gradient for backward.
 BUDGET, SMALL = 200_000, 160_000
 STEPS: dict[str, Callable[..., Tensor]] = {
     "default": loss_step(),
@@ -237,13 +234,13 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 def head_for(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Few rows are fewer than hidden is wide."""
+    """Return a head; its few rows are fewer than the hidden size."""
     return head(48 if "few rows" in name else 512, 64, 1000)
 
 
 @pytest.mark.parametrize("budget, in_forward", [(BUDGET, True), (SMALL, False)])
 def test_the_budgets_of_the_steps(monkeypatch, budget, in_forward) -> None:
-    """Each takes the vocabulary loop; the larger has room for gradients between the passes."""
+    """Both run the vocabulary loop; the larger keeps gradients between the passes."""
     plans = spy_on_the_plan(monkeypatch)
     loss_step(max_scratch_bytes=budget)(*head(512, 64, 1000))
     (plan,) = plans
@@ -280,7 +277,7 @@ def test_counting_the_valid_targets_synchronises() -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_captured_in_a_cuda_graph(name) -> None:
-    """Captured once, replayed on other hidden states and targets: equal to eager on those."""
+    """A captured step, replayed on other hidden states and targets, equals eager on those."""
     hidden, weight, targets = head_for(name)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -316,7 +313,7 @@ def test_counting_is_refused_under_capture() -> None:
 def test_bitwise_the_same_from_run_to_run(name) -> None:
     hidden, weight, targets = head(4096, 256, 32000)
     if any(kind in name for kind in ("budget", "skipping", "few rows")):
-        hidden, weight, targets = head_for(name)  # their numbers are for so many rows
+        hidden, weight, targets = head_for(name)  # their budgets and bounds are for these rows
     runs = []
     for _ in range(2):
         hidden.grad = weight.grad = None
@@ -327,7 +324,7 @@ def test_bitwise_the_same_from_run_to_run(name) -> None:
 
 
 def test_a_chunk_past_two_to_the_31_logits() -> None:
-    """Row offsets are 64 bits wide: one chunk of more than 2^31 logits equals many small ones."""
+    """Row offsets have 64 bits: one chunk of more than 2^31 logits equals many small ones."""
     rows, width, vocab = 8400, 64, 256000
     assert rows * vocab > 2**31
     hidden, weight, targets = head(rows, width, vocab)
@@ -362,7 +359,7 @@ def test_log_probs_past_two_to_the_31_logits() -> None:
 
 
 def test_blocks_of_columns_past_two_to_the_31_logits(monkeypatch) -> None:
-    """Many rows by a wide block: the second loop's offsets. The last rows alone have targets."""
+    """Offsets of the second loop, in many rows of a wide block. Only the last rows have targets."""
     rows, width, vocab = 16640, 8192, 262144
     columns = 131072
     plans = spy_on_the_plan(monkeypatch)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of every op: real sizes, CUDA graphs, 64-bit offsets and the like."""
+"""Tests of every op that need a GPU: real sizes, CUDA graphs, 64-bit offsets and the like."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ pytestmark = pytest.mark.gpu
 
 BFLOAT16 = Place("cuda", torch.bfloat16)
 SIZE = (2, 50), 64
-# The linear heads have tests of their own for real sizes and for more than 2^31 logits, in chunks.
+# test_head_on_gpu.py tests the linear heads at real sizes and at more than 2^31 logits.
 ALL_BUT_HEADS = {n: case for n, case in CASES.items() if not case.op.startswith("linear_")}
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+FIRST = list({case.op: name for name, case in reversed(CASES.items())}.values())
+"""The first case of each op."""
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
-def place(request: pytest.FixtureRequest) -> Place:
-    return Place("cuda", request.param)
+def names_and_dtypes() -> list[tuple[str, torch.dtype]]:
+    """Each op's first case in every dtype, and its further cases in bfloat16."""
+    return [
+        (name, dtype)
+        for name in ALL_BUT_HEADS
+        for dtype in (DTYPES if name in FIRST else DTYPES[:1])
+    ]
 
 
 def elements_of_a_row(made: Inputs, rows: int) -> int:
-    """Elements that the widest of the inputs has of each of its rows, whose shape is (1, rows)."""
+    """Return the elements of one row of the widest input; inputs have the shape (1, rows, ...)."""
     tensors = [x for x in made.values() if isinstance(x, Tensor)]
     return max(x.numel() for x in tensors if x.shape[:2] == (1, rows)) // rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ALL_BUT_HEADS)
+@pytest.mark.parametrize("name, dtype", names_and_dtypes(), ids=str)
 def test_real_sizes(name, dtype) -> None:
-    """At every size that a case of the op names, in more rows than all programs take at once."""
+    """Every size of the op's cases, with more rows than all programs take at once."""
     case = CASES[name]
     sizes = max((other.sizes for other in CASES.values() if other.op == case.op), key=len)
     for size in sizes:
@@ -50,10 +56,10 @@ def test_real_sizes(name, dtype) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_host_synchronisation(place, name) -> None:
+def test_no_host_synchronisation(name) -> None:
     """Neither forward nor backward waits for the GPU, once the kernels are compiled."""
     case = CASES[name]
-    made = leaves(case, case.inputs(*SIZE), place)
+    made = leaves(case, case.inputs(*SIZE), BFLOAT16)
     outputs = as_tuple(case.function(**made))
     upstream = upstreams(outputs)
     gradients(outputs, made, upstream)
@@ -62,17 +68,17 @@ def test_no_host_synchronisation(place, name) -> None:
 
 
 def test_synchronisation_is_noticed() -> None:
-    """The check above fails where something does wait."""
+    """The check above fails if an op does wait."""
     x = torch.ones(2, device="cuda")
     with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
         x.sum().item()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_captured_in_a_cuda_graph(place, name) -> None:
-    """Forward and backward captured once and replayed on other inputs equal eager on those."""
+def test_captured_in_a_cuda_graph(name) -> None:
+    """A captured forward and backward, replayed on other inputs, gives what eager gives there."""
     case = CASES[name]
-    made = leaves(case, case.inputs(*SIZE), place)
+    made = leaves(case, case.inputs(*SIZE), BFLOAT16)
     upstream = upstreams(as_tuple(case.function(**made)))
 
     def step() -> list[Tensor]:
@@ -97,13 +103,13 @@ def test_captured_in_a_cuda_graph(place, name) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", CASES)
-def test_a_gpu_that_is_not_the_current_one(place, name) -> None:
-    """Forward, and backward from a thread of its own, launch where the tensors are."""
+@pytest.mark.parametrize("name", FIRST)
+def test_a_gpu_that_is_not_the_current_one(name) -> None:
+    """Forward, and backward in autograd's thread, launch on the GPU of the tensors."""
     case = CASES[name]
     results = []
     for device in ("cuda:0", "cuda:1"):
-        made = leaves(case, case.inputs(*SIZE), place._replace(device=device))
+        made = leaves(case, case.inputs(*SIZE), BFLOAT16._replace(device=device))
         outputs = as_tuple(case.function(**made))
         results.append([*outputs, *gradients(outputs, made, upstreams(outputs))])
         assert torch.cuda.current_device() == 0
@@ -113,12 +119,12 @@ def test_a_gpu_that_is_not_the_current_one(place, name) -> None:
 
 
 LAST = 3
-"""Rows at the end that hold something; all before are zero and get no upstream gradient."""
+"""How many rows at the end hold values; the rows before are zero, as are their gradients."""
 
 
 @pytest.mark.parametrize("name", ALL_BUT_HEADS)
 def test_past_two_to_the_31_elements(name) -> None:
-    """The last rows of more than 2^31 elements give what they give alone, forward and backward."""
+    """The last rows of more than 2^31 elements give the same outputs and gradients as alone."""
     torch.cuda.empty_cache()
     case = CASES[name]
     last = leaves(case, case.inputs((1, LAST), **case.sizes[-1]), BFLOAT16)

@@ -1,4 +1,7 @@
-"""Where the op tests run: the CPU's reference, the Triton interpreter, a GPU. One body for all."""
+"""Where the op tests run: the CPU's reference, the Triton interpreter, a GPU.
+
+The same test functions run in all three.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class Place(NamedTuple):
 
 
 def places(*cpu: torch.dtype, gpu: tuple[torch.dtype, ...]) -> list:
-    """The CPU and the GPU at these dtypes; in the interpreter, what it can do."""
+    """The CPU and the GPU at these dtypes; in the interpreter, float32 alone."""
     if INTERPRETING:
         only = Place("cpu", torch.float32)
         return [pytest.param(only, id="interpreter-float32", marks=pytest.mark.interpreter)]
@@ -27,13 +30,16 @@ def places(*cpu: torch.dtype, gpu: tuple[torch.dtype, ...]) -> list:
     ]
 
 
-FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
-PLACES = places(FLOAT32, torch.float64, BFLOAT16, gpu=(FLOAT32, BFLOAT16))
-EVERY_PLACE = places(FLOAT32, torch.float64, BFLOAT16, FLOAT16, gpu=(FLOAT32, BFLOAT16, FLOAT16))
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+FLOAT32, FLOAT64 = torch.float32, torch.float64
+PLACES = places(FLOAT32, FLOAT64, BFLOAT16, gpu=(FLOAT32, BFLOAT16))
+EVERY_PLACE = places(FLOAT32, FLOAT64, BFLOAT16, FLOAT16, gpu=(FLOAT32, BFLOAT16, FLOAT16))
+FLOAT32_PLACES = places(FLOAT32, gpu=(FLOAT32,))
+COMPILED_PLACES = places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,))
 
 
-def taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The place; in a process with TRITON_INTERPRET=1, Triton takes its CPU tensors."""
+def with_triton(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return the place; in a process with TRITON_INTERPRET=1, run its ops in Triton."""
     if INTERPRETING:
         monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     return place
@@ -42,22 +48,22 @@ def taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A device and a dtype, for the tests of single ops."""
-    return taken(request.param, monkeypatch)
+    return with_triton(request.param, monkeypatch)
 
 
 @pytest.fixture(params=EVERY_PLACE)
 def every_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The same and float16, for the tests that all ops go through."""
-    return taken(request.param, monkeypatch)
+    """A device and a dtype, float16 included, for the tests of all ops."""
+    return with_triton(request.param, monkeypatch)
 
 
-@pytest.fixture(params=places(FLOAT32, gpu=(FLOAT32,)))
+@pytest.fixture(params=FLOAT32_PLACES)
 def float32_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Float32 alone, for tests of what does not depend on the dtype."""
-    return taken(request.param, monkeypatch)
+    """A device with float32, for tests that do not depend on the dtype."""
+    return with_triton(request.param, monkeypatch)
 
 
-@pytest.fixture(params=places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,)))
+@pytest.fixture(params=COMPILED_PLACES)
 def compiled_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """One precise and one low dtype, for tests that take a second each."""
-    return taken(request.param, monkeypatch)
+    """A device with float32 or bfloat16, for slow tests."""
+    return with_triton(request.param, monkeypatch)

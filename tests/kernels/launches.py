@@ -1,4 +1,4 @@
-"""The launches that the launchers of `kernels.triton` make, recorded and compiled without a GPU."""
+"""The launches of the launchers in `kernels.triton`, recorded and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from importlib import import_module
+from itertools import combinations
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
@@ -35,7 +36,7 @@ class Recorded(NamedTuple):
 
     @property
     def pointers(self) -> set[str]:
-        """The names of the pointers that are not None."""
+        """Return the names of the pointers that are not None."""
         return {name for name, kind in self.signature.items() if kind.startswith("*")}
 
     def key(self) -> tuple:
@@ -49,12 +50,39 @@ class Recorded(NamedTuple):
         wide = {k: "fp64" if v == "fp32" else v for k, v in self.signature.items()}
         return self._replace(signature=wide, attributes={})
 
+    def features(self) -> dict[str, Any]:
+        """Return what the compiler sees of the launch, one entry for each argument and option."""
+        known = {**self.signature, **self.constants, **self.options}
+        return known | {"divisibility": bool(self.attributes)}
+
     def describe(self) -> str:
         return f"{self.kernel.__name__} {self.constants} {self.options} {self.signature}"
 
 
+def pairs_of_features(launches: list[Recorded]) -> list[Recorded]:
+    """Return launches of one kernel that hold every pair of two features that occurs in any.
+
+    The choice is greedy: each time the launch with the most new pairs, the first of equals.
+    """
+    features = [launch.features() for launch in launches]
+    names = sorted(set().union(*features))
+    varying = [name for name in names if len({str(x.get(name)) for x in features}) > 1]
+    pairs = [
+        # A launch that is alone has no features that vary; it is chosen for this entry.
+        {(), *combinations([(name, str(x.get(name))) for name in varying], 2)}
+        for x in features
+    ]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(launches)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(launches[best])
+        missing -= pairs[best]
+    return chosen
+
+
 class _Recorder:
-    """Stands in for a jitted kernel: `kernel[grid](...)` notes what would be compiled."""
+    """A stand-in for a jitted kernel: `kernel[grid](...)` records what would be compiled."""
 
     def __init__(self, kernel: Any, into: list[Recorded]):
         self.kernel, self.into = kernel, into
@@ -87,11 +115,11 @@ class _Recorder:
 
 class Recording(NamedTuple):
     launches: list[Recorded]
-    configs: set[tuple[str, int | None]]  # name and largest row length of those that were taken
+    configs: set[tuple[str, int | None]]  # name and largest row length of each config taken
 
 
 def modules() -> list[ModuleType]:
-    """Every module of launchers, found and not listed: a new one cannot be forgotten."""
+    """Return every module of launchers, as the package lists them."""
     import ligermodels.kernels.triton as launchers
 
     found = iter_modules(launchers.__path__, f"{launchers.__name__}.")
@@ -99,7 +127,7 @@ def modules() -> list[ModuleType]:
 
 
 def kernels_of(module: ModuleType) -> dict[str, Any]:
-    """The kernels that a module launches; those that begin with _ are parts of others."""
+    """Return the kernels that a module launches; names with a leading _ are parts of others."""
     from triton.runtime import JITFunction
 
     return {
@@ -110,7 +138,7 @@ def kernels_of(module: ModuleType) -> dict[str, Any]:
 
 
 def launch_configs() -> dict[str, Launches]:
-    """The launch configs of every module of launchers, found by their type and not listed."""
+    """Return the launch configs of every module of launchers, found by their type."""
     return {
         f"{module.__name__.rpartition('.')[2]}.{name}": value
         for module in modules()
@@ -120,7 +148,7 @@ def launch_configs() -> dict[str, Launches]:
 
 
 def recorder(monkeypatch: Any, vendor: str) -> Recording:
-    """Patch every launcher to record instead of launch, with the configs of "nvidia" or "amd"."""
+    """Patch every launcher to record instead of launch, with the configs of a vendor."""
     recording = Recording([], set())
     names = {id(value): name for name, value in launch_configs().items()}
 
@@ -146,7 +174,7 @@ class Usage(NamedTuple):
 
 
 def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Usage:
-    """Compile a launch for a GPU that need not be there and read what it takes."""
+    """Compile a launch for a GPU that may be absent, and return what it uses."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -171,11 +199,11 @@ def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int)
 
 
 def _cuda_stack(cubin: bytes) -> int:
-    """Bytes of stack and local memory a thread of the kernel takes: where ptxas spills to."""
+    """Return the bytes of stack and local memory of a thread, where ptxas spills to."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    assert tool.exists(), f"{tool} is missing: without it nothing says what a kernel spills"
+    assert tool.exists(), f"{tool} is missing; this test reads from it what a kernel spills"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

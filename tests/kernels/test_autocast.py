@@ -8,6 +8,7 @@ import torch
 from ligermodels.kernels import cross_entropy, glu_linear, linear_cross_entropy, norm_linear
 from ligermodels.kernels.autocast import autocast_dtype, cast_operands
 from tests.kernels.checks import random
+from tests.kernels.conftest import BFLOAT16, INTERPRETING, places
 from tests.kernels.ops_table import CASES, leaves
 from tests.kernels.ops_table import norm_linear as norm_linear_inputs
 
@@ -19,9 +20,9 @@ def test_products_take_the_autocast_dtype(float32_place) -> None:
     assert (out.dtype, total.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("place", places(BFLOAT16, gpu=(BFLOAT16,)), indirect=True)
 def test_loss_stays_in_float32(place) -> None:
-    if place.dtype != torch.bfloat16:
-        pytest.skip("about bfloat16")
     logits = random(3, 8).to(place.device, torch.bfloat16)
     targets = torch.tensor([1, 2, 3], device=place.device)
     with torch.autocast(place.device, dtype=torch.bfloat16):
@@ -30,8 +31,8 @@ def test_loss_stays_in_float32(place) -> None:
         assert loss.dtype == torch.float32
 
 
-def test_float64_is_left_alone_by_norm_linear(float32_place) -> None:
-    """x in float64 and a weight in float32: no product is in 16 bits, forward or backward."""
+def test_norm_linear_keeps_float64(float32_place) -> None:
+    """With x in float64 and a weight in float32, no product is in 16 bits, also in backward."""
     made = norm_linear_inputs((4,), 24)
     low = leaves(CASES["norm_linear"], made, float32_place)
     low["x"] = low["x"].detach().double().requires_grad_()
@@ -49,7 +50,7 @@ def test_float64_is_left_alone_by_norm_linear(float32_place) -> None:
         assert torch.equal(grad, want)
 
 
-def test_float64_is_left_alone_by_glu_linear(float32_place) -> None:
+def test_glu_linear_keeps_float64(float32_place) -> None:
     device = float32_place.device
     gate_up = random(3, 16, seed=1).to(device).requires_grad_()
     weight = random(5, 8, seed=2).to(device, torch.float32).requires_grad_()

@@ -1,4 +1,4 @@
-"""Every op of the table: precision at all sizes, layouts and dtypes, and what all ops share."""
+"""What every op must satisfy: precision, autocast, retained graphs, repeatable runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import torch
 
 from ligermodels import kernels
 from tests.kernels.checks import LAYOUTS, check_repeatable, compare
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import (
+    BFLOAT16,
+    EVERY_PLACE,
+    FLOAT32,
+    FLOAT32_PLACES,
+    INTERPRETING,
+    Place,
+    places,
+)
 from tests.kernels.ops_table import (
     CASES,
     NOT_FUSED,
@@ -16,22 +24,38 @@ from tests.kernels.ops_table import (
     leaves,
     outputs_and_gradients,
 )
+from tests.pairwise import pairwise
 
-INPUTS = [(name, key) for name, case in CASES.items() for key in differentiable(case)]
+# For each case: no frozen input, each input frozen alone, and all inputs frozen except each one.
+FROZEN: dict[str, dict[str, list[str]]] = {name: {"nothing": []} for name in CASES}
+for _name, _case in CASES.items():
+    for _key in (_keys := differentiable(_case)):
+        FROZEN[_name][_key] = [_key]
+        if len(_keys) > 1:
+            FROZEN[_name][f"all but {_key}"] = [key for key in _keys if key != _key]
+
+FIRST = set({case.op: name for name, case in reversed(CASES.items())}.values())
+"""The first case of each op. It meets every size; the op's further cases meet the usual ones."""
+
+# The interpreter truncates to bfloat16, while a GPU rounds.
+LOW_DTYPES = [torch.float16] if INTERPRETING else [torch.bfloat16, torch.float16]
+NO_ELEMENTS = ("no rows", "empty batch")
+UNUSUAL = ("one column", "empty batch", "no leading dimension")
+# Only here do all layouts differ from each other; only a batch can be expanded.
+LONG_ROWS = ("odd", "batch", "more rows than programs", "more columns than a block")
 
 
-def check(name: str, place, size: str = "odd", **options) -> None:
-    case = CASES[name]
-    made = case.inputs(*SIZES[size])
-    compare(
-        case.function,
-        case.formula,
-        made,
-        place,
-        constant=case.constant,
-        outputs=case.outputs,
-        **options,
-    )
+def frozen_fits_the_case(name: str, frozen: str, size: str) -> bool:
+    return frozen in FROZEN[name] and (frozen == "nothing" or size not in NO_ELEMENTS)
+
+
+def layout_fits_the_size(layout: str, size: str) -> bool:
+    sizes = ("batch",) if layout == "expanded" else LONG_ROWS
+    return layout == "contiguous" or size in sizes
+
+
+def size_fits_the_case(name: str, size: str) -> bool:
+    return name in FIRST or size not in UNUSUAL
 
 
 def test_every_op_is_in_the_table() -> None:
@@ -40,36 +64,56 @@ def test_every_op_is_in_the_table() -> None:
     assert not tabled - public, f"not in __all__ of ligermodels.kernels: {tabled - public}"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CASES)
-def test_sizes(every_place, name, size) -> None:
-    check(name, every_place, size)
+@pairwise(
+    frozen_fits_the_case,
+    layout_fits_the_size,
+    size_fits_the_case,
+    indirect=["every_place"],
+    every_place=EVERY_PLACE,
+    name=CASES,
+    size=SIZES,
+    layout=LAYOUTS,
+    frozen=dict.fromkeys(key for keys in FROZEN.values() for key in keys),
+)
+def test_precision(every_place, name, size, layout, frozen) -> None:
+    """Outputs and gradients against float64, at every size, layout and choice of frozen inputs."""
+    case = CASES[name]
+    compare(
+        case.function,
+        case.formula,
+        case.inputs(*SIZES[size]),
+        every_place,
+        frozen=FROZEN[name][frozen],
+        constant=case.constant,
+        layout=layout,
+        outputs=case.outputs,
+    )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_layouts(every_place, name, layout) -> None:
-    check(name, every_place, "batch", layout=layout)
-
-
-@pytest.mark.parametrize("name, key", INPUTS)
-def test_frozen_in_turn(every_place, name, key) -> None:
-    """One input frozen, and all but that one."""
-    rest = [other for other in differentiable(CASES[name]) if other != key]
-    check(name, every_place, frozen=[key])
-    check(name, every_place, frozen=rest)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["backward after", "backward inside"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_autocast(float32_place, name, dtype, inside) -> None:
+@pairwise(
+    lambda name, dtype: name in FIRST or dtype == LOW_DTYPES[0],
+    indirect=["float32_place"],
+    float32_place=FLOAT32_PLACES,
+    name=CASES,
+    dtype=LOW_DTYPES,
+    backward=["backward after", "backward inside"],
+)
+def test_autocast(float32_place, name, dtype, backward) -> None:
     """float32 parameters get float32 gradients; the error is that of eager under autocast."""
-    if INTERPRETING and dtype == torch.bfloat16:
-        pytest.skip("the interpreter cuts bfloat16 off where a GPU rounds")
-    check(name, float32_place, autocast=dtype, backward_inside=inside)
+    case = CASES[name]
+    compare(
+        case.function,
+        case.formula,
+        case.inputs(*SIZES["odd"]),
+        float32_place,
+        constant=case.constant,
+        outputs=case.outputs,
+        autocast=dtype,
+        backward_inside=backward == "backward inside",
+    )
 
 
+@pytest.mark.parametrize("place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_twice_over_a_retained_graph(place, name) -> None:
     case = CASES[name]
@@ -77,13 +121,12 @@ def test_twice_over_a_retained_graph(place, name) -> None:
     check_repeatable(case.function, made, place, case.constant)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_bitwise_the_same_from_run_to_run(every_place, name) -> None:
-    if INTERPRETING:
-        pytest.skip("the interpreter runs one program after the other")
+def test_bitwise_the_same_from_run_to_run(name) -> None:
+    """Programs of a GPU run in any order, and the results must not depend on it."""
     case = CASES[name]
-    shape = ((3, 100), 64) if every_place.device == "cpu" else ((7, 300), 1024)
-    made = leaves(case, case.inputs(*shape), every_place)
+    made = leaves(case, case.inputs((7, 300), 1024), Place("cuda", FLOAT32))
     first = outputs_and_gradients(case.function, made)
     for again, expected in zip(outputs_and_gradients(case.function, made), first):
         assert torch.equal(again, expected)

@@ -9,20 +9,17 @@ from tests.kernels.launches import launch_configs
 TABLE = ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))
 
 
-@pytest.mark.parametrize(
-    "length, expected",
-    [
-        (0, Launch(1, 2)),
-        (1, Launch(1, 2)),
-        (2, Launch(2, 2)),
-        (65, Launch(128, 2)),
-        (100, Launch(128, 2)),
-        (101, Launch(64, 4, 3)),
-        (10**9, Launch(128, 8)),
-    ],
-)
-def test_first_fit_wins_and_block_0_is_the_row(length, expected) -> None:
-    assert launch_for(TABLE, length) == expected
+def test_the_first_fit_is_taken_and_block_0_means_the_whole_row() -> None:
+    expected = {
+        0: Launch(1, 2),
+        1: Launch(1, 2),
+        2: Launch(2, 2),
+        65: Launch(128, 2),
+        100: Launch(128, 2),
+        101: Launch(64, 4, 3),
+        10**9: Launch(128, 8),
+    }
+    assert {length: launch_for(TABLE, length) for length in expected} == expected
 
 
 @pytest.mark.parametrize("vendor", Launches._fields)

@@ -6,6 +6,8 @@ import torch
 from ligermodels.kernels import qk_norm_rope, rms_norm, rope
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
+from tests.kernels.conftest import COMPILED_PLACES
+from tests.pairwise import pairwise
 
 # batch, seq, heads, kv heads, head_dim
 SHAPES = [
@@ -34,27 +36,29 @@ def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows:
     }
 
 
-@pytest.mark.parametrize("casting_mode, offset", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_qk_norm_rope(place, shape, casting_mode, offset) -> None:
+@pairwise(
+    indirect=["compiled_place"], compiled_place=COMPILED_PLACES, shape=SHAPES, variant=VARIANTS
+)
+def test_qk_norm_rope(compiled_place, shape, variant) -> None:
+    casting_mode, offset = variant
     made = inputs(*shape) | {"casting_mode": casting_mode, "offset": offset, "eps": 1e-5}
-    compare(qk_norm_rope, formulas.qk_norm_rope, made, place, constant=CONSTANT)
+    compare(qk_norm_rope, formulas.qk_norm_rope, made, compiled_place, constant=CONSTANT)
 
 
 @pytest.mark.parametrize("used", range(3))
-def test_one_output_used(place, used) -> None:
+def test_one_output_used(float32_place, used) -> None:
     compare(
         lambda **kwargs: qk_norm_rope(**kwargs)[used],
         lambda **kwargs: formulas.qk_norm_rope(**kwargs)[used],
         inputs(2, 3, 2, 1, 8),
-        place,
+        float32_place,
         frozen=(("k_weight",), ("q_weight",), ("q_weight", "k_weight"))[used],
         constant=CONSTANT,
     )
 
 
 def test_gradients_in_the_layout_of_attention(place) -> None:
-    """Upstream gradients laid out as SDPA gives them, heads before tokens, or expanded."""
+    """Upstream gradients have the layout of SDPA's, heads before tokens, or are expanded."""
     made = inputs(2, 3, 2, 1, 4)
 
     def run(op, **kwargs) -> torch.Tensor:
@@ -78,11 +82,12 @@ def test_gradients_in_the_layout_of_attention(place) -> None:
     assert error < (1e-2 if place.dtype == torch.bfloat16 else 1e-5)
 
 
-def test_is_the_norm_then_the_rotation(place) -> None:
-    """The two ops one after the other round once more; in float32 they agree closely."""
+def test_is_the_norm_then_the_rotation(float32_place) -> None:
+    """The two separate ops round once more; in float32 they agree closely."""
     made = inputs(2, 3, 4, 2, 8)
     low = {
-        k: v.float().to(place.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()
+        k: v.float().to(float32_place.device) if isinstance(v, torch.Tensor) else v
+        for k, v in made.items()
     }
     parts = low["qkv"].unflatten(-1, (8, 8))
     q = rms_norm(parts[:, :, :4], low["q_weight"])
@@ -93,7 +98,8 @@ def test_is_the_norm_then_the_rotation(place) -> None:
         torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
 
 
-def test_v_is_a_view_and_qkv_is_all_that_is_kept(place) -> None:
+def test_v_is_a_view_and_qkv_is_all_that_is_kept(float32_place) -> None:
+    place = float32_place
     made = inputs(2, 3, 4, 2, 8)
     qkv = made.pop("qkv").to(place.dtype).to(place.device).requires_grad_()
     low = {

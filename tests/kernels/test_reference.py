@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ligermodels.kernels.checks import ACTIVATIONS, NormOptions
-from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads
 from ligermodels.kernels.reference import (
     cross_entropy,
@@ -140,9 +139,3 @@ def test_cross_entropy(name) -> None:
         )
         equal(grad, expected)
         assert grad.data_ptr() == buffer.data_ptr()
-
-
-def test_compute_dtype() -> None:
-    assert compute_dtype(torch.ones(1, dtype=torch.float64)) == torch.float64
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert compute_dtype(torch.ones(1, dtype=dtype)) == torch.float32

@@ -27,12 +27,12 @@ CONSTANT = ("cos", "sin")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope(place, shape) -> None:
-    compare(rope, formulas.rope, inputs(*shape), place, constant=CONSTANT)
+def test_rope(float32_place, shape) -> None:
+    compare(rope, formulas.rope, inputs(*shape), float32_place, constant=CONSTANT)
 
 
 def test_gradients_in_the_layout_of_attention(place) -> None:
-    """Upstream gradients laid out as SDPA gives them, heads before tokens, or expanded."""
+    """Upstream gradients have the layout of SDPA's, heads before tokens, or are expanded."""
     made = inputs(2, 3, 2, 1, 4)
     qkv = made["qkv"].to(place.dtype).to(place.device).requires_grad_()
     angles = [made[k].float().to(place.device) for k in CONSTANT]
@@ -46,7 +46,7 @@ def test_gradients_in_the_layout_of_attention(place) -> None:
 
 
 def test_in_place(place) -> None:
-    """The packed buffer itself is overwritten, v stays, and the result is that of the other way."""
+    """In place, the packed buffer is overwritten except v, and the result is the same."""
     made = inputs(2, 5, 4, 2, 8)
     qkv = made["qkv"].to(place.dtype).to(place.device)
     angles = [made[k].float().to(place.device) for k in CONSTANT]
@@ -59,7 +59,8 @@ def test_in_place(place) -> None:
     assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])
 
 
-def test_rotation_keeps_the_length_and_is_undone_by_minus_sin(place) -> None:
+def test_minus_sin_undoes_the_rotation(compiled_place) -> None:
+    place = compiled_place
     made = inputs(1, 6, 3, 1, 8)
     qkv = made["qkv"].to(place.dtype).to(place.device)
     cos, sin = (made[k].float().to(place.device) for k in CONSTANT)
@@ -90,19 +91,22 @@ def test_integers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("op", [rope, qk_norm_rope])
-@pytest.mark.parametrize(
-    "heads, kv_heads, option",
-    [(6, -1, "num_kv_heads=-1"), (-2, 3, "num_heads=-2"), (2.0, 1, "num_heads=2.0")],
-)
-def test_head_counts_are_refused(op, heads, kv_heads, option) -> None:
-    """Even where they add up to the columns that are there: a kernel would write beyond them."""
+def test_head_counts_are_refused(op) -> None:
+    """Also if they add up to the number of columns: a kernel would write out of bounds."""
     made = inputs(2, 5, 2, 1, 8)
     weights = {} if op is rope else {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
-    with pytest.raises(ValueError, match=rf"rope: {option}; expected an integer of [01] or more"):
-        op(**made | weights | {"num_heads": heads, "num_kv_heads": kv_heads})
+    for heads, kv_heads, option in (
+        (6, -1, "num_kv_heads=-1"),
+        (-2, 3, "num_heads=-2"),
+        (2.0, 1, "num_heads=2.0"),
+    ):
+        complaint = rf"rope: {option}; expected an integer of [01] or more"
+        with pytest.raises(ValueError, match=complaint):
+            op(**made | weights | {"num_heads": heads, "num_kv_heads": kv_heads})
 
 
-def test_numpys_integers_are_head_counts(place) -> None:
+def test_numpys_integers_are_head_counts(float32_place) -> None:
+    place = float32_place
     numpy = pytest.importorskip("numpy")
     made = inputs(2, 5, 2, 1, 8)
     qkv, cos, sin = (made[k].to(place.device, place.dtype) for k in ("qkv", "cos", "sin"))
@@ -112,7 +116,7 @@ def test_numpys_integers_are_head_counts(place) -> None:
 
 
 def test_angles_that_do_not_fit_are_refused() -> None:
-    """A kernel would read beyond a sine that is shorter than the cosine."""
+    """With a sine shorter than the cosine, a kernel would read out of bounds."""
     made = inputs(2, 5, 4, 2, 8)
     for sin in (made["sin"][:, :1], made["sin"][..., :2], made["sin"].expand(2, -1, -1)):
         with pytest.raises(ValueError, match="differ in shape"):

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of every op of the table, and the operators they register."""
+"""torch.compile(fullgraph=True) of every op of the table, and the operators that ops register."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.kernels import linear_cross_entropy
 from tests.kernels.checks import random
-from tests.kernels.conftest import FLOAT32, Place
+from tests.kernels.conftest import BFLOAT16, FLOAT32, Place, places
 from tests.kernels.ops_table import CASES, Case, leaves, outputs_and_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None:
-    """One compiled function against the op itself, at one size after the other."""
+    """Compare one compiled function with the op itself at each size."""
     function = compiled(place, lambda **inputs: case.function(**inputs))
     tolerance = TOLERANCE[place.dtype]
     for size in sizes:
@@ -42,16 +42,18 @@ def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None
             torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
+# test_registered_operators checks the other dtypes of what is traced.
+@pytest.mark.parametrize("place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_eager(compiled_place, name) -> None:
-    """At a first length, and at a second, which torch.compile takes for a symbol."""
-    check(CASES[name], compiled_place, ((2, 3), 24), ((2, 5), 24))
+def test_equals_eager(place, name) -> None:
+    """The second length makes torch.compile trace the length as a symbol."""
+    check(CASES[name], place, ((2, 3), 24), ((2, 5), 24))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_graph_for_one_number_of_chunks(reduction, dynamic) -> None:
-    """The head at every length that two chunks hold: one graph, and one for the first length."""
+    """All lengths of two chunks share one graph; the first length may have one of its own."""
     torch._dynamo.reset()
     counters.clear()
 
@@ -81,7 +83,7 @@ def registered() -> set[str]:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every call of an operator that this package registers."""
+    """Records every call of an operator that this package registers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class Recorder(TorchDispatchMode):
 
 
 def test_registered_operators(every_place) -> None:
-    """torch.library.opcheck of each as the ops call it: schema, fake tensors, AOT dispatch."""
+    """Each passes torch.library.opcheck (schema, fake tensors, AOT dispatch) as the ops call it."""
     recorder = Recorder()
     for case in CASES.values():
         made = leaves(case, case.inputs((5,), 24), every_place)

@@ -1,4 +1,4 @@
-"""Small loss heads of every kind, and their loss from all logits at once."""
+"""Small loss heads of every kind, and their loss computed from all logits at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ["own", "own, bias", "tied", "swapped", "swapped, bias"]
 
 
 def make(tied: bool = False, bias: bool = False, **options: Any) -> tuple[LossHead, nn.Embedding]:
-    """A head and an embedding, to which it may be tied."""
+    """Return a head and an embedding; the head's weight may be tied to the embedding."""
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCAB, HIDDEN)
     head = LossHead(HIDDEN, VOCAB, bias=bias, tied_to=embedding if tied else None, **options)
@@ -25,7 +25,7 @@ def make(tied: bool = False, bias: bool = False, **options: Any) -> tuple[LossHe
 
 
 def data(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Hidden states, a leaf, and targets of which three are ignored."""
+    """Return hidden states, which are a leaf, and targets, three of which are ignored."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(BATCH, SEQ, HIDDEN, generator=generator)
     targets = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
@@ -46,7 +46,7 @@ def dense(
     class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, z-loss) of each token, all logits at once, in float64."""
+    """Return (loss, z-loss) of each token in float64, from all logits at once."""
     logits = logit_scale * F.linear(hidden.double(), weight.double(), bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -65,14 +65,14 @@ def dense(
 def dense_stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability, entropy, correct) of each token, all logits at once, in float64."""
+    """Return (log-probability, entropy, correct) of each token in float64."""
     return formulas.token_stats(
         F.linear(hidden.double(), weight.double(), bias), targets, **options
     )
 
 
 class Counting(nn.Linear):
-    """Notes how many rows each call was given."""
+    """A linear that records the number of rows of each call."""
 
     rows: list[int]
 
@@ -82,14 +82,14 @@ class Counting(nn.Linear):
 
 
 def swap(head: LossHead) -> None:
-    """A projection of another class with the same weights: it must be called."""
+    """Swap the projection for one of another class with the same weights, which must be called."""
     swapped = Counting(HIDDEN, VOCAB, bias=head.proj.bias is not None)
     swapped.load_state_dict(head.proj.state_dict())
     head.proj = swapped
 
 
 def build(kind: str, **options: Any) -> tuple[LossHead, Tensor, Tensor | None]:
-    """A head of a kind, its weight and its bias."""
+    """Return a head of a kind, its weight and its bias."""
     head, _ = make("tied" in kind, "bias" in kind, **options)
     if "swapped" in kind:
         swap(head)
@@ -99,7 +99,7 @@ def build(kind: str, **options: Any) -> tuple[LossHead, Tensor, Tensor | None]:
 def assert_compiled_equals_eager(
     head: LossHead, weight: Tensor, hidden: Tensor, targets: Tensor, **options: Any
 ) -> None:
-    """Loss and gradients of hidden and weight, in one graph."""
+    """Compare the loss and the gradients of hidden and weight, compiled into one graph."""
     loss = head(hidden, targets, **options).loss
     wanted = torch.autograd.grad(loss, [hidden, weight])
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from ligermodels.layers.attention_mask import (
     positions_from_cu_seqlens,
 )
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 HIDDEN, SEQ, BATCH, HEAD_DIM = 24, 11, 2, 6
 
@@ -35,7 +36,7 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
-    """The formula, token by token and head by head; sees (batch, seq, seq) says who sees whom."""
+    """The formula, head by head. sees (batch, seq, seq) is True if a query sees a key."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
@@ -89,9 +90,7 @@ def test_causal(groups: int, options: dict[str, Any]) -> None:
     compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
 
 
-@pytest.mark.parametrize("window", [1, 4, SEQ, 100])
-@pytest.mark.parametrize("softcap", [None, 0.3])
-@pytest.mark.parametrize("packed", [False, True])
+@pairwise(window=[1, 4, SEQ, 100], softcap=[None, 0.3], packed=[False, True])
 def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool) -> None:
     torch.manual_seed(0)
     attention = Attention(HIDDEN, 4, 2, HEAD_DIM, sliding_window=window, softcap=softcap)
@@ -199,7 +198,7 @@ def test_a_fused_norm_equals_the_parts() -> None:
 
 
 class GrowingCache:
-    """The least a cache can be."""
+    """A cache with only what attention needs."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -223,7 +222,7 @@ class GrowingCache:
     "options", [{}, {"sliding_window": 4}, {"sliding_window": 3, "softcap": 0.5}]
 )
 def test_cache(options: dict[str, Any]) -> None:
-    """A prompt, then several tokens, then one, equal one run over all."""
+    """A prompt, then several tokens, then one token equal one run over all of them."""
     torch.manual_seed(0)
     attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3, **options)
     x = torch.randn(BATCH, SEQ, HIDDEN)

@@ -1,4 +1,4 @@
-"""Which choose_backend attention takes, and each of them against the formula in float64."""
+"""Which backend attention chooses, and each backend against the formula in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ligermodels.layers.attention_backend import attend, choose_backend, prepare
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DOCUMENTS = torch.zeros(1, 600, dtype=torch.int64)
@@ -18,44 +19,40 @@ TOKENS = torch.ones(1, 600, dtype=torch.bool)
 ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_seqlen": 600}
 
 
-@pytest.mark.parametrize(
-    "given, window, softcap, dtype, head_dim, expected",
-    [
-        ({}, None, None, torch.bfloat16, 64, "sdpa"),
-        ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # a window as long as the row
-        ({}, 599, None, torch.bfloat16, 64, "varlen"),
-        ({}, 599, None, torch.float16, 256, "varlen"),
-        ({}, 599, None, torch.float32, 64, "flex"),
-        ({}, 599, None, torch.bfloat16, 20, "flex"),
-        ({}, 599, None, torch.bfloat16, 512, "flex"),
-        ({}, 599, None, torch.float64, 64, "dense"),
-        ({}, None, 50.0, torch.bfloat16, 64, "flex"),
-        ({"document_ids": DOCUMENTS}, None, None, torch.bfloat16, 64, "flex"),
-        (ENDS, None, None, torch.bfloat16, 64, "varlen"),
-        (ENDS, 100, None, torch.bfloat16, 64, "varlen"),
-        (ENDS, 100, 50.0, torch.bfloat16, 64, "flex"),
-        ({"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
-        ({"keys": 900}, None, None, torch.bfloat16, 64, "flex"),
-        ({"mask": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
-    ],
-)
-def test_choice_on_a_gpu(
-    given: dict[str, Any],
-    window: int | None,
-    softcap: float | None,
-    dtype: torch.dtype,
-    head_dim: int,
-    expected: str,
-    monkeypatch: Any,
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    mask = AttentionMask(600, **given)
-    assert choose_backend(mask, window, softcap, GPU, dtype, head_dim, 8) == expected
-    on_cpu = choose_backend(mask, window, softcap, CPU, dtype, head_dim, 8)
-    assert on_cpu == ("sdpa" if expected == "sdpa" else "dense")
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    elsewhere = choose_backend(mask, window, softcap, GPU, dtype, head_dim, 8)
-    assert elsewhere == ("flex" if expected == "varlen" else expected)
+# What the mask is given, window, cap, dtype, head_dim, and the backend on an NVIDIA GPU.
+CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, str]] = [
+    ({}, None, None, torch.bfloat16, 64, "sdpa"),
+    ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # a window as long as the row
+    ({}, 599, None, torch.bfloat16, 64, "varlen"),
+    ({}, 599, None, torch.float16, 256, "varlen"),
+    ({}, 599, None, torch.float32, 64, "flex"),
+    ({}, 599, None, torch.bfloat16, 20, "flex"),
+    ({}, 599, None, torch.bfloat16, 512, "flex"),
+    ({}, 599, None, torch.float64, 64, "dense"),
+    ({}, None, 50.0, torch.bfloat16, 64, "flex"),
+    ({"document_ids": DOCUMENTS}, None, None, torch.bfloat16, 64, "flex"),
+    (ENDS, None, None, torch.bfloat16, 64, "varlen"),
+    (ENDS, 100, None, torch.bfloat16, 64, "varlen"),
+    (ENDS, 100, 50.0, torch.bfloat16, 64, "flex"),
+    ({"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
+    ({"keys": 900}, None, None, torch.bfloat16, 64, "flex"),
+    ({"mask": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
+]
+
+
+def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, window, softcap, dtype, head_dim, expected in CHOICES:
+        mask = AttentionMask(600, **given)
+        options = (window, softcap)
+        rest = (dtype, head_dim, 8)
+        case = f"{list(given)}, window {window}, cap {softcap}, {dtype}, head_dim {head_dim}"
+        for device, hip, backend in (
+            (GPU, None, expected),
+            (GPU, "7.0", "flex" if expected == "varlen" else expected),
+            (CPU, None, "sdpa" if expected == "sdpa" else "dense"),
+        ):
+            monkeypatch.setattr(torch.version, "hip", hip)
+            assert choose_backend(mask, *options, device, *rest) == backend, f"{device}: {case}"
 
 
 def test_small_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
@@ -102,9 +99,12 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("head_dim", [24, pytest.param(256, marks=pytest.mark.gpu)])
+@pairwise(
+    lambda place, head_dim: place[0] == "cuda" or head_dim == 24,
+    place=PLACES,
+    case=CASES,
+    head_dim=[24, 256],
+)
 def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
     device, dtype = place
     keys, batch, heads, groups = (300 if device == "cuda" else 90), 2, 4, 2
@@ -150,7 +150,7 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
     for name, grad, want in zip("qkv", grads, wanted):
         if want.norm() > 1e-9:
             assert relative(grad, want) <= bound, name
-        else:  # a window of one: the only weight is 1 whatever the scores
+        else:  # in a window of one, the only weight is 1 for any score
             assert grad.norm() < 1e-2, name
 
 
@@ -168,7 +168,7 @@ def test_a_query_that_sees_nothing_gives_zeros(softcap: float | None) -> None:
 
 @pytest.mark.gpu
 def test_many_lengths_compile_few_times() -> None:
-    """Past a limit of recompilations FlexAttention would silently make every score."""
+    """Beyond a limit of recompilations, FlexAttention would silently compute every score."""
     from torch._dynamo.utils import counters
 
     heads, groups, head_dim = 4, 2, 64
@@ -192,7 +192,7 @@ def test_models_of_several_scales_and_caps_in_one_process() -> None:
     sees = AttentionMask(length).dense(100, q.device)
     for scale, softcap in ((0.1, 5.0), (0.2, None), (0.3, 7.0), (0.4, 9.0), (0.1, None)):
         q.requires_grad_()
-        # In float32 no other choose_backend takes a window.
+        # In float32, no other backend supports a window.
         wide = (x.float() for x in (q, k, v))
         out = attend(*wide, AttentionMask(length), scale=scale, window=100, softcap=softcap)
         out.sum().backward()

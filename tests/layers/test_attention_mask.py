@@ -1,4 +1,6 @@
-"""Masks against their definition, pair by pair."""
+"""Masks against their definition, for each pair of a query and a key."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -24,33 +26,28 @@ def test_positions_from_cu_seqlens() -> None:
     assert positions_from_cu_seqlens(ends, 1, 6).tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize("queries", [7, 3, 1])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_dense_pair_by_pair(window: int | None, queries: int, packed: bool, padded: bool) -> None:
+def test_dense_pair_by_pair() -> None:
     keys = 7
-    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7]) if packed else None
-    tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]) if padded else None
-    mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
-    dense = mask.dense(window, torch.device("cpu"))
-    assert dense.shape == (2 if packed or padded else 1, 1, queries, keys)
-    for row in range(2):
-        for query in range(keys - queries, keys):
-            for key in range(keys):
-                sees = query - (window or keys) < key <= query
-                if documents is not None:
-                    sees = sees and bool(documents[row, key] == documents[row, query])
-                if tokens is not None:
-                    sees = sees and bool(tokens[row, key])
-                got = dense.expand(2, -1, -1, -1)[row, 0, query - (keys - queries), key]
-                assert bool(got) == sees, (row, query, key)
-    assert mask.is_causal(window) == (
-        queries == keys and not packed and not padded and (window is None or window >= keys)
-    )
-    assert mask.hides_nothing(window) == (
-        queries == 1 and not packed and not padded and (window is None or window >= keys)
-    )
+    for window, queries, packed, padded in product(
+        (None, 1, 3, 50), (7, 3, 1), (False, True), (False, True)
+    ):
+        case = f"window {window}, {queries} queries, packed {packed}, padded {padded}"
+        documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7]) if packed else None
+        tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]) if padded else None
+        mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
+        dense = mask.dense(window, torch.device("cpu"))
+        assert dense.shape == (2 if packed or padded else 1, 1, queries, keys), case
+        for row, query, key in product(range(2), range(keys - queries, keys), range(keys)):
+            sees = query - (window or keys) < key <= query
+            if documents is not None:
+                sees = sees and bool(documents[row, key] == documents[row, query])
+            if tokens is not None:
+                sees = sees and bool(tokens[row, key])
+            got = dense.expand(2, -1, -1, -1)[row, 0, query - (keys - queries), key]
+            assert bool(got) == sees, f"{case}: row {row}, query {query}, key {key}"
+        whole = not packed and not padded and (window is None or window >= keys)
+        assert mask.is_causal(window) == (queries == keys and whole), case
+        assert mask.hides_nothing(window) == (queries == 1 and whole), case
 
 
 def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
@@ -76,8 +73,8 @@ def test_each_layers_key_positions_have_their_own_mask() -> None:
         ]
 
 
-def test_what_is_visible_can_be_said_outright() -> None:
-    visible = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # each sees all, the future included
+def test_a_mask_given_by_the_caller() -> None:
+    visible = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # every token sees all, also the future
     mask = AttentionMask(4, mask=visible)
     assert not mask.is_causal(None)
     assert torch.equal(mask.dense(None, torch.device("cpu")), visible)
@@ -97,9 +94,8 @@ def test_ends_of_rows_and_of_documents() -> None:
     assert ends.tolist() == [0, 2, 5] and ends.dtype == torch.int32 and longest == 3
 
 
-@pytest.mark.parametrize(
-    "ends, longest, complaint",
-    [
+def test_malformed_cu_seqlens() -> None:
+    for ends, longest, complaint in (
         ([0, 5], None, "rise from 0 to 8"),
         ([0, 3, 20], None, "rise from 0 to 8"),
         ([1, 5, 8], None, "rise from 0 to 8"),
@@ -109,9 +105,7 @@ def test_ends_of_rows_and_of_documents() -> None:
         ([[0, 8]], None, "of shape"),
         ([0.0, 8.0], None, "float32"),
         ([0, 6, 8], 5, "max_seqlen 5: .* 6 tokens"),
-    ],
-)
-def test_malformed_cu_seqlens(ends: list, longest: int | None, complaint: str) -> None:
-    tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
-    with pytest.raises(ValueError, match=complaint):
-        check_cu_seqlens(tensor, 8, longest)
+    ):
+        tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
+        with pytest.raises(ValueError, match=complaint):
+            check_cu_seqlens(tensor, 8, longest)

@@ -48,7 +48,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def by_parts(block: DecoderBlock, x: Tensor, residual: Tensor | None) -> Tensor:
-    """The block's output through its modules one by one, nothing fused."""
+    """Return the block's output from its modules, one by one and without fusion."""
     total = x if residual is None else x + residual
     total = total + block.self_attn(block.input_layernorm(total), context())
     return total + block.mlp(block.post_attention_layernorm(total))
@@ -124,7 +124,7 @@ PROJECTIONS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "ml
 @pytest.mark.parametrize("swap", [scaled, hooked, pre_hooked, parametrised])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_a_swapped_projection_is_called(name: str, swap: Callable[[nn.Linear], nn.Linear]) -> None:
-    """Each of the swaps multiplies the projection by 1.5, as does a plain one with 1.5 W."""
+    """Each swap multiplies the projection by 1.5, which equals a plain one with 1.5 W."""
     block, expected_block = make(), make()
     path, attribute = name.split(".")
     parent = getattr(block, path)

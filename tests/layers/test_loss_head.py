@@ -1,4 +1,4 @@
-"""The loss head's loss and gradients, whatever the projection: its own, tied or swapped."""
+"""The loss and gradients of the loss head, with its own, a tied or a swapped projection."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.layers.heads import (
     make,
 )
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,11 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, options=OPTIONS, reduction=["mean", "sum", "none"])
 def test_equals_the_dense_loss(kind: str, options: str, reduction: str) -> None:
-    """Value and gradients under a random upstream gradient, in chunks of five rows."""
+    """The value, and the gradients for a random upstream gradient, in chunks of five rows."""
     given = OPTIONS[options]
     head, weight, bias = build(kind)
     hidden, targets = data()
@@ -94,7 +93,7 @@ def test_the_output_holds_nothing_unasked() -> None:
 
 
 def test_the_output_is_a_tuple_with_the_loss_first() -> None:
-    """DeepSpeed's and HF's trainers take output[0]; wrappers look for its tensors as a pytree."""
+    """The trainers of DeepSpeed and HF read output[0]; wrappers find its tensors as a pytree."""
     head, _ = make()
     out = head(*data(), return_token_loss=True)
     assert isinstance(out, tuple) and out[0] is out.loss
@@ -106,9 +105,7 @@ def test_the_output_is_a_tuple_with_the_loss_first() -> None:
     assert isinstance(compiled(*data()), HeadOutput)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen", ["body", "head", "both"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pairwise(kind=KINDS, frozen=["body", "head", "both"], reduction=["mean", "none"])
 def test_gradients_only_where_required(kind: str, frozen: str, reduction: str) -> None:
     head, weight, bias = build(kind)
     hidden, targets = data()
@@ -146,42 +143,42 @@ def test_the_result_does_not_depend_on_the_chunk(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_accumulation_with_a_normalizer_equals_one_batch(kind: str, as_tensor: bool) -> None:
+def test_accumulation_with_a_normalizer_equals_one_batch(kind: str) -> None:
     head, weight, _ = build(kind)
     hidden, targets = data()
     big = head(hidden, targets)
     wanted = torch.autograd.grad(big.loss, [hidden, weight])
-    count: Any = big.num_valid if as_tensor else int(big.num_valid)
-    total = torch.zeros(())
-    hidden.grad = weight.grad = None
-    for row in range(BATCH):  # of which the first has fewer valid targets
-        loss = head(hidden[row], targets[row], normalizer=count).loss
-        loss.backward()
-        total += loss.detach()
-    assert total.item() == pytest.approx(big.loss.item(), rel=1e-6)
-    for leaf, want in zip((hidden, weight), wanted):
-        assert relative(leaf.grad, want) <= 1e-6
+    counts: tuple[Any, ...] = (big.num_valid, int(big.num_valid))
+    for count in counts:
+        total = torch.zeros(())
+        hidden.grad = weight.grad = None
+        for row in range(BATCH):  # the first row has fewer valid targets
+            loss = head(hidden[row], targets[row], normalizer=count).loss
+            loss.backward()
+            total += loss.detach()
+        assert total.item() == pytest.approx(big.loss.item(), rel=1e-6), count
+        for leaf, want in zip((hidden, weight), wanted):
+            assert relative(leaf.grad, want) <= 1e-6, count
 
 
 @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)], ids=str)
 def test_a_normalizer_of_nothing(normalizer: int | torch.Tensor) -> None:
-    """Every micro-batch of a step may be without targets: its loss is 0, not 0 / 0."""
+    """If no micro-batch of a step has targets, the loss is 0, not 0 / 0."""
     output = LossHead(8, 5)(torch.randn(3, 8), torch.full((3,), -100), normalizer=normalizer)
     assert output.loss == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_targets_ignored(kind: str, reduction: str) -> None:
+def test_all_targets_ignored(kind: str) -> None:
     head, weight, _ = build(kind)
-    hidden, targets = data()
-    out = head(hidden, torch.full_like(targets, -100), reduction=reduction, z_loss=0.1)
-    out.loss.sum().backward()
-    assert out.num_valid == 0
-    assert out.loss.abs().sum() == 0
-    assert hidden.grad.abs().sum() == 0
-    assert weight.grad.abs().sum() == 0
+    for reduction in ("mean", "sum", "none"):
+        hidden, targets = data()
+        weight.grad = None
+        out = head(hidden, torch.full_like(targets, -100), reduction=reduction, z_loss=0.1)
+        out.loss.sum().backward()
+        assert out.num_valid == 0, reduction
+        for x in (out.loss, hidden.grad, weight.grad):
+            assert x.abs().sum() == 0, reduction
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +204,7 @@ def test_autocast(kind: str) -> None:
 def test_compiled_equals_eager(kind: str) -> None:
     head, weight, _ = build(kind)
     if "swapped" in kind:
-        head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
+        head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     options = {"chunk_size": 10, "label_smoothing": 0.1, "z_loss": 0.01}
     assert_compiled_equals_eager(head, weight, hidden, targets, **options)

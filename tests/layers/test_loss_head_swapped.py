@@ -1,4 +1,4 @@
-"""A loss head whose projection is another module: it is called, chunk by chunk."""
+"""A loss head whose projection is another module, which the head calls chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.layers.heads import (
     data,
 )
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 
 def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
@@ -29,16 +30,16 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     loss = head(hidden, targets, chunk_size=10).loss
     assert head.proj.rows == [10, 10, 7]
     loss.backward()
-    assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # once more in backward
+    assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # backward calls it again
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_budget_reaches_the_chunks(trained: bool) -> None:
-    """Beside the weight's gradient: its sum, a chunk's own, and the two added."""
+    """The budget counts three weight gradients: the sum so far, a chunk's, and their sum."""
     head, weight, _ = build("swapped")
     weight.requires_grad_(trained)
     hidden, targets = data()
-    # Rows of 37 logits in float32 and what plain PyTorch makes of them: room for eight.
+    # The budget has room for eight rows of 37 float32 logits, with the copies by plain PyTorch.
     budget = 8 * 32 * VOCAB + 64 * BATCH * SEQ + hidden.nbytes
     if trained:
         budget += 3 * weight.nbytes
@@ -72,26 +73,23 @@ def test_too_small_a_budget_names_the_least() -> None:
         head(hidden, targets, max_scratch_bytes=least - 1)
     head(hidden, targets, max_scratch_bytes=least)
     assert set(head.proj.rows) == {1}
-    # One chunk needs no sum, so that a large projection does not stand in its way.
+    # One chunk needs no sum of weight gradients, so a large projection needs no larger budget.
     head.proj.rows.clear()
     head(hidden[:1, :1], targets[:1, :1], max_scratch_bytes=3 * weight.nbytes)
     assert head.proj.rows == [1]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("budget", [900_000, 1_200_000, 3_000_000, 20_000_000])
-@pytest.mark.parametrize("skip_ignored", [False, True])
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairwise(
+    budget=[950_000, 1_200_000, 3_000_000, 20_000_000],
+    loss=[("mean", False), ("mean", True), ("none", False), ("none", True)],
+    skip_ignored=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+    trained=[False, True],
+)
 def test_scratch_stays_in_the_budget(
-    dtype: torch.dtype,
-    reduction: str,
-    stats: bool,
-    skip_ignored: bool,
-    budget: int,
-    trained: bool,
+    budget: int, loss: tuple[str, bool], skip_ignored: bool, dtype: torch.dtype, trained: bool
 ) -> None:
+    reduction, stats = loss
     options: dict[str, Any] = {"reduction": reduction, "return_token_stats": stats}
     options |= {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
     options |= {"skip_ignored": skip_ignored, "max_scratch_bytes": budget}
@@ -113,11 +111,12 @@ def test_scratch_stays_in_the_budget(
         assert most <= budget, f"{phase}: {most} of {budget}"
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("cut", [{"chunk_size": 10}, {"max_scratch_bytes": 32_000}], ids=str)
+@pytest.mark.parametrize(
+    "reduction, cut", [("mean", {"max_scratch_bytes": 32_000}), ("none", {"chunk_size": 10})]
+)
 def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[str, int]) -> None:
     head, weight, _ = build("swapped")
-    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
+    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     torch._dynamo.reset()
     compiled = torch.compile(head, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -131,7 +130,7 @@ def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[st
 
 def test_a_budget_under_compile() -> None:
     head, weight, _ = build("swapped")
-    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # nothing to count here
+    head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     options = {"max_scratch_bytes": 3 * weight.nbytes + 8 * 32 * VOCAB + 64 * BATCH * SEQ}
     options["max_scratch_bytes"] += 4 * HIDDEN * BATCH * SEQ

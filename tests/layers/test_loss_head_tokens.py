@@ -1,4 +1,4 @@
-"""What the loss head says of each token: statistics, log-probabilities; tokens left out."""
+"""The loss head's results for each token: statistics, log-probabilities, skipped tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from ligermodels import LigerLlama
 from ligermodels.models.llama import LlamaConfig
 from tests.layers.heads import BATCH, KINDS, SEQ, VOCAB, build, data, dense_stats
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_token_stats(kind: str, reduction: str) -> None:
-    """Beside the loss, whatever the projection; with "none" they are differentiable."""
+    """Every kind of projection gives them with the loss; with "none" they are differentiable."""
     head, weight, bias = build(kind, softcap=3.0, logit_scale=1.3)
     bias = None if bias is None else bias.detach().double()
     hidden, targets = data()
@@ -41,7 +42,7 @@ def test_token_stats(kind: str, reduction: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs(kind: str, entropy: bool) -> None:
-    """The head's own options hold; what is about the loss alone stays out."""
+    """The head's options apply, except those that only change the loss."""
     head, weight, bias = build(
         kind, softcap=3.0, z_loss=0.1, label_smoothing=0.1, reduction="sum", ignore_index=0
     )
@@ -67,11 +68,9 @@ def test_log_probs(kind: str, entropy: bool) -> None:
         head.log_probs(hidden, targets, z_loss=0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("max_valid", [None, 25])
+@pairwise(kind=KINDS, reduction=["mean", "sum", "none"], max_valid=[None, 25])
 def test_skipping_ignored_targets(kind: str, reduction: str, max_valid: int | None) -> None:
-    """Whatever the projection: the same outputs and gradients from the rows that count."""
+    """Every kind of projection gives the same outputs and gradients from the valid rows alone."""
     head, weight, _ = build(kind, z_loss=0.1, reduction=reduction, chunk_size=10)
     hidden, targets = data()
     results = []
@@ -93,7 +92,7 @@ def test_skipping_ignored_targets(kind: str, reduction: str, max_valid: int | No
 
 
 def test_token_stats_through_a_model() -> None:
-    """A wrapped model is asked through forward: then log-probabilities have their gradients too."""
+    """A wrapped model has only forward; its log-probabilities must have gradients, too."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels.layers import GatedMLP, RMSNorm, pre_norm
 from tests.models.pairs import relative
+from tests.pairwise import pairwise
 
 
 def formula(mlp: GatedMLP, x: Tensor) -> Tensor:
@@ -21,10 +22,12 @@ def formula(mlp: GatedMLP, x: Tensor) -> Tensor:
     return mlp.down_proj(act(gate) * up)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pairwise(
+    activation=["silu", "gelu_tanh", "gelu"],
+    residual=[False, True],
+    normed=[False, True],
+    bias=[False, True],
+)
 def test_equals_the_formula(bias: bool, normed: bool, residual: bool, activation: str) -> None:
     torch.manual_seed(0)
     mlp, norm = GatedMLP(20, 27, bias=bias, activation=activation), RMSNorm(20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,17 +64,16 @@ def angles(hf: LlamaRotaryEmbedding, positions: Tensor) -> tuple[Tensor, Tensor]
     return cos[..., :HALF], sin[..., :HALF]
 
 
-@pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_angles_equal_transformers(name: str, theta: float) -> None:
-    """Shorter than the original length, between it and the maximum, and beyond."""
+def test_angles_equal_transformers(name: str) -> None:
+    """Lengths below the original length, between it and the maximum, and above the maximum."""
     scaling = SCALINGS[name]
-    ours = RotaryEmbedding(HEAD_DIM, theta, LONGEST, copy.deepcopy(scaling))
-    for length in (8, 48, 200):
+    for theta, length in product((1e4, 5e5), (8, 48, 200)):
+        ours = RotaryEmbedding(HEAD_DIM, theta, LONGEST, copy.deepcopy(scaling))
         positions = torch.arange(length)[None]
         cos, sin = ours(positions, length)
         assert cos.dtype == sin.dtype == torch.float32
-        # A fresh one for each length: transformers' dynamic rope remembers longer calls.
+        # Each length takes a new module, because transformers' dynamic rope keeps a longer length.
         expected = angles(theirs(copy.deepcopy(scaling), theta), positions)
         torch.testing.assert_close((cos, sin), expected, rtol=0, atol=2e-6 * length / 8)
         from_positions = ours(positions)
@@ -81,17 +81,19 @@ def test_angles_equal_transformers(name: str, theta: float) -> None:
         assert torch.equal(from_positions[1], sin)
 
 
-@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "dynamic"])
-def test_frequencies_equal_transformers(name: str) -> None:
-    scaling = SCALINGS[name]
-    ours = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, copy.deepcopy(scaling))
-    hf = theirs(copy.deepcopy(scaling), 1e4)
-    torch.testing.assert_close(ours.inv_freq, hf.inv_freq, rtol=1e-6, atol=0)
-    assert ours.attention_factor == pytest.approx(hf.attention_scaling, rel=1e-7)
+def test_frequencies_equal_transformers() -> None:
+    for name, scaling in SCALINGS.items():
+        if name == "dynamic":  # its frequencies depend on the length
+            continue
+        ours = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, copy.deepcopy(scaling))
+        hf = theirs(copy.deepcopy(scaling), 1e4)
+        expected = pytest.approx(hf.inv_freq.tolist(), rel=1e-6, abs=0)
+        assert ours.inv_freq.tolist() == expected, name
+        assert ours.attention_factor == pytest.approx(hf.attention_scaling, rel=1e-7), name
 
 
 def test_formulas() -> None:
-    """What is also written down elsewhere: the plain frequencies and dynamic's base."""
+    """The plain frequencies and the base of dynamic, from their published formulas."""
     rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS["dynamic"])
     exact = torch.tensor([1e4 ** (-2 * i / HEAD_DIM) for i in range(HALF)], dtype=torch.float64)
     torch.testing.assert_close(rope.inv_freq.double(), exact, rtol=1e-6, atol=0)
@@ -119,18 +121,18 @@ def test_positions_in_several_rows() -> None:
     assert torch.equal(cos[1], rope(torch.arange(5, 10)[None])[0][0])
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-def test_conversions_leave_the_frequencies_exact(name: str) -> None:
-    rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS[name])
-    exact = rope.inv_freq.clone()
-    parent = torch.nn.Sequential(rope)
-    for moved in (parent.to(torch.bfloat16), parent.half(), parent.double()):
-        assert moved[0].inv_freq.dtype == torch.float32
-        assert torch.equal(moved[0].inv_freq, exact)
-    with torch.device("meta"):
-        empty = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS[name])
-    assert empty.inv_freq.is_meta
-    assert torch.equal(empty.to_empty(device="cpu").inv_freq, exact)
+def test_conversions_keep_the_frequencies_exact() -> None:
+    for name, scaling in SCALINGS.items():
+        rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, scaling)
+        exact = rope.inv_freq.clone()
+        parent = torch.nn.Sequential(rope)
+        for moved in (parent.to(torch.bfloat16), parent.half(), parent.double()):
+            assert moved[0].inv_freq.dtype == torch.float32, name
+            assert torch.equal(moved[0].inv_freq, exact), name
+        with torch.device("meta"):
+            empty = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, scaling)
+        assert empty.inv_freq.is_meta, name
+        assert torch.equal(empty.to_empty(device="cpu").inv_freq, exact), name
 
 
 def test_nothing_to_save_or_to_train() -> None:

@@ -1,6 +1,8 @@
-"""The arithmetic of cutting a loss head: within the budget, and in pieces worth having."""
+"""The plan of chunks: it stays within the budget and makes pieces that are not too small."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
@@ -29,7 +31,7 @@ def head(rows: int, width: int, vocab: int, gathered: bool = False) -> Sizes:
 
 
 def scratch(sizes: Sizes, plan: ChunkPlan) -> int:
-    """Bytes that a plan takes at the most, counted anew."""
+    """Return the most bytes that a plan holds at once, by a count independent of the package's."""
     vocab, logit, hidden = sizes.vocab, sizes.logit_bytes, sizes.hidden_bytes
     beside = sizes.fixed_bytes + (sizes.saved_hidden_bytes if plan.grads_in_forward else 0)
     rows = min(plan.chunk_size, sizes.rows)
@@ -44,22 +46,26 @@ def scratch(sizes: Sizes, plan: ChunkPlan) -> int:
     return beside + token_loop + (sizes.saved_weight_bytes if plan.grads_in_forward else 0)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("budget", [16, 32, 64, 300, 1000, 3000, 10000])
-@pytest.mark.parametrize("vocab", [32000, 128256, 262208])
-@pytest.mark.parametrize("width", [576, 2304, 16384])
-@pytest.mark.parametrize("rows", [1, 1000, 8192, 131072])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_plan_keeps_its_budget(rows, width, vocab, budget, gathered, keeps) -> None:
-    sizes = head(rows, width, vocab, gathered)._replace(saved_hidden_bytes=2 * rows * width * keeps)
-    plan = plan_chunks(sizes, budget * MIB)
-    assert scratch(sizes, plan) <= budget * MIB
-    assert plan.grads_in_forward or 2 * sizes.saved_hidden_bytes > budget * MIB - sizes.fixed_bytes
-    if plan.vocab_block is not None:
-        # A block is as tall as it may be and no narrower than matrix products like, or all there is
-        assert plan.vocab_block >= 128 or plan.block_chunk_size == 1 or not gathered
-        covered = -(-rows // plan.block_chunk_size) * plan.block_chunk_size
-        assert covered >= rows
+def test_a_plan_keeps_its_budget() -> None:
+    budgets = [n * MIB for n in (16, 32, 64, 300, 1000, 3000, 10000)]
+    for rows, width, vocab, budget, gathered, keeps in product(
+        (1, 1000, 8192, 131072),
+        (576, 2304, 16384),
+        (32000, 128256, 262208),
+        budgets,
+        (False, True),
+        (False, True),
+    ):
+        saved = 2 * rows * width * keeps
+        sizes = head(rows, width, vocab, gathered)._replace(saved_hidden_bytes=saved)
+        plan = plan_chunks(sizes, budget)
+        case = f"{sizes}, budget {budget}: {plan}"
+        assert scratch(sizes, plan) <= budget, case
+        assert plan.grads_in_forward or 2 * saved > budget - sizes.fixed_bytes, case
+        if plan.vocab_block is not None:
+            # A block is at least as wide as matrix products need, unless it has a single row.
+            assert plan.vocab_block >= 128 or plan.block_chunk_size == 1 or not gathered, case
+            assert plan.block_chunk_size >= 1, case
 
 
 def test_one_chunk_where_all_rows_fit() -> None:
@@ -71,7 +77,7 @@ def test_one_chunk_where_all_rows_fit() -> None:
 
 
 def test_the_gradient_held_for_backward_counts() -> None:
-    """Few rows: their logits are small, but a single chunk holds a whole weight gradient."""
+    """The logits of few rows are small, but a single chunk also holds a whole weight gradient."""
     sizes = head(16, 4096, 128256)
     assert plan_chunks(sizes, 100 * MIB).vocab_block is not None
     assert plan_chunks(sizes._replace(saved_weight_bytes=0), 100 * MIB) == ChunkPlan(16)
@@ -104,46 +110,50 @@ def test_no_weight_gradient_needs_no_second_loop() -> None:
 
 
 def test_default() -> None:
-    """2^30 bytes of logits, whatever the vocabulary; one chunk where that is cheaper."""
+    """Chunks hold 2^30 bytes of logits for any vocabulary; one chunk is used if it is cheaper."""
     for vocab in (32000, 128256, 151936, 256000):
         for width in (576, 4096, 8192):
             plan = plan_chunks(head(10**6, width, vocab), None)
             assert plan.vocab_block is None and plan.chunk_size % 128 == 0
             assert DEFAULT_LOGITS_BYTES * 0.9 < plan.chunk_size * vocab * 2 <= DEFAULT_LOGITS_BYTES
     assert plan_chunks(head(512, 4096, 128256), None) == ChunkPlan(512)
-    # Logits of 3.9 GiB: less than twice the float32 sum of a gradient of 256000 x 2304.
+    # The logits take 3.9 GiB, less than twice the float32 sum of the 256000 x 2304 gradient.
     assert plan_chunks(head(8192, 2304, 256000), None) == ChunkPlan(8192)
     assert plan_chunks(head(16384, 2304, 256000), None).chunk_size < 8192
 
 
-@pytest.mark.parametrize("budget", [None, 300 * MIB, 3000 * MIB])
-@pytest.mark.parametrize("vocab, width", [(128256, 2048), (32000, 4096)])
-@pytest.mark.parametrize("rows", [8300, 16800, 34000])
-def test_no_piece_is_much_shorter_than_the_rest(rows, vocab, width, budget) -> None:
-    plan = plan_chunks(head(rows, width, vocab), budget)
-    for total, length in ((rows, plan.chunk_size), (vocab, plan.vocab_block or vocab)):
-        pieces = -(-total // length)
-        last = total - (pieces - 1) * length
-        assert length - last < 128 * pieces
-        if budget != 300 * MIB:  # there the pieces are many and the step is much of one
-            assert last > 0.8 * length
+def test_no_piece_is_much_shorter_than_the_rest() -> None:
+    for rows, (vocab, width), budget in product(
+        (8300, 16800, 34000),
+        ((128256, 2048), (32000, 4096)),
+        (None, 300 * MIB, 3000 * MIB),
+    ):
+        plan = plan_chunks(head(rows, width, vocab), budget)
+        case = f"{rows} rows, vocabulary {vocab}, width {width}, budget {budget}: {plan}"
+        for total, length in ((rows, plan.chunk_size), (vocab, plan.vocab_block or vocab)):
+            pieces = -(-total // length)
+            last = total - (pieces - 1) * length
+            assert length - last < 128 * pieces, case
+            # With 300 MiB there are many pieces, and the step of 128 is a large part of each.
+            assert last > 0.8 * length or budget == 300 * MIB, case
 
 
 def test_a_row_larger_than_the_default_still_works() -> None:
     assert plan_chunks(Sizes(10, 2**30, 2), None) == ChunkPlan(1)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("vocab, width", [(1, 1), (3, 2000), (2000, 3), (51, 14)])
-def test_too_small_a_budget_names_the_least(vocab, width, gathered) -> None:
-    sizes = head(100, width, vocab, gathered)
-    with pytest.raises(ValueError, match="at least") as error:
-        plan_chunks(sizes, 1)
-    least = int(str(error.value).split()[-1])
-    plan = plan_chunks(sizes, least)
-    assert plan.chunk_size >= 1 and scratch(sizes, plan) <= least
-    with pytest.raises(ValueError, match=f"at least {least}$"):
-        plan_chunks(sizes, least - 1)
+def test_too_small_a_budget_names_the_least() -> None:
+    for (vocab, width), gathered in product(
+        ((1, 1), (3, 2000), (2000, 3), (51, 14)), (False, True)
+    ):
+        sizes = head(100, width, vocab, gathered)
+        with pytest.raises(ValueError, match="at least") as error:
+            plan_chunks(sizes, 1)
+        least = int(str(error.value).split()[-1])
+        plan = plan_chunks(sizes, least)
+        assert plan.chunk_size >= 1 and scratch(sizes, plan) <= least, sizes
+        with pytest.raises(ValueError, match=f"at least {least}$"):
+            plan_chunks(sizes, least - 1)
 
 
 def test_nothing_to_do() -> None:

@@ -1,4 +1,7 @@
-"""Differentiable log-probabilities and entropy of a linear head, against softmax in float64."""
+"""Differentiable log-probabilities and entropy of a linear head, against softmax in float64.
+
+`test_grid.py` tests sizes, layouts, frozen inputs, autocast's gradients and retained graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_log_probs
 from tests.kernels import formulas
-from tests.kernels.checks import LAYOUTS, check_repeatable, compare, random
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.checks import compare, random
+from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.test_functions import ROWS, VOCAB, WIDTH, on, small_budget
 from tests.kernels.linear_cross_entropy.test_functions import inputs as loss_inputs
+from tests.kernels.test_cross_entropy import OUT_OF_RANGE
+from tests.pairwise import pairwise
 
 OPTIONS = {
     "plain": {},
@@ -62,39 +67,21 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", [None, 9])
-@pytest.mark.parametrize("asked", PAIRS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pairwise(indirect=["place"], place=PLACES, name=OPTIONS, asked=PAIRS, chunk_size=[None, 9])
 def test_options_and_chunks(place, name, asked, chunk_size) -> None:
     """Each output alone and both at once, for random upstream gradients."""
     compare(*PAIRS[asked], inputs(name=name) | {"chunk_size": chunk_size}, place)
 
 
-@pytest.mark.parametrize("extra", [0, 12])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairwise(indirect=["place"], place=PLACES, name=OPTIONS, extra=[0, 12])
 def test_budgets_without_an_accumulator(place, name, extra) -> None:
-    made = inputs(name=name)
+    made = inputs((WIDTH + 2,), name=name)
     budget = small_budget(made, place, extra, linear_log_probs, entropy=True)
     compare(both, formula, made | {"max_scratch_bytes": budget}, place)
 
 
-@pytest.mark.parametrize(
-    "shape, width, vocab", [((1,), 4, 5), ((5,), 1, 1), ((2, 3), 5, 11), ((), 3, 6), ((0,), 3, 4)]
-)
-def test_shapes(place, shape, width, vocab) -> None:
-    compare(both, formula, inputs(shape, width, vocab) | {"chunk_size": 2}, place)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(place, layout) -> None:
-    compare(both, formula, inputs((3, 4)) | {"chunk_size": 5}, place, layout=layout)
-
-
-@pytest.mark.parametrize(
-    "frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("weight", "bias")], ids=str
-)
-def test_gradient_for_what_requires_it(place, frozen) -> None:
-    compare(both, formula, inputs() | {"chunk_size": 8}, place, frozen=frozen)
+def test_one_hidden_column(float32_place) -> None:
+    compare(both, formula, inputs((5,), 1, 1) | {"chunk_size": 2}, float32_place)
 
 
 def test_gradcheck() -> None:
@@ -108,9 +95,10 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(op, leaves)
 
 
-def test_products_made(place) -> None:
-    """Forward one, backward the logits again and a product for each gradient: four."""
-    made = on(place, inputs(bias=False))
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+def test_number_of_products(float32_place) -> None:
+    """Forward makes one; backward makes the logits again and one product for each gradient."""
+    made = on(float32_place, inputs(bias=False))
     for options in ({}, {"entropy": True}, {"entropy": True, "chunk_size": 9}):
         with FlopCounterMode(display=False) as counter:
             outputs = linear_log_probs(**made, **options)
@@ -119,8 +107,8 @@ def test_products_made(place) -> None:
         assert counter.get_total_flops() == 4 * 2 * ROWS * WIDTH * VOCAB
 
 
-def test_no_grad(place) -> None:
-    made = on(place, inputs())
+def test_no_grad(float32_place) -> None:
+    made = on(float32_place, inputs())
     with torch.no_grad():
         outputs = both(**made)
     for a, b in zip(outputs, both(**made)):
@@ -128,8 +116,8 @@ def test_no_grad(place) -> None:
         torch.testing.assert_close(a, b.detach())
 
 
-def test_all_ignored(place) -> None:
-    made = on(place, inputs())
+def test_all_ignored(float32_place) -> None:
+    made = on(float32_place, inputs())
     made["targets"] = torch.full_like(made["targets"], -100)
     outputs = both(**made, chunk_size=9)
     sum(x.sum() for x in outputs).backward()
@@ -138,7 +126,7 @@ def test_all_ignored(place) -> None:
 
 
 def test_a_masked_vocabulary(place) -> None:
-    """Classes at -infinity: probability 0, finite outputs, finite gradients, none for them."""
+    """A class at -infinity has probability 0 and no gradient; all other results are finite."""
     made = on(place, inputs())
     masked = torch.tensor([1, 5, 50], device=place.device)
     made["targets"] = made["targets"].where(~torch.isin(made["targets"], masked), 7)
@@ -158,28 +146,24 @@ def test_a_masked_vocabulary(place) -> None:
         torch.testing.assert_close(x.double().cpu(), y, rtol=tolerance, atol=tolerance)
 
 
-def test_twice_over_a_retained_graph(place) -> None:
-    check_repeatable(both, inputs() | {"chunk_size": 9}, place)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 5, 23, 100])
-def test_any_chunk_gives_the_same(place, chunk_size) -> None:
-    results = []
-    for chunk in (None, chunk_size):
-        made = on(place, inputs())
-        outputs = both(**made, chunk_size=chunk)
+def test_any_chunk_size_gives_the_same(compiled_place) -> None:
+    results = {}
+    for chunk_size in (None, 1, 5, 23, 100):
+        made = on(compiled_place, inputs())
+        outputs = both(**made, chunk_size=chunk_size)
         sum(x.square().sum() for x in outputs).backward()
-        results.append((*outputs, *(made[k].grad for k in ("hidden", "weight", "bias"))))
-    tolerance = 1e-2 if place.dtype == torch.bfloat16 else 1e-5
-    for a, b in zip(*results):
-        largest = float(b.detach().abs().max())
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * largest)
+        results[chunk_size] = (*outputs, *(made[k].grad for k in ("hidden", "weight", "bias")))
+    tolerance = 1e-2 if compiled_place.dtype == torch.bfloat16 else 1e-5
+    for chunk_size, result in results.items():
+        for got, wanted in zip(result, results[None]):
+            error = (got - wanted).abs()
+            bound = tolerance * (wanted.abs() + wanted.abs().max())
+            assert (error <= bound).all(), f"chunk_size={chunk_size}"
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward after", "backward inside"])
-def test_autocast(place, inside) -> None:
-    if place.dtype != torch.float32:
-        pytest.skip("autocast is for float32 leaves")
+def test_autocast(float32_place, inside) -> None:
+    place = float32_place
     made, exact = on(place, inputs()), inputs()
     leaves = [exact[k].requires_grad_() for k in ("hidden", "weight", "bias")]
     sum(x.square().sum() for x in formula(**exact)).backward()
@@ -200,16 +184,19 @@ def test_autocast(place, inside) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pytest.mark.parametrize("asked", PAIRS)
-@pytest.mark.parametrize("cut", ["rows", "columns"])
-def test_compiled_equals_eager(place, asked, cut) -> None:
-    if place.dtype == torch.float64:
-        pytest.skip("float32 tells")
+@pairwise(
+    indirect=["compiled_place"],
+    compiled_place=places(FLOAT32, gpu=(BFLOAT16,)),
+    asked=PAIRS,
+    cut=["rows", "columns"],
+)
+def test_compiled_equals_eager(compiled_place, asked, cut) -> None:
+    place = compiled_place
     torch._dynamo.reset()
     backend = "inductor" if place.device == "cuda" else "aot_eager"
     op, _ = PAIRS[asked]
-    # A least budget makes many pieces, each of which is traced: of five rows alone.
-    source = inputs((5,) if cut == "columns" else (ROWS,), name="everything")
+    # The trace holds every piece, and a small budget makes many of them. Five rows keep it short.
+    source = inputs((5,) if cut == "columns" else (ROWS,), WIDTH, 16, name="everything")
     options = {"chunk_size": 9}
     if cut == "columns":
         options = {"max_scratch_bytes": small_budget(source, place, 3, op)}
@@ -226,12 +213,13 @@ def test_compiled_equals_eager(place, asked, cut) -> None:
         torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance / 10)
 
 
-@pytest.mark.parametrize("target", [-1, VOCAB, 2**40])
-def test_target_out_of_range_is_an_error_on_the_cpu(target) -> None:
-    made = inputs(bias=False)
-    made["targets"][4] = target
-    with pytest.raises(IndexError, match=rf"^cross entropy: target {target} at flat position 4"):
-        linear_log_probs(**made)
+def test_target_out_of_range_is_an_error_on_the_cpu() -> None:
+    for target in (*OUT_OF_RANGE[2:], -1, VOCAB):
+        made = inputs(bias=False)
+        made["targets"][4] = target
+        error = rf"^cross entropy: target {target} at flat position 4"
+        with pytest.raises(IndexError, match=error):
+            linear_log_probs(**made)
 
 
 def test_refusals() -> None:

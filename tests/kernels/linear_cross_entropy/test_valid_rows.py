@@ -1,4 +1,4 @@
-"""Rows whose target is ignored cost nothing under skip_ignored, and nothing else changes."""
+"""skip_ignored: rows with an ignored target enter no matrix product, and results stay the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
 )
 from ligermodels.kernels.loss_options import ChunkOptions
 from tests.kernels.checks import check_repeatable, compare, random
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.test_functions import (
     CONSTANT,
     ROWS,
@@ -28,8 +28,9 @@ from tests.kernels.linear_cross_entropy.test_functions import (
 )
 from tests.kernels.linear_cross_entropy.test_token_stats import linear_formula, linear_stats
 from tests.kernels.test_cross_entropy import OPTIONS
+from tests.pairwise import pairwise
 
-# Some valid targets more than there are, so that padding is among the rows taken.
+# The larger bounds exceed the number of valid targets, so the rows taken include padding.
 BOUNDS = {"counted": None, "exact": 16, "padded": 18, "more than rows": 1000}
 LEAVES = ("hidden", "weight", "bias")
 
@@ -42,10 +43,14 @@ def valid(made: dict) -> int:
     return int((made["targets"] != made.get("ignore_index", -100)).sum())
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("chunk_size", [None, 5])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    name=OPTIONS,
+    bound=BOUNDS,
+    chunk_size=[None, 5],
+    reduction=["none", "mean"],
+)
 def test_options_against_the_formula(place, name, reduction, chunk_size, bound) -> None:
     made = inputs(name=name)
     assert valid(made) <= 16
@@ -59,11 +64,15 @@ def test_options_against_the_formula(place, name, reduction, chunk_size, bound) 
     )
 
 
-@pytest.mark.parametrize("extra", [0, 12])
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize("bound", ["counted", "padded"])
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    bound=["counted", "padded"],
+    reduction=["none", "sum"],
+    extra=[0, 12],
+)
 def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
-    """Gathered rows by blocks of the vocabulary: as many as a budget near the least makes."""
+    """A budget near the least makes blocks of the vocabulary, here over the gathered rows."""
     made = inputs(name="everything")
     options = {"skip_ignored": True, "max_valid": BOUNDS[bound], "reduction": reduction}
     budget = small_budget(made, place, extra, **options)
@@ -77,14 +86,17 @@ def test_budgets_without_an_accumulator(place, bound, reduction, extra) -> None:
 
 
 @pytest.mark.parametrize("bound", ["counted", "padded"])
-def test_token_stats(place, bound) -> None:
+def test_token_stats(compiled_place, bound) -> None:
     options = {"skip_ignored": True, "max_valid": BOUNDS[bound]}
     made = inputs(name="softcap") | {"reduction": "none", "chunk_size": 5}
-    compare(lambda **kwargs: linear_stats(**kwargs, **options), linear_formula, made, place)
+    compare(
+        lambda **kwargs: linear_stats(**kwargs, **options), linear_formula, made, compiled_place
+    )
 
 
 @pytest.mark.parametrize("bound", ["counted", "padded"])
-def test_log_probs(place, bound) -> None:
+def test_log_probs(compiled_place, bound) -> None:
+    place = compiled_place
     results = []
     for options in ({}, {"skip_ignored": True, "max_valid": BOUNDS[bound]}):
         made = on(place, inputs((4, 6)))
@@ -97,29 +109,35 @@ def test_log_probs(place, bound) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_one_chunk_gives_the_same_tokens(place, bound) -> None:
-    made = on(place, inputs((4, 6), name="z-loss"))
+def test_one_chunk_gives_the_same_tokens(float32_place) -> None:
+    made = on(float32_place, inputs((4, 6), name="z-loss"))
     plain = linear_cross_entropy(**made, return_token_stats=True)
-    skipped = linear_cross_entropy(
-        **made, return_token_stats=True, skip_ignored=True, max_valid=BOUNDS[bound]
-    )
-    for a, b in zip(plain, skipped):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        if a.dtype == torch.bool:
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for bound in BOUNDS.values():
+        skipped = linear_cross_entropy(
+            **made, return_token_stats=True, skip_ignored=True, max_valid=bound
+        )
+        for a, b in zip(plain, skipped):
+            assert a.shape == b.shape and a.dtype == b.dtype, bound
+            if a.dtype == torch.bool:
+                assert torch.equal(a, b), bound
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("weight", "bias")], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradient_for_what_requires_it(place, frozen, reduction) -> None:
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    frozen=[("hidden",), ("weight",), ("weight", "bias")],
+    reduction=["none", "mean"],
+)
+def test_frozen_inputs_get_no_gradient(place, frozen, reduction) -> None:
     made = inputs() | {"reduction": reduction, "chunk_size": 5}
     compare(skipping, formula, made, place, frozen=frozen)
 
 
-def test_products_are_for_valid_rows_alone(place) -> None:
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+def test_products_contain_valid_rows_only(float32_place) -> None:
+    place = float32_place
     made = on(place, inputs(bias=False))
     taken = valid(made)
     assert taken < ROWS * 3 / 4
@@ -129,7 +147,7 @@ def test_products_are_for_valid_rows_alone(place) -> None:
             linear_cross_entropy(**made, **options)[0].backward()
         assert counter.get_total_flops() == 3 * 2 * rows * WIDTH * VOCAB
     options["max_valid"] = 16
-    # Room to hold the gradient of hidden from forward on, and not for a sum of the weight's.
+    # There is room to keep the gradient of hidden until backward, but none for an accumulator.
     options["max_scratch_bytes"] = small_budget(inputs(bias=False), place, 14, **options)
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(**made, **options)[0].backward()
@@ -139,9 +157,13 @@ def test_products_are_for_valid_rows_alone(place) -> None:
     assert counter.get_total_flops() == 4 * 2 * taken * WIDTH * VOCAB
 
 
-@pytest.mark.parametrize("max_valid", [None, 0, 3])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("budget", [None, "small"])
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    max_valid=[None, 0, 3],
+    reduction=["none", "sum", "mean"],
+    budget=[None, "small"],
+)
 def test_all_ignored(place, reduction, max_valid, budget) -> None:
     made = inputs()
     made["targets"] = torch.full_like(made["targets"], -100)
@@ -158,28 +180,26 @@ def test_all_ignored(place, reduction, max_valid, budget) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0, 3)])
-@pytest.mark.parametrize("max_valid", [None, 0, 2])
-def test_few_tokens(place, shape, max_valid) -> None:
-    made = on(place, inputs(shape, 3, 4))
-    if max_valid is not None:
-        max_valid = max(max_valid, valid(made))
-    out = linear_cross_entropy(**made, skip_ignored=True, max_valid=max_valid)
-    want = linear_cross_entropy(**made)
-    torch.testing.assert_close(out.loss, want.loss)
-    assert out.token_loss.shape == shape
-    grads = [torch.autograd.grad(x, [made[k] for k in LEAVES]) for x in (out.loss, want.loss)]
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b)
+def test_few_tokens(float32_place, shape) -> None:
+    made = on(float32_place, inputs(shape, 3, 4))
+    for max_valid in (None, valid(made), 2):
+        out = linear_cross_entropy(**made, skip_ignored=True, max_valid=max_valid)
+        want = linear_cross_entropy(**made)
+        torch.testing.assert_close(out.loss, want.loss)
+        assert out.token_loss.shape == shape, max_valid
+        grads = [torch.autograd.grad(x, [made[k] for k in LEAVES]) for x in (out.loss, want.loss)]
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b)
 
 
-def test_twice_over_a_retained_graph(place) -> None:
+def test_twice_over_a_retained_graph(compiled_place) -> None:
     for reduction in ("none", "mean"):
         made = inputs() | {"reduction": reduction, "chunk_size": 5, "max_valid": 18}
-        check_repeatable(skipping, made, place)
+        check_repeatable(skipping, made, compiled_place)
 
 
-def test_ignored_rows_are_never_read(place) -> None:
-    made = on(place, inputs())
+def test_ignored_rows_are_never_read(float32_place) -> None:
+    made = on(float32_place, inputs())
     ignored = made["targets"] == -100
     made["hidden"].data[ignored] = float("nan")
     for max_valid in (None, valid(made)):
@@ -197,8 +217,8 @@ def test_a_bound_too_small_is_an_error_on_the_cpu() -> None:
         linear_cross_entropy(**made, skip_ignored=True, max_valid=count - 1)
 
 
-def test_what_a_bound_too_small_leaves_out_is_nan() -> None:
-    """What a GPU answers: the parts of the op stand in for it here."""
+def test_rows_beyond_a_bound_too_small_are_nan() -> None:
+    """A GPU returns NaN for them. This tests the parts of the op, which run on any device."""
     targets = torch.tensor([4, -100, 5, 6, -100])
     taken = torch.nonzero_static(targets != -100, size=2, fill_value=5).squeeze(1)
     values = scatter(torch.tensor([1.0, 2.0]), taken, targets, -100)
@@ -219,13 +239,13 @@ def test_a_bound_too_small_is_nan_under_compile(reduction) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_a_bound_too_small_is_nan_on_a_gpu(reduction) -> None:
+def test_a_bound_too_small_is_nan_on_a_gpu() -> None:
     made = {k: v.cuda() for k, v in inputs().items()}
-    options = {"skip_ignored": True, "max_valid": valid(made) - 1, "reduction": reduction}
-    out = linear_cross_entropy(**made, **options)
-    assert out.loss.isnan().any() and out.token_loss.isnan().sum() == 1
-    log_probs, _ = linear_log_probs(**made, skip_ignored=True, max_valid=options["max_valid"])
+    options = {"skip_ignored": True, "max_valid": valid(made) - 1}
+    for reduction in ("none", "sum", "mean"):
+        out = linear_cross_entropy(**made, **options, reduction=reduction)
+        assert out.loss.isnan().any() and out.token_loss.isnan().sum() == 1, reduction
+    log_probs, _ = linear_log_probs(**made, **options)
     assert log_probs.isnan().sum() == 1
 
 
@@ -249,7 +269,7 @@ def test_rows_out_and_back() -> None:
 
 
 def test_an_ignored_row_may_hold_anything() -> None:
-    """Whatever the slack of max_valid: the padding is not made of rows left out."""
+    """No row left out is used as padding, for any max_valid."""
     made = inputs(bias=False)
     made["hidden"][-1], made["targets"][-1] = float("nan"), -100
     valid = int((made["targets"] != -100).sum())
@@ -277,11 +297,14 @@ def test_refusals() -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("max_valid", [16, 18])
-def test_compiled_equals_eager(place, reduction, max_valid) -> None:
-    if place.dtype == torch.float64:
-        pytest.skip("float32 tells")
+@pairwise(
+    indirect=["compiled_place"],
+    compiled_place=places(FLOAT32, gpu=(BFLOAT16,)),
+    reduction=["none", "mean"],
+    max_valid=[16, 18],
+)
+def test_compiled_equals_eager(compiled_place, reduction, max_valid) -> None:
+    place = compiled_place
     torch._dynamo.reset()
     backend = "inductor" if place.device == "cuda" else "aot_eager"
     options = {"reduction": reduction, "chunk_size": 5, "max_valid": max_valid}

@@ -1,0 +1,140 @@
+"""The strategies of the loss head: which products they make, and what they save for backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy
+from tests.kernels import formulas
+from tests.kernels.checks import check_repeatable, compare
+from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
+from tests.kernels.linear_cross_entropy.test_functions import (
+    CUTS,
+    ROWS,
+    VOCAB,
+    WIDE,
+    WIDTH,
+    formula,
+    inputs,
+    on,
+    ours,
+    small_budget,
+)
+from tests.pairwise import pairwise
+
+
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    frozen=[
+        ("hidden",),
+        ("weight",),
+        ("bias",),
+        ("hidden", "weight"),
+        ("hidden", "bias"),
+        ("weight", "bias"),
+    ],
+    cut=CUTS,
+    reduction=["none", "mean"],
+)
+def test_frozen_inputs_get_no_gradient(place, frozen, cut, reduction) -> None:
+    width, chunk_size = CUTS[cut]
+    made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
+    compare(ours, formula, made, place, frozen=frozen)
+
+
+# Which loops run depends on all three, so their product is tested.
+@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.parametrize("width", [WIDTH, WIDE])
+@pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])
+def test_number_of_products(float32_place, reduction, again, width) -> None:
+    """There is one matrix product for the logits (two for "none") and one for each gradient."""
+    for frozen in ((), ("hidden",), ("weight",), ("hidden", "weight")):
+        made = on(float32_place, inputs(width=width, bias=False))
+        for name in frozen:
+            made[name].requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            loss, *_ = linear_cross_entropy(**made, reduction=reduction)
+            if loss.requires_grad:
+                loss.sum().backward()
+        gradients = 2 - len(frozen)
+        products = 1 + gradients + (again if gradients else 0)
+        flops = products * 2 * ROWS * width * VOCAB
+        assert counter.get_total_flops() == flops, f"frozen: {frozen}"
+
+
+def test_twice_over_a_retained_graph(compiled_place) -> None:
+    for reduction in ("none", "mean"):
+        for width, chunk_size in CUTS.values():
+            made = inputs(width=width) | {"reduction": reduction, "chunk_size": chunk_size}
+            check_repeatable(ours, made, compiled_place)
+
+
+@pytest.mark.parametrize("width", [WIDTH, WIDE])
+def test_targets_may_change_before_backward(float32_place, width) -> None:
+    """A caller may write the next batch's targets into the same buffer between the two passes."""
+    made = on(float32_place, inputs(width=width))
+    leaves = [made[name] for name in ("hidden", "weight", "bias")]
+    expected = torch.autograd.grad(linear_cross_entropy(**made).loss, leaves)
+    loss = linear_cross_entropy(**made).loss
+    made["targets"].zero_()
+    for grad, wanted in zip(torch.autograd.grad(loss, leaves), expected):
+        assert torch.equal(grad, wanted)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+@pytest.mark.parametrize("place", places(BFLOAT16, gpu=(BFLOAT16,)), indirect=True)
+def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
+    """In bfloat16, many chunks are no further from float64 than one. A bfloat16 sum would be."""
+    rows, width, vocab = 256, 16, 8
+    made = inputs((rows,), width, vocab, bias=False)
+    exact = {
+        k: v.bfloat16().double() if v.is_floating_point() else v
+        for k, v in made.items()
+        if v is not None
+    }
+    exact["weight"].requires_grad_()
+    formulas.linear_cross_entropy(**exact)[0].backward()
+    errors = []
+    # With the least budget, each product covers few columns of the gradient and few rows.
+    least = {"max_scratch_bytes": small_budget(made, place, 0)}
+    for options in ({"chunk_size": rows}, {"chunk_size": 4} if cut == "rows" else least):
+        leaves = on(place, made)
+        linear_cross_entropy(**leaves, **options)[0].backward()
+        grad = leaves["weight"].grad.double().cpu()
+        errors.append(float((grad - exact["weight"].grad).square().mean().sqrt()))
+    assert errors[1] <= 1.1 * errors[0]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter runs one program after the other")
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    reduction=["none", "mean"],
+    cut=["few rows", "one chunk", "rows", "columns", "skipping"],
+)
+def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
+    rows, width = (WIDE, WIDE) if cut == "few rows" else (64, WIDTH)
+    made = inputs((rows,), width, name="everything")
+    options = {"reduction": reduction, "return_token_stats": True}
+    options |= {
+        "few rows": {},
+        "one chunk": {},
+        "rows": {"chunk_size": 9},
+        "columns": {"max_scratch_bytes": small_budget(made, place, **options)},
+        "skipping": {"chunk_size": 9, "skip_ignored": True, "max_valid": 60},
+    }[cut]
+    runs = []
+    for _ in range(2):
+        leaves = on(place, made)
+        out = linear_cross_entropy(**leaves, **options)
+        total = out.loss.sum()
+        if reduction == "none":
+            total = total + out.log_probs.square().sum() + out.entropy.square().sum()
+        total.backward()
+        runs.append((*out, *(leaves[k].grad for k in ("hidden", "weight", "bias"))))
+    for a, b in zip(*runs):
+        assert torch.equal(a, b)
