@@ -13,11 +13,6 @@ PACKAGE, TESTS = ROOT / "ligermodels", ROOT / "tests"
 ELSEWHERE = {
     "__main__.py": "tests/cli/test_finetune.py starts the module",
     "converters/dtypes.py": "it is a table, which the loads and saves read",
-    "kernels/dtypes.py": "it is a table, which the ops read",
-    "kernels/checks.py": "the tests of the ops",
-    "kernels/loss_options.py": "the tests of cross_entropy and linear_cross_entropy",
-    "kernels/linear_cross_entropy/loops.py": "test_functions.py beside it",
-    "kernels/linear_cross_entropy/strategies.py": "test_functions.py beside it",
     "kernels/reference": "tests/kernels/test_<op>.py",
     "kernels/triton": "tests/kernels/test_<op>.py",
 }

@@ -320,6 +320,10 @@ class LossHead(nn.Module):
         narrow = rows.element_size()
         wide = compute_dtype(rows).itemsize
         copies, row_copies = chunk_plan.wide_copies(rows, with_stats)
+        # The larger of two peaks: in backward the logits, their gradient and float32 copies of
+        # both; in the loss the logits and the copies that the loss makes.
+        logit_bytes = max(2 * narrow + 16, narrow + wide * copies)
+        one_row = narrow + wide * (copies + row_copies)
         sums = 0
         if torch.is_grad_enabled() and max_scratch_bytes is not None:
             # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
@@ -330,11 +334,9 @@ class LossHead(nn.Module):
         return chunk_plan.Sizes(
             len(rows),
             self.vocab_size,
-            # The larger of two peaks: in backward the logits, their gradient and float32 copies of
-            # both; in the loss the logits and the copies that the loss makes.
-            logit_bytes=max(2 * narrow + 16, narrow + wide * copies),
+            logit_bytes=logit_bytes,
             accumulator_bytes=sums,
-            fixed_bytes=fixed_bytes + row_copies * wide * self.vocab_size,
+            fixed_bytes=fixed_bytes + max(0, one_row - logit_bytes) * self.vocab_size,
             vocab_loop=False,
         )
 
