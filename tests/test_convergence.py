@@ -36,7 +36,7 @@ PATH_BOUND, ONE_PATH_BOUND = 3e-5, 5e-4  # distance over path length: of all par
 # Bytes are tokens. Windows are a quarter of the row, and the caps bend what they cap.
 SCALE = zoo.Scale("text", 256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
 OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
-# Changes of config.json so small that only a comparison as close as this one shows them.
+# These changes of config.json are so small that only a close comparison shows them.
 SLIPS: dict[str, list[dict[str, Any]]] = {
     **{f: [{"sliding_window": SCALE.window + 1}] for f in ("mistral", "gemma3_text", "qwen3")},
     "gemma2": [
@@ -153,7 +153,7 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.long)])
 def test_smollm2(smollm2: Path, count: int) -> None:
-    """The real checkpoint on real text, in float32."""
+    """Train the real checkpoint on real text, in float32."""
     from transformers import LlamaForCausalLM
 
     from ligermodels import Tokenizer

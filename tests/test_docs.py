@@ -28,12 +28,12 @@ PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"]
 LINKING = [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 BENCHMARKS = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-# What a page's reader replaces or makes: the op of the example, a placeholder in capitals.
+# Names that a reader replaces or creates: the op of the example, and placeholders in capitals.
 EXAMPLES = re.compile(r"softcap|[A-Z]{2}|^runs/")
 # Pages whose Python blocks are parts of one example; tests below run them together.
 OP_PAGE, FAMILY_PAGE = DOCS / "adding_an_op.md", DOCS / "adding_a_family.md"
 TOGETHER = {OP_PAGE: 6, FAMILY_PAGE: 8}
-# What a newcomer pastes: in zsh a comment at the prompt is an error, and so is an open pattern.
+# Pages from which newcomers paste. At zsh's prompt, comments and unmatched patterns are errors.
 PASTED = ["README", "benchmarks", "composing", "loss_head", "support", "training"]
 
 SHELL_BLOCKS = [block for page in PAGES for block in markdown.runnable(page, markdown.SHELL)]
@@ -56,7 +56,7 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
-    """As it is, on a small checkpoint: the pages' own options are quick."""
+    """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
     checkout = markdown.make_checkout(tmp_path / "ligermodels")
     text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
     text = text.replace("<hub id or folder>", str(small_smollm2))
@@ -360,7 +360,7 @@ def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
 
 
 def rows(start: str) -> list[list[str]]:
-    """The cells of the first table after a line of the architecture page."""
+    """Return the cells of the first table after `start` on the architecture page."""
     lines = ARCHITECTURE[ARCHITECTURE.index(start) :].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     last = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
@@ -368,7 +368,7 @@ def rows(start: str) -> list[list[str]]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Functions and classes of a file, and their methods with and without the class."""
+    """Return the functions and classes of a file, and methods with and without their class."""
     found = {file.stem}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -381,7 +381,7 @@ def names_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_exist(page: Path) -> None:
-    """In prose and in commands, from the root of the repository or of the package."""
+    """Each path in prose and commands exists, from the root of the repository or of the package."""
     paths = re.findall(r"(?<![\w/.>*-])(?:[\w.]+/)+\w+\.py\b", page.read_text(encoding="utf-8"))
     missing = [
         path

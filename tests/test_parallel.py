@@ -1,4 +1,4 @@
-"""Two gloo processes compute what one does, under DDP, FSDP2 and tensor-parallel projections."""
+"""Two gloo processes give the results of one, under DDP, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 

@@ -144,5 +144,5 @@ def test_every_family_is_inspected_converted_and_continued(call, tmp_path, famil
 
     prompt = ["the cat", "--device", "cpu", "--max-new-tokens", "9", "--no-stream"]
     assert_fine(call("generate", source, *prompt))
-    said = None  # the export is of the text model alone
+    said = None  # The export contains only the text model.
     assert_fine(call("generate", target, *prompt, "--dtype", "float32"))

@@ -15,7 +15,7 @@ import transformers
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 Content = Any  # bytes; or no regular file: ("link", target), "pipe", "folder", "loop"
-State = dict[str, Content]  # a checkpoint: file names and contents
+State = dict[str, Content]  # the files of a checkpoint: names and contents
 
 
 class Broken(Exception):

@@ -73,7 +73,7 @@ def replace_and_die(target, after):
 
 
 def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
-    """A process is killed before its n-th call that changes or reads the disk, for every n."""
+    """For every n, a process is killed before its n-th call that reads or changes the disk."""
     seen = set()
     for after in range(100):
         place = tmp_path / str(after)

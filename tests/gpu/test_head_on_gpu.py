@@ -1,4 +1,4 @@
-"""The loss head on a GPU: real vocabularies, memory, synchronisation, graphs, 64-bit offsets."""
+"""Tests of the loss head on a GPU: real vocabularies, memory, CUDA graphs, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def close(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 @pairwise(vocab=VOCABS, dtype=DTYPES, name=["plain", "everything"])
 def test_vocabularies(vocab, dtype, name) -> None:
-    """Loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
+    """Compare loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
     place = Place("cuda", dtype)
 
     def check(op, formula, made: dict) -> None:
@@ -64,7 +64,8 @@ def test_vocabularies(vocab, dtype, name) -> None:
     for options in (
         {"chunk_size": 32},
         {"reduction": "none"},
-        {"max_scratch_bytes": 12 * MIB},  # less than a weight gradient, held or summed
+        # The budget is too small to keep a weight gradient or its float32 sum.
+        {"max_scratch_bytes": 12 * MIB},
     ):
         check(test_linear_cross_entropy.ours, test_linear_cross_entropy.formula, made | options)
     log_probs = test_linear_log_probs.inputs((70,), 256, vocab, name)
@@ -250,7 +251,7 @@ def test_the_budgets_of_the_steps(monkeypatch, budget, in_forward) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_no_host_synchronisation(name) -> None:
     hidden, weight, targets = head_for(name)
-    STEPS[name](hidden, weight, targets)  # compiles
+    STEPS[name](hidden, weight, targets)  # The first call compiles the kernels.
     with no_synchronisation():
         STEPS[name](hidden, weight, targets)
 
@@ -338,9 +339,10 @@ def test_a_chunk_past_two_to_the_31_logits() -> None:
         results.append((out, grads))
     (whole, grads), (parts, wanted) = results
     close(whole[:5], parts[:5])
-    assert (whole.correct != parts.correct).sum() <= 2  # products of two heights may round apart
+    # Matrix products with different numbers of rows may round differently.
+    assert (whole.correct != parts.correct).sum() <= 2
     close(grads, wanted)
-    close((grads[0][-10:],), (wanted[0][-10:],))  # the last rows lie beyond 2^31
+    close((grads[0][-10:],), (wanted[0][-10:],))  # The last rows lie beyond 2^31 logits.
     assert (grads[0][-10:].abs().sum(1) > 0).any()
 
 
@@ -359,14 +361,15 @@ def test_log_probs_past_two_to_the_31_logits() -> None:
 
 
 def test_blocks_of_columns_past_two_to_the_31_logits(monkeypatch) -> None:
-    """Offsets of the second loop, in many rows of a wide block. Only the last rows have targets."""
+    """Offsets in a wide block of many rows have 64 bits. Only the last rows have targets."""
     rows, width, vocab = 16640, 8192, 262144
     columns = 131072
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head(rows, width, vocab)
     hidden.requires_grad_(False)
     targets[:-20] = -100
-    budget = 64 * rows + 2 * rows * (columns + 256)  # half of the float32 sum of the gradient
+    # The budget is half of what a float32 sum of the weight gradient takes.
+    budget = 64 * rows + 2 * rows * (columns + 256)
     results = []
     for options in ({"max_scratch_bytes": budget}, {"chunk_size": 4096}):
         loss = linear_cross_entropy(hidden, weight, targets, **options).loss

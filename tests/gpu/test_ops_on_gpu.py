@@ -57,7 +57,7 @@ def test_real_sizes(name, dtype) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_host_synchronisation(name) -> None:
-    """Neither forward nor backward waits for the GPU, once the kernels are compiled."""
+    """After the kernels are compiled, neither forward nor backward waits for the GPU."""
     case = CASES[name]
     made = leaves(case, case.inputs(*SIZE), BFLOAT16)
     outputs = as_tuple(case.function(**made))

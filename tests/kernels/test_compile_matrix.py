@@ -174,7 +174,7 @@ def record(vendor: str, full: bool) -> Recording:
         recorded = recording.launches
         if full:
             mixed(monkeypatch)
-            # torch.compile passes Python floats as float64 and leaves divisibility out.
+            # torch.compile passes Python floats as float64 and gives no divisibility hints.
             recorded += [launch.as_torch_compile_passes_it() for launch in recorded]
             every_flag(torch.bfloat16)
         for dtype in DTYPES:

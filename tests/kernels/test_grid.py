@@ -99,7 +99,7 @@ def test_precision(every_place, name, size, layout, frozen) -> None:
     backward=["backward after", "backward inside"],
 )
 def test_autocast(float32_place, name, dtype, backward) -> None:
-    """float32 parameters get float32 gradients; the error is that of eager under autocast."""
+    """float32 parameters get float32 gradients, with the errors of eager under autocast."""
     case = CASES[name]
     compare(
         case.function,

@@ -8,7 +8,7 @@ from ligermodels.kernels.dispatch import select
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
-# batch, seq, heads, kv heads, head_dim
+# Each shape is (batch, seq, heads, kv heads, head_dim).
 SHAPES = [(2, 5, 4, 2, 8), (1, 1, 1, 1, 2), (3, 2, 3, 3, 6), (1, 7, 9, 3, 16), (0, 4, 2, 1, 4)]
 
 

@@ -22,7 +22,7 @@ ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_se
 # What the mask is given, window, cap, dtype, head_dim, and the backend on an NVIDIA GPU.
 CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, str]] = [
     ({}, None, None, torch.bfloat16, 64, "sdpa"),
-    ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # a window as long as the row
+    ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # the window is as long as the row
     ({}, 599, None, torch.bfloat16, 64, "varlen"),
     ({}, 599, None, torch.float16, 256, "varlen"),
     ({}, 599, None, torch.float32, 64, "flex"),

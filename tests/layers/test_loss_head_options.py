@@ -223,7 +223,8 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, reduction="sum", normalizer=3)
     with pytest.raises(ValueError, match="targets"):
         head(hidden, targets[:, :-1])
-    with pytest.raises(ValueError, match="targets"):  # whole chunks fit, the last is missing
+    # The targets fill whole chunks, but the last chunk's targets are missing.
+    with pytest.raises(ValueError, match="targets"):
         head(hidden, targets[:2], chunk_size=SEQ)
     with pytest.raises(ValueError, match="chunk_size"):
         head(hidden, targets, chunk_size=0)

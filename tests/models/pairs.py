@@ -1,4 +1,4 @@
-"""The same tiny weights in transformers' Llama and in ours, and gradients under our names."""
+"""Make tiny Llamas of transformers and ours with equal weights; name gradients as ours."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def tokens(
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Distance of a from b in units of b's norm."""
+    """Return the norm of a - b, divided by the norm of b."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 

@@ -69,7 +69,7 @@ PAIRS = {
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, asked=PAIRS, chunk_size=[None, 9])
 def test_options_and_chunks(place, name, asked, chunk_size) -> None:
-    """Each output alone and both at once, for random upstream gradients."""
+    """Compare each output alone and both together, for random upstream gradients."""
     compare(*PAIRS[asked], inputs(name=name) | {"chunk_size": chunk_size}, place)
 
 

@@ -302,6 +302,6 @@ def test_peak_scratch() -> None:
             return grad.expand(1000).clone()
 
     forward, backward = peak_scratch(lambda: Hungry.apply(x), (x,))
-    few = 100  # bytes, of scalars
+    few = 100  # bytes that scalars may take
     assert 4 * 3000 <= forward <= 4 * 3000 + few
     assert 4 * 2500 <= backward <= 4 * 2500 + few
