@@ -105,7 +105,7 @@ def test_shell_blocks_can_be_pasted_into_zsh(name: str) -> None:
 
 
 def load(name: str, file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A block as a module of the package; Triton reads a kernel's source from its file."""
+    """Import a block as a module from a file, because Triton reads a kernel's source from it."""
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, file)
@@ -118,7 +118,7 @@ def load(name: str, file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> M
 
 
 def example_op(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """The op of the page, as the reader has it in the end: its reference and its kernels."""
+    """Return the reference and the kernels of the page's example op."""
     from ligermodels import kernels
 
     reference, triton, function, public, _, _ = (
@@ -136,7 +136,7 @@ def example_op(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleTyp
 
 
 def test_the_example_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files, its entry in the tests' table and its entry in the benchmarks' table."""
+    """Check its files, its entry in the tests' table, and its entry in the benchmarks' table."""
     pytest.importorskip("triton")
     reference, triton = example_op(tmp_path, monkeypatch)
     for name in ("softcap_forward", "softcap_backward"):
@@ -199,7 +199,7 @@ def is_excerpt(text: str, file: Path) -> bool:
 def test_the_example_family(
     small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Excerpts are of the files, and the two blocks of new code run."""
+    """The excerpts occur in the files, and the two blocks of new code run."""
     from ligermodels.layers import RMSNorm
 
     norm, *excerpts, outside = (
@@ -238,7 +238,7 @@ def test_the_example_family(
 
 @pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.stem)
 def test_no_block_of_an_example_is_left_out(page: Path) -> None:
-    """The tests above take so many Python blocks."""
+    """The tests above use this number of Python blocks, which are all blocks of the page."""
     assert len(markdown.runnable(page, markdown.PYTHON)) == TOGETHER[page]
 
 
@@ -253,7 +253,7 @@ def test_a_block_that_nobody_would_run_is_refused(text: str, tmp_path: Path) -> 
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
@@ -290,7 +290,7 @@ def test_the_table_of_the_steps_is_that_of_the_committed_runs() -> None:
 
 
 def test_the_tables_of_the_ops_are_those_of_the_committed_run() -> None:
-    """Row for row, except for a peer that is absent everywhere."""
+    """Each row is one of the committed run, except for a note on a peer that is always absent."""
     shown = BENCHMARKS[BENCHMARKS.index("## Ops") : BENCHMARKS.index("## Accuracy")].splitlines()
     rows = [line for line in shown if line.startswith("|")]
     measured = (RESULTS / "ops.md").read_text(encoding="utf-8")

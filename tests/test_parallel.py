@@ -47,6 +47,6 @@ def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> N
     for name, outcome in report.items():
         with subtests.test(name):
             assert isinstance(outcome, dict), outcome
-            assert outcome, "nothing was compared"
+            assert outcome, "the case compared nothing"
             for what, error in outcome.items():
                 assert error <= 2e-6, f"{what} differs by {error}"

@@ -1,4 +1,4 @@
-"""Every benchmark case builds, and its implementations compute the same."""
+"""Test that every benchmark case builds, and that its implementations compute the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float)
 
 
 def test_every_op_is_measured(monkeypatch) -> None:
-    """Some case calls each op of ours; glu is called by its two other names."""
+    """At least one case calls each of our ops; cases call glu by its two other names."""
     called = set()
 
     def spy(name: str):
@@ -59,7 +59,7 @@ def test_every_op_is_measured(monkeypatch) -> None:
         implementation = implementation.implementation("ligermodels")
         implementation.function(*implementation.inputs())
     missing = set(kernels.__all__) - NOT_FUSED - {"glu"} - called
-    assert not missing, f"no case in benchmarks/cases: {missing}"
+    assert not missing, f"benchmarks/cases has no case for {missing}"
 
 
 def test_every_size_of_an_op_has_the_same_names():

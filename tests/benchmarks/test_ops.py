@@ -1,4 +1,4 @@
-"""Tests of the benchmark driver, which runs a process for each op and survives their failures."""
+"""Tests of the benchmark driver, which runs a process for each op and continues if one fails."""
 
 from __future__ import annotations
 

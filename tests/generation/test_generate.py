@@ -83,7 +83,7 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
 
 
 class Everything:
-    """A cache that has only the protocol: it keeps all tokens and returns the last one first."""
+    """A cache with only the methods of the protocol; it returns the last token first."""
 
     def __init__(self):
         self.length, self.held = 0, {}

@@ -48,7 +48,7 @@ def close(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     """Assert that the norms of the differences are within bfloat16's rounding."""
     for a, b in zip(ours, want):
         error, size = (a.double() - b.double()).norm(), b.double().norm()
-        assert error <= 5e-3 * size, f"{error:.3e} of {size:.3e}"
+        assert error <= 5e-3 * size, f"the error's norm is {error:.3e}, the result's {size:.3e}"
 
 
 @pairwise(vocab=VOCABS, dtype=DTYPES, name=["plain", "everything"])
@@ -80,7 +80,7 @@ def test_vocabularies(vocab, dtype, name) -> None:
 
 @pairwise(vocab=VOCABS, dtype=DTYPES, softcap=[None, 30.0])
 def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
-    """The small gradients of the other classes, which the large ones at the targets would hide."""
+    """Compare the small gradients of other classes, which the large ones at targets would hide."""
     rows = 40
     logits = random(rows, vocab, seed=8, scale=3.0).to("cuda", dtype).requires_grad_()
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
@@ -98,7 +98,7 @@ def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
         ours, right = (x[:, half][off[:, half]].double() for x in (grad, want))
         error = float((ours - right).norm() / right.norm())
         limit = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3}[dtype]
-        assert error <= limit, f"{error:.2e}"
+        assert error <= limit, f"the relative error is {error:.2e}"
 
 
 BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
@@ -111,7 +111,7 @@ def check_scratch(
 ) -> None:
     """Assert that forward and backward each stay within what is allowed."""
     for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, leaves)):
-        assert scratch <= allowed, f"{phase}: {scratch / MIB:.1f} MiB of {allowed / MIB:.1f}"
+        assert scratch <= allowed, f"{phase} holds {scratch / MIB:.1f} of {allowed / MIB:.1f} MiB"
 
 
 @pairwise(
@@ -121,7 +121,7 @@ def check_scratch(
     rows=[400, 8192],
 )
 def test_scratch_stays_in_the_budget(rows, budget, reduction, frozen) -> None:
-    """Peak memory besides inputs, outputs and gradients, in forward and in backward."""
+    """Bound the peak memory in forward and backward, without inputs, outputs and gradients."""
     width, vocab = 512, 128256
     hidden, weight, targets = head(rows, width, vocab)
     if frozen:

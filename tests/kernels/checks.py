@@ -145,13 +145,13 @@ def compare(
         if kind == "ours":
             for name, value in before.items():
                 assert torch.equal(made[name], value), f"{name} was overwritten"
-                assert name in wanted or made[name].grad is None, f"{name} is frozen"
+                assert name in wanted or made[name].grad is None, f"frozen {name} has a gradient"
     assert len(results["ours"]) == len(results["exact"])
     low = autocast or dtype
     for i, (ours, eager, exact) in enumerate(zip(*results.values())):
         assert_close(f"output {i}", ours, eager.to(low), exact)
     for name, ours in grads["ours"].items():
-        assert ours is not None, f"no gradient for {name}"
+        assert ours is not None, f"{name} has no gradient"
         assert ours.dtype == grads["eager"][name].dtype, name
         eager, exact = grads["eager"][name], grads["exact"][name]
         assert_close(f"gradient of {name}", ours, eager.to(low), exact)

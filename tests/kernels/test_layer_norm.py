@@ -53,7 +53,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
-    """In 16 bits and with more than two passes of all programs, the next rows are loaded early."""
+    """In 16 bits and for more than two passes of all programs, backward loads rows early."""
     op, formula, width = OPS[residual]
     setting = nvidia_backward(residual, width)
     assert setting.num_stages > 1

@@ -92,7 +92,7 @@ def test_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("op", [rope, qk_norm_rope])
 def test_head_counts_are_refused(op) -> None:
-    """Also if they add up to the number of columns: a kernel would write out of bounds."""
+    """They are refused even if they add up to the columns; a kernel would write out of bounds."""
     made = inputs(2, 5, 2, 1, 8)
     weights = {} if op is rope else {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
     for heads, kv_heads, option in (

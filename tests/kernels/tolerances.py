@@ -52,6 +52,6 @@ def assert_close(name: str, ours: torch.Tensor, eager: torch.Tensor, exact: torc
         error, eagers, size = (float(measure(x)) for x in (ours_error, eager_error, exact.abs()))
         bound = tolerance.times_eager * eagers + tolerance.floor * share * size + tolerance.absolute
         assert error <= bound, (
-            f"{name}: {kind} error {error:.3e} over the bound {bound:.3e} "
+            f"{name}: the {kind} error {error:.3e} is over the bound {bound:.3e} "
             f"(eager {eagers:.3e}, {eager.dtype})"
         )

@@ -36,7 +36,7 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
-    """The formula, head by head. sees (batch, seq, seq) is True if a query sees a key."""
+    """Compute attention head by head. sees (batch, seq, seq) is True if a query sees a key."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
@@ -198,7 +198,7 @@ def test_a_fused_norm_equals_the_parts() -> None:
 
 
 class GrowingCache:
-    """A cache with only what attention needs."""
+    """A cache that has only the methods that attention needs."""
 
     def __init__(self) -> None:
         self.length = 0

@@ -1,4 +1,4 @@
-"""Make tiny Llamas of transformers and ours with equal weights; name gradients as ours."""
+"""Make a tiny Llama in both libraries with equal weights, and give gradients our names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def native_gradients(hf: torch.nn.Module) -> dict[str, Tensor]:
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(g is not None for g in grads.values()), "a parameter got no gradient"
+    assert all(g is not None for g in grads.values()), "a parameter has no gradient"
     return {name: g.detach().clone() for name, g in grads.items()}
 
 

@@ -40,7 +40,7 @@ def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
 
 
 def test_an_offloaded_embedding(tmp_path) -> None:
-    """The model calls the embedding through its hook; a head tied to it names the remedy."""
+    """The model calls the embedding through its hook; a tied head's error says what to do."""
     ids = torch.tensor([[1, 2, 3, 4]])
     own = random_model("llama", tie_word_embeddings=False)
     tokens = own.generate(ids, max_new_tokens=3)

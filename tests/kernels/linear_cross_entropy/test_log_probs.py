@@ -95,7 +95,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(op, leaves)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 def test_number_of_products(float32_place) -> None:
     """Forward makes one; backward makes the logits again and one product for each gradient."""
     made = on(float32_place, inputs(bias=False))

@@ -51,7 +51,7 @@ def linear_formula(hidden, weight, targets, bias=None, chunk_size=None, **option
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, reduction=["none", "mean"])
 def test_of_logits(place, name, reduction) -> None:
-    """Values, and for "none" the sum of the gradients of loss, log-probability and entropy."""
+    """Compare values; with "none" also the summed gradients of loss, log-probability, entropy."""
     made = test_cross_entropy.inputs((ROWS,), VOCAB, name) | {"reduction": reduction}
     compare(stats, stats_formula, made, place, constant=CONSTANT)
 
