@@ -159,7 +159,7 @@ class Checkpoint:
         Values that need no cast are read by as many threads as torch uses. torch itself uses
         its threads for the casts.
 
-        Raises: what `read` raises. Of several faults, that of the first target.
+        Raises: what `read` raises. If several reads fail, the error of the first target is raised.
         """
         threads = torch.get_num_threads()
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
