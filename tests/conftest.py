@@ -51,5 +51,5 @@ def smollm2() -> Path:
     """
     folder = Path(os.environ.get("LIGERMODELS_SMOLLM2", SMOLLM2))
     if not (folder / "config.json").is_file():
-        pytest.skip(f"no checkpoint in {folder}: run python examples/smollm2.py {folder}")
+        pytest.skip(f"{folder} has no checkpoint: run python examples/smollm2.py {folder}")
     return folder

@@ -135,5 +135,5 @@ def windows(family: str, width: int) -> Json:
     return {} if sliding is None else {**sliding, "sliding_window": width}
 
 
-# All fields that a family has besides Llama's, with windows of WINDOW tokens.
+# Each family's fields that Llama lacks, with windows of WINDOW tokens.
 OWN = {name: windows(name, WINDOW) | family.own for name, family in DECODERS.items()}

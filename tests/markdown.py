@@ -26,13 +26,13 @@ from ligermodels.cli import main
 ROOT = Path(__file__).parent.parent
 PYTHON, SHELL = ("python",), ("bash", "sh")
 SHOWN = ("text", "mermaid")  # blocks that a reader looks at and does not run
-# What pages show is small and ungated, so that everybody can run it.
+# The pages use a small checkpoint that needs no account, so that everybody can run them.
 CHECKPOINT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the number of its first line there, its language, its text."""
+    """A fenced block: its page, the number of its first line, its language and its text."""
 
     page: Path
     line: int
@@ -45,10 +45,10 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every block of a page.
+    """Return every block of a page.
 
-    A block that is indented instead of fenced, a fence that is not closed, and a language that
-    nobody runs or shows are errors: no block can be left out.
+    It is an error if a block is indented instead of fenced, if a fence is not closed, or if the
+    language is neither run nor shown. So no block can be left out.
     """
     found, opened, lines = [], None, page.read_text(encoding="utf-8").split("\n")
     in_list = False
@@ -58,10 +58,10 @@ def blocks(page: Path) -> list[Block]:
             opened = (number, fence[2])
         elif opened is not None and fence:
             language, body = opened[1], lines[opened[0] : number - 1]
-            assert not fence[2], f"{page.name}:{number}: a fence inside a block"
+            assert not fence[2], f"{page.name}:{number}: a fence opens inside a block"
             assert language in PYTHON + SHELL + SHOWN, (
-                f"{page.name}:{opened[0]}: nobody runs blocks of {language!r}; use python or bash, "
-                "or text for what is only shown"
+                f"{page.name}:{opened[0]}: the tests cannot run {language!r} blocks; use python or "
+                "bash, or text for a block that is only shown"
             )
             text = textwrap.dedent("\n".join(body) + "\n")
             found.append(Block(page, opened[0], language, text))
@@ -70,7 +70,7 @@ def blocks(page: Path) -> list[Block]:
             if line and not line.startswith(" "):
                 in_list = bool(re.match(r"([-*+]|\d+\.) ", line))
             indented = line.startswith("    ") and not lines[number - 2].strip()
-            assert in_list or not indented, f"{page.name}:{number}: fence this block"
+            assert in_list or not indented, f"{page.name}:{number}: indented block; fence it"
     assert opened is None, f"{page.name}:{opened}: the fence is not closed"
     return found
 
@@ -80,7 +80,7 @@ def runnable(page: Path, languages: tuple[str, ...]) -> list[Block]:
 
 
 class _Session(code.InteractiveConsole):
-    """Python's prompt; an error is raised instead of printed."""
+    """Python's prompt, except that it raises errors instead of printing them."""
 
     def showtraceback(self) -> None:
         raise
@@ -90,7 +90,7 @@ class _Session(code.InteractiveConsole):
 
 
 def paste_python(text: str) -> dict[str, Any]:
-    """Type a block at Python's prompt, line by line; returns the names that it leaves."""
+    """Type a block at Python's prompt, line by line, and return the names that it defines."""
     session = _Session({"__name__": "__console__"})
     more = False
     for line in text.split("\n"):
@@ -100,14 +100,14 @@ def paste_python(text: str) -> dict[str, Any]:
 
 
 def run_python(text: str, name: str = "block", **names: Any) -> dict[str, Any]:
-    """Execute a block as a script; returns the names that it leaves."""
+    """Execute a block as a script, and return the names that it defines."""
     names |= {"__name__": "__main__"}
     exec(compile(text, name, "exec"), names)
     return names
 
 
 def small_checkpoint(smollm2: Path, folder: Path) -> Path:
-    """SmolLM2's tokenizer and config with a hundredth of its parameters, which are random."""
+    """Make a folder with SmolLM2's tokenizer and a random model with 1/100 of its parameters."""
     folder.mkdir()
     for path in smollm2.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
@@ -139,9 +139,9 @@ exit "$code"
 
 
 def run_shell(text: str, folder: Path, home: Path) -> str:
-    """Run a shell block in a folder with `COMMANDS` in the place of the programs.
+    """Run a shell block in a folder, with `COMMANDS` instead of the programs.
 
-    Returns what it prints. A command that fails stops the block with an error.
+    Return its output. A command that fails stops the block with an error.
     """
     stubs = home / "stubs"
     if not stubs.is_dir():
@@ -190,7 +190,7 @@ def run_shell(text: str, folder: Path, home: Path) -> str:
 
 
 def _git(arguments: list[str]) -> None:
-    """`git clone URL FOLDER`: the folder gets the files of this checkout, by links."""
+    """Run `git clone URL FOLDER`: link the files of this checkout into the folder."""
     command, url, folder = arguments
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert command == "clone" and f'Homepage = "{url}"' in project
@@ -198,7 +198,7 @@ def _git(arguments: list[str]) -> None:
 
 
 def make_checkout(folder: Path) -> Path:
-    """A folder with this checkout's files, into which blocks may write."""
+    """Make a folder with links to this checkout's files, into which blocks may write."""
     (folder / ".git").mkdir(parents=True)
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name not in ("build", "runs"):
@@ -207,7 +207,7 @@ def make_checkout(folder: Path) -> Path:
 
 
 def _python(arguments: list[str]) -> int | None:
-    """A module or a file that exists, and knows the options that it is given."""
+    """Check that the module or file exists, and that its source has the options."""
     if arguments[:2] == ["-m", "venv"]:
         activate = Path(arguments[2], "bin", "activate")
         activate.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ def _python(arguments: list[str]) -> int | None:
 
 
 def _pip(arguments: list[str]) -> None:
-    """`pip install`: constraints that exist, and packages and extras that the project names."""
+    """Check that constraint files exist and that the project names the packages and extras."""
     command, *rest = arguments
     assert command == "install"
     constraints = ""
@@ -246,7 +246,7 @@ def _pip(arguments: list[str]) -> None:
 
 
 def _make(arguments: list[str]) -> None:
-    """Targets that the Makefile has."""
+    """Check that the Makefile has the targets."""
     for target in (each for each in arguments if "=" not in each):
         assert target in make_targets(), target
 
@@ -257,13 +257,13 @@ def make_targets() -> set[str]:
 
 
 def _pytest(arguments: list[str]) -> None:
-    """Files that exist, except those of the example op."""
+    """Check that the test files exist, except those of the example op."""
     for path in (each.partition("::")[0] for each in arguments if each.startswith("tests/")):
         assert Path(path).exists() or "softcap" in path, path
 
 
 def _torchrun(arguments: list[str]) -> None:
-    """The script, as the only process of its group."""
+    """Run the script in this process, as the only rank of its group."""
     flag, processes, script = arguments
     assert (flag, processes) == ("--nproc-per-node", "1")
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1"}
@@ -278,7 +278,7 @@ def _torchrun(arguments: list[str]) -> None:
 
 
 def _anything(arguments: list[str]) -> None:
-    """A program of its own: that it is called is all that is checked."""
+    """Accept any call of a program that the tests do not run."""
 
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {

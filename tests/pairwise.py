@@ -91,7 +91,7 @@ def cover(
         )
 
     def filled(row: Row) -> Row | None:
-        """The row with a value for every option, or None if the rules allow none."""
+        """Return the row with a value for every option, or None if the rules allow none."""
         name = next((name for name in by_length if name not in row), None)
         if name is None:
             return row

@@ -183,7 +183,7 @@ def fsdp_packed(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
 def fsdp_bf16(
     rank: int, mesh: DeviceMesh, tied: bool, family: str = "llama", **options: Any
 ) -> dict[str, float]:
-    """Each rank's step is that of a bf16 model; FSDP takes the mean in float32."""
+    """Each rank's step equals that of a bf16 model; FSDP averages the gradients in float32."""
     model = make(tied, family)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrapped = shard(copy.deepcopy(model), mesh, mp_policy=policy, **options)
@@ -260,7 +260,7 @@ def fsdp_logits_first(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, floa
 
 
 def fsdp_head_outside(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
-    """A head that is a unit of its own works alone; a tied one names the call to make."""
+    """A head with its own FSDP unit works alone; a tied head's error names the call to make."""
     model = make(tied)
     wrapped = shard(copy.deepcopy(model), mesh)
     ids, labels = data()
@@ -273,7 +273,7 @@ def fsdp_head_outside(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, floa
     except RuntimeError as error:
         assert "model(input_ids, labels=labels)" in str(error), error
         return {"loss": 0.0}
-    raise AssertionError("a sharded weight went into the loss")
+    raise AssertionError("the head computed a loss with a sharded weight")
 
 
 def fsdp_meta(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:

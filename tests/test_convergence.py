@@ -1,4 +1,4 @@
-"""Training beside transformers: the same weights, text and optimizer give the same training.
+"""Test that the same weights, text and optimizer give the same training as transformers.
 
 Every family learns English text in float32, from weights that transformers draws. The test bounds
 the differences of three things: the loss of every step, the loss on text that was not trained on,
@@ -33,10 +33,10 @@ LEARNING_RATE = 5e-4
 STEP_BOUND = EVALUATION_BOUND = 1e-5  # nats
 PATH_BOUND, ONE_PATH_BOUND = 3e-5, 5e-4  # distance over path length: of all parameters, of one
 
-# Bytes are tokens. Windows are a quarter of the row, and the caps bend what they cap.
+# Bytes are tokens. Windows are a quarter of the row, and the caps change the logits and scores.
 SCALE = zoo.Scale("text", 256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
 OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
-# Changes of config.json so small that only a comparison as close as this one shows them.
+# These changes of config.json are so small that only a close comparison shows them.
 SLIPS: dict[str, list[dict[str, Any]]] = {
     **{f: [{"sliding_window": SCALE.window + 1}] for f in ("mistral", "gemma3_text", "qwen3")},
     "gemma2": [
@@ -63,7 +63,7 @@ Batches = list[tuple[Tensor, Tensor]]
 def train(
     model: nn.Module, batches: Batches, lr: float, warmup: int = 1, fused: bool = True
 ) -> Iterator[float]:
-    """Yield the loss before each AdamW step, with clipping as fine-tuning has it."""
+    """Yield the loss before each AdamW step, with the gradient clipping of fine-tuning."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=fused)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1, (n + 1) / warmup))
     for ids, labels in batches:
@@ -102,7 +102,7 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def path(found: Tensor, expected: Tensor, start: Tensor) -> float:
-    """Distance of found from expected, in units of the distance of expected from the start."""
+    """Return the distance of found from expected over that of expected from the start."""
     return ((found - expected).norm() / (expected - start).norm()).item()
 
 
@@ -122,8 +122,8 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
 
     assert max(differences(ours.losses, theirs.losses)) <= STEP_BOUND
     assert abs(ours.evaluation - theirs.evaluation) <= EVALUATION_BOUND
-    assert sum(ours.losses[-5:]) / 5 < sum(ours.losses[:5]) / 5 - 2, "nothing was learnt"
-    assert ours.evaluation < ours.losses[0] - 2, "nothing was learnt that holds elsewhere"
+    assert sum(ours.losses[-5:]) / 5 < sum(ours.losses[:5]) / 5 - 2, "the loss did not fall by 2"
+    assert ours.evaluation < ours.losses[0] - 2, "the held-out loss did not fall by 2"
 
     expected = {
         entry.name: torch.cat(
@@ -153,7 +153,7 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.long)])
 def test_smollm2(smollm2: Path, count: int) -> None:
-    """The real checkpoint on real text, in float32."""
+    """Train the real checkpoint on real text, in float32."""
     from transformers import LlamaForCausalLM
 
     from ligermodels import Tokenizer
@@ -170,4 +170,4 @@ def test_smollm2(smollm2: Path, count: int) -> None:
     theirs, ours = (list(train(model, batches, lr=1e-5)) for model in models)
     assert max(differences(ours, theirs)) <= 1e-3
     if count == 50:
-        assert sum(ours[-5:]) < sum(ours[:5]), "nothing was learnt"
+        assert sum(ours[-5:]) < sum(ours[:5]), "the loss did not fall"

@@ -28,12 +28,12 @@ PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"]
 LINKING = [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 BENCHMARKS = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-# What a page's reader replaces or makes: the op of the example, a placeholder in capitals.
+# Names that a reader replaces or creates: the op of the example, and placeholders in capitals.
 EXAMPLES = re.compile(r"softcap|[A-Z]{2}|^runs/")
 # Pages whose Python blocks are parts of one example; tests below run them together.
 OP_PAGE, FAMILY_PAGE = DOCS / "adding_an_op.md", DOCS / "adding_a_family.md"
 TOGETHER = {OP_PAGE: 6, FAMILY_PAGE: 8}
-# What a newcomer pastes: in zsh a comment at the prompt is an error, and so is an open pattern.
+# Pages from which newcomers paste. At zsh's prompt, comments and unmatched patterns are errors.
 PASTED = ["README", "benchmarks", "composing", "loss_head", "support", "training"]
 
 SHELL_BLOCKS = [block for page in PAGES for block in markdown.runnable(page, markdown.SHELL)]
@@ -56,7 +56,7 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
-    """As it is, on a small checkpoint: the pages' own options are quick."""
+    """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
     checkout = markdown.make_checkout(tmp_path / "ligermodels")
     text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
     text = text.replace("<hub id or folder>", str(small_smollm2))
@@ -105,7 +105,7 @@ def test_shell_blocks_can_be_pasted_into_zsh(name: str) -> None:
 
 
 def load(name: str, file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A block as a module of the package; Triton reads a kernel's source from its file."""
+    """Import a block as a module from a file, because Triton reads a kernel's source from it."""
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, file)
@@ -118,7 +118,7 @@ def load(name: str, file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> M
 
 
 def example_op(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """The op of the page, as the reader has it in the end: its reference and its kernels."""
+    """Return the reference and the kernels of the page's example op."""
     from ligermodels import kernels
 
     reference, triton, function, public, _, _ = (
@@ -136,7 +136,7 @@ def example_op(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleTyp
 
 
 def test_the_example_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files, its entry in the tests' table and its entry in the benchmarks' table."""
+    """Check its files, its entry in the tests' table, and its entry in the benchmarks' table."""
     pytest.importorskip("triton")
     reference, triton = example_op(tmp_path, monkeypatch)
     for name in ("softcap_forward", "softcap_backward"):
@@ -199,7 +199,7 @@ def is_excerpt(text: str, file: Path) -> bool:
 def test_the_example_family(
     small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Excerpts are of the files, and the two blocks of new code run."""
+    """The excerpts occur in the files, and the two blocks of new code run."""
     from ligermodels.layers import RMSNorm
 
     norm, *excerpts, outside = (
@@ -238,7 +238,7 @@ def test_the_example_family(
 
 @pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.stem)
 def test_no_block_of_an_example_is_left_out(page: Path) -> None:
-    """The tests above take so many Python blocks."""
+    """The tests above use this number of Python blocks, which are all blocks of the page."""
     assert len(markdown.runnable(page, markdown.PYTHON)) == TOGETHER[page]
 
 
@@ -253,7 +253,7 @@ def test_a_block_that_nobody_would_run_is_refused(text: str, tmp_path: Path) -> 
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
@@ -290,7 +290,7 @@ def test_the_table_of_the_steps_is_that_of_the_committed_runs() -> None:
 
 
 def test_the_tables_of_the_ops_are_those_of_the_committed_run() -> None:
-    """Row for row, except for a peer that is absent everywhere."""
+    """Each row is one of the committed run, except for a note on a peer that is always absent."""
     shown = BENCHMARKS[BENCHMARKS.index("## Ops") : BENCHMARKS.index("## Accuracy")].splitlines()
     rows = [line for line in shown if line.startswith("|")]
     measured = (RESULTS / "ops.md").read_text(encoding="utf-8")
@@ -360,7 +360,7 @@ def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
 
 
 def rows(start: str) -> list[list[str]]:
-    """The cells of the first table after a line of the architecture page."""
+    """Return the cells of the first table after `start` on the architecture page."""
     lines = ARCHITECTURE[ARCHITECTURE.index(start) :].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     last = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
@@ -368,7 +368,7 @@ def rows(start: str) -> list[list[str]]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Functions and classes of a file, and their methods with and without the class."""
+    """Return the functions and classes of a file, and methods with and without their class."""
     found = {file.stem}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -381,7 +381,7 @@ def names_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_exist(page: Path) -> None:
-    """In prose and in commands, from the root of the repository or of the package."""
+    """Each path in prose and commands exists, from the root of the repository or of the package."""
     paths = re.findall(r"(?<![\w/.>*-])(?:[\w.]+/)+\w+\.py\b", page.read_text(encoding="utf-8"))
     missing = [
         path

@@ -9,7 +9,7 @@ from ligermodels.models.auto import families
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "ligermodels", ROOT / "tests"
-# Modules and folders without a mirror, and the tests that cover them.
+# Modules and folders without a mirror. The values say which tests cover them.
 ELSEWHERE = {
     "__main__.py": "tests/cli/test_finetune.py starts the module",
     "converters/dtypes.py": "it is a table, which the loads and saves read",
@@ -31,7 +31,7 @@ def test_each_module_has_a_test_file_of_its_name() -> None:
         covered = {str(module), *map(str, module.parents)} & (own | ELSEWHERE.keys())
         if module.name != "__init__.py" and not covered and not mirror(module).is_file():
             missing.append(str(module))
-    assert not missing, f"no test file of its name, and no reason in ELSEWHERE: {missing}"
+    assert not missing, f"these have no test file of their name and are not in ELSEWHERE: {missing}"
 
 
 def test_every_reason_names_a_file_that_exists() -> None:

@@ -1,4 +1,4 @@
-"""The cover of pairs that parametrises other tests."""
+"""Tests of the function that parametrises other tests by pairs of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two gloo processes compute what one does, under DDP, FSDP2 and tensor-parallel projections."""
+"""Two gloo processes give the results of one, under DDP, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> N
     for name, outcome in report.items():
         with subtests.test(name):
             assert isinstance(outcome, dict), outcome
-            assert outcome, "nothing was compared"
+            assert outcome, "the case compared nothing"
             for what, error in outcome.items():
                 assert error <= 2e-6, f"{what} differs by {error}"

@@ -15,7 +15,7 @@ from tests import markdown
 README = markdown.ROOT / "README.md"
 RESULTS = markdown.ROOT / "benchmarks" / "results"
 TEXT = README.read_text(encoding="utf-8")
-# The tests run the blocks with these in place of what they show: the sizes make them quick.
+# The tests run the blocks with these replacements; the small sizes make them quick.
 SMALLER = {
     "--max-steps 20": "--max-steps 1",
     "--seq-len 256": "--seq-len 32",
@@ -38,7 +38,7 @@ def test_it_is_one_page() -> None:
 def test_every_shell_block_can_be_pasted_in_turn_and_again(
     small_smollm2: Path, tmp_path: Path
 ) -> None:
-    """From a clone to an export, each block twice; a reader's shell stays in the folder."""
+    """Run each block twice, from the clone to the export; the reader's shell stays in a folder."""
     elsewhere, clone = tmp_path / "elsewhere", tmp_path / "ligermodels"
     elsewhere.mkdir()
     blocks = markdown.runnable(README, markdown.SHELL)
@@ -65,7 +65,7 @@ def test_every_shell_block_can_be_pasted_in_turn_and_again(
 def test_the_first_python_block_trains_and_exports(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """On the real checkpoint."""
+    """The blocks run on the real checkpoint."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = markdown.runnable(README, markdown.PYTHON)[0].text
@@ -93,7 +93,7 @@ def test_every_page_is_linked() -> None:
 
 
 def steps() -> dict[str, list[dict[str, Any]]]:
-    """The committed rows of each workload: transformers, with Liger, ours."""
+    """Return the committed rows of each workload: transformers, with Liger, ours."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in json.loads((RESULTS / "step.json").read_text())["rows"]:
         found.setdefault(f"Llama-3-8B, {row['batch x seq']}", {})[row["implementation"]] = row
@@ -105,7 +105,7 @@ def steps() -> dict[str, list[dict[str, Any]]]:
 
 
 def step_line(workload: str, rows: list[dict[str, Any]]) -> str:
-    """The line of a table: milliseconds, the least of them bold, and GiB."""
+    """Return a table line with milliseconds, of which the least is bold, and GiB."""
     cells = [workload]
     for row in rows:
         ms = f"{row['ms']:.{0 if 'batch x seq' in row else 1}f}"

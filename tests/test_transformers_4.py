@@ -78,7 +78,7 @@ def export(folder: Path, scaling: dict[str, object] | None) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        # far from the 10000 that a reader without this key takes
+        # This is far from 10000, the default of a reader that ignores this key.
         rope_theta=500.0,
         rope_scaling=scaling,
         # large enough that positions change the logits
@@ -92,7 +92,7 @@ def export(folder: Path, scaling: dict[str, object] | None) -> Path:
 def test_exports_open_in_both_versions(
     smollm2: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """Two configs made in Python, and the real checkpoint."""
+    """Export two configs made in Python, and the real checkpoint."""
     LigerLlama.from_hf(smollm2).save_hf(tmp_path / "smollm2")
     folders = [
         export(tmp_path / "default", None),

@@ -24,6 +24,8 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
+# More threads wait for each other: 16 of them took longer than a load by one thread did before.
+_MAX_THREADS = 2
 _MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
@@ -156,12 +158,12 @@ class Checkpoint:
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
 
-        Values that need no cast are read by as many threads as torch uses. torch itself uses
-        its threads for the casts.
+        Values that need no cast are read by up to two of the threads that torch may use. torch
+        itself uses its threads for the casts.
 
         Raises: what `read` raises. If several reads fail, the error of the first target is raised.
         """
-        threads = torch.get_num_threads()
+        threads = min(torch.get_num_threads(), _MAX_THREADS)
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
         if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
             for entry, out in targets:

@@ -1,4 +1,4 @@
-"""Every benchmark case builds, and its implementations compute the same."""
+"""Test that every benchmark case builds, and that its implementations compute the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.ops import as_tuple, differentiable, training_call
 from ligermodels import kernels
 from tests.kernels.ops_table import NOT_FUSED
 
-# The small size of every op, and the one option that its sizes leave out.
+# The small size of every op, and one more case for the option that no size sets.
 SMALL = [(op, entry.small) for op, entry in OPS.items()]
 SMALL += [("linear_log_probs", OPS["linear_log_probs"].small | {"entropy": True})]
 
@@ -24,7 +24,7 @@ def outcome(case: Case, name: str, inputs: list[Tensor]) -> list[Tensor]:
     """Return outputs and gradients; every implementation gets the same upstream gradients."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     outputs = as_tuple(case.implementation(name).function(*leaves))
-    kept = [output.detach().clone() for output in outputs]  # some peers work in place
+    kept = [output.detach().clone() for output in outputs]  # some peers overwrite outputs
     torch.manual_seed(1)
     roots = differentiable(outputs)
     upstream = [torch.randn_like(root) if root.dim() else None for root in roots]
@@ -40,7 +40,7 @@ def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float)
 
 
 def test_every_op_is_measured(monkeypatch) -> None:
-    """Some case calls each op of ours; glu is called by its two other names."""
+    """At least one case calls each of our ops; cases call glu by its two other names."""
     called = set()
 
     def spy(name: str):
@@ -59,7 +59,7 @@ def test_every_op_is_measured(monkeypatch) -> None:
         implementation = implementation.implementation("ligermodels")
         implementation.function(*implementation.inputs())
     missing = set(kernels.__all__) - NOT_FUSED - {"glu"} - called
-    assert not missing, f"no case in benchmarks/cases: {missing}"
+    assert not missing, f"benchmarks/cases has no case for {missing}"
 
 
 def test_every_size_of_an_op_has_the_same_names():
@@ -110,12 +110,12 @@ def test_torch_compile_measures_eager_pytorch(monkeypatch):
 
 
 def test_fewest_bytes():
-    random = Random("cpu")  # bf16
+    random = Random("cpu")  # The default dtype is bf16.
     assert OPS["swiglu"].build(random, rows=5, width=16).bytes == (3 * 5 * 16 * 2, 8 * 5 * 16 * 2)
     case = OPS["rope"].build(random, batch=2, seq=6, heads=4, kv_heads=2, head_dim=16)
     head = 2 * 6 * 16 * 2
     assert case.bytes == ((6 + 6) * head, (6 + 6 + 8 + 8) * head)
-    # In place, q and k alone.
+    # The implementation that works in place moves only q and k.
     assert case.implementation("liger (in place)").bytes == (12 * head, 24 * head)
 
 
@@ -153,7 +153,7 @@ def test_every_peer_computes_the_same(op):
             if shapes(case.implementation(name).inputs()) != shapes(inputs):
                 results = training_call(case.implementation(name), Random("cuda"))[0]()
                 assert all(result.isfinite().all() for result in results)
-            elif name != "cce (filtered)":  # leaves gradients out
+            elif name != "cce (filtered)":  # It skips small gradients.
                 assert_agree(outcome(case, name, inputs), expected, 3e-2)
         except (Absent, ImportError):
             continue

@@ -1,4 +1,4 @@
-"""The driver: a process for each op, and what becomes of one that fails."""
+"""Tests of the benchmark driver, which runs a process for each op and continues if one fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_crash_is_recorded_and_the_next_op_goes_on(tmp_path):
     assert list(results) == ["first", "second", "third"]
     assert "error" not in results["first"] and "error" not in results["third"]
     assert results["second"]["error"] == "its process ended with status 7"
-    # What it wrote before it crashed is kept.
+    # The driver keeps the rows that the process wrote before it crashed.
     assert [row["op"] for row in collect(results)["rows"]] == ["first", "second", "third"]
     assert collect(results)["ops"]["second"].keys() == {"copy GB/s", "seconds", "error"}
 
@@ -84,7 +84,7 @@ TINY = {
 
 @pytest.mark.parametrize("op", TINY)
 def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, capsys):
-    """All of it but the clocks, which need a GPU."""
+    """Everything runs except the clocks, which need a GPU."""
     table, sweep = TINY[op]
     build = cases.OPS[op].build
     monkeypatch.setitem(ops.OPS, op, Op("", build, table, [table], [sweep]))
@@ -99,10 +99,11 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
     rows = json.loads(part.read_text())["rows"]
     names = list(build(Random("cpu", torch.float32), **table).implementations)
     assert [row["implementation"] for row in rows] == names * 2
-    assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep]  # the smallest first
+    # The smallest size comes first.
+    assert [row["sizes"] for row in rows[:: len(names)]] == [table, sweep]
     for row in rows:
         if row["implementation"].startswith(("liger (", "cce")) or row["implementation"] == "liger":
-            # The peers are not installed where the tests run, or need a GPU.
+            # The other libraries are not installed, or they need a GPU.
             assert row["error"].startswith(("absent", "failed"))
         elif row["implementation"] == "torch linear_cross_entropy" and not hasattr(
             torch.nn.functional, "linear_cross_entropy"
@@ -117,15 +118,15 @@ def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, 
                 assert row["forward"]["floor ms"] < both["floor ms"]
             elif op == "rms_norm":
                 assert "forward" not in row
-    if op == "rms_norm":  # 5 passes of 4 x 8 float32 at 1 GB/s
+    if op == "rms_norm":  # The floor is 5 passes over 4 x 8 float32 values at 1 GB/s.
         assert rows[0]["forward + backward"]["floor ms"] == pytest.approx(5 * 128 / 1e9 * 1e3)
-    else:  # three products of 2 ms
+    else:  # The floor is three matrix products of 2 ms each.
         assert rows[0]["forward + backward"]["floor ms"] == 6.0
     assert "ligermodels: forward 2 ms (graph" in capsys.readouterr().out
 
 
 def test_of_several_rounds_the_best_counts(tmp_path, monkeypatch):
-    """There and back, each time on its own."""
+    """The second round goes in reverse order. The best time of each pass is kept on its own."""
     sizes = TINY["rms_norm"][0]
     build, order, clock = cases.OPS["rms_norm"].build, [], iter(range(100, 0, -1))
 
@@ -157,12 +158,13 @@ def test_host_times_of_all_ops(tmp_path, monkeypatch):
     monkeypatch.setattr(ops, "Random", lambda: Random("cpu", torch.float32))
     monkeypatch.setattr(ops, "host_microseconds", lambda run: float(len(run())))
     monkeypatch.setattr(ops, "HOST_ROUNDS", 1)
-    names = ["rms_norm", "linear_cross_entropy_budget", "swiglu"]  # the second has no host size
+    # linear_cross_entropy_budget is not measured on the host.
+    names = ["rms_norm", "linear_cross_entropy_budget", "swiglu"]
     measure_host(names, tmp_path / "host.json")
     rows = json.loads((tmp_path / "host.json").read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "ligermodels"]
     assert [(row["op"], row["host"], row["host us"]) for row in ours] == [
-        ("rms_norm", True, 3.0),  # the output and two gradients
+        ("rms_norm", True, 3.0),  # A call returns the output and two gradients.
         ("swiglu", True, 2.0),
     ]
     assert all(row["sizes"] == cases.OPS[row["op"]].small for row in rows)
@@ -171,7 +173,7 @@ def test_host_times_of_all_ops(tmp_path, monkeypatch):
 
 
 def test_host_times_are_of_calls_in_turn(tmp_path, monkeypatch):
-    """Each call is slower than the one before: taken in turn, all have one median."""
+    """Each call is slower than the one before. All medians agree, because the calls take turns."""
     order = []
 
     def microseconds(run):
@@ -198,7 +200,8 @@ def test_turns_of_the_host():
     assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
     assert all(a != b for a, b in itertools.pairwise(order))
     behind = collections.Counter(itertools.pairwise(order))
-    assert len(behind) == 12 and min(behind.values()) > 40  # of 799 pairs, each other one
+    # Among the 799 pairs of neighbours, each call often follows each of the others.
+    assert len(behind) == 12 and min(behind.values()) > 40
     only = [ops.HostCall({})]
     assert list(turns(only, 3, torch.Generator())) == only * 3
 
@@ -236,7 +239,7 @@ def test_scratch_leaves_out_what_is_returned_once(monkeypatch):
     monkeypatch.setattr(ops, "device_time", lambda run: {})
     x = torch.zeros(100)
     made = torch.zeros(1000)
-    # Two views of one storage, and a view of an input.
+    # The call returns two views of one storage, and a view of an input.
     row = ops.measure_call(lambda: (made[:10], made[10:], x[3:]), [x])
     assert row["scratch GB"] == pytest.approx((10_000 - 4000) / 1e9)
 
@@ -250,4 +253,4 @@ def test_what_waits_for_the_device_is_timed_without_a_graph():
     assert (graph["method"], events["method"]) == ("graph", "events")
     for timing in (graph, events):
         assert 0 < timing["low ms"] <= timing["ms"] <= timing["high ms"] < 1000
-    torch.randn(3, device="cuda")  # the generator is as it was
+    torch.randn(3, device="cuda")  # This would raise if the generator were still in capture mode.

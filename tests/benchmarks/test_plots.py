@@ -1,4 +1,4 @@
-"""Tables and plots of a made-up result, which has a number at every size of every op."""
+"""Tests of tables and plots with an invented result, which has every size of every op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timing(ms: float, op: str) -> dict:
 
 @pytest.fixture(scope="module")
 def result() -> dict:
-    """The n-th implementation takes n + 2 ms; ours 1, and a second of the host's microseconds."""
+    """An invented result: the n-th implementation takes n + 2 ms, and ours takes 1 ms."""
     rows = []
     for op, entry in OPS.items():
         names = list(entry.build(Random("cpu"), **entry.small).implementations)
@@ -49,7 +49,7 @@ def result() -> dict:
     ops = {op: {"copy GB/s": 4000.0, "seconds": 1.0} for op in OPS}
     ops["rope"]["error"] = "stopped after 150 s"
     versions = {"gpu": "NVIDIA H200", "torch": "2.11.0", "liger-kernel": "0.8.5"}
-    # As it is read back from the file.
+    # The plots read the result from a JSON file.
     return json.loads(json.dumps({"environment": versions, "ops": ops, "rows": rows}))
 
 
@@ -122,7 +122,7 @@ def test_the_text_names_the_machine_the_ceilings_and_what_is_missing(result):
         "NVIDIA H200; torch 2.11.0, liger-kernel 0.8.5. In the same run a copy moves 4000 GB/s, "
     )
     assert "not complete: rope: stopped after 150 s." in text
-    # Three products of 2 x rows x width x vocabulary in 0.5 ms, at the table's sizes.
+    # The ceiling is three products of 2 * rows * width * vocabulary FLOP in 0.5 ms.
     least, most = (6 * size / 0.5 / 1e9 for size in (8192 * 4096 * 128256, 32768 * 4096 * 128256))
     assert f"alone run at {least:.0f} to {most:.0f} TFLOP/s." in text
 

@@ -1,4 +1,4 @@
-"""A small checkpoint, a text, and a way to call the command line."""
+"""Fixtures: a small checkpoint, a text, and a function that calls the command line."""
 
 from __future__ import annotations
 

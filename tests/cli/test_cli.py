@@ -31,7 +31,7 @@ def test_help_reads_well_at_80_columns(call, monkeypatch, subtests):
 
 
 def test_nothing_heavy_is_imported_for_the_package_and_for_help():
-    """One process imports the package and shows every help; either must stay quick."""
+    """One process imports the package and shows every help; both must stay quick."""
     heavy = ["torch", "numpy", "triton", "transformers", "huggingface_hub", "safetensors"]
     heavy += ["tokenizers", "sentencepiece", "jinja2", "tqdm", "matplotlib", "requests", "httpx"]
     code = (
@@ -144,5 +144,5 @@ def test_every_family_is_inspected_converted_and_continued(call, tmp_path, famil
 
     prompt = ["the cat", "--device", "cpu", "--max-new-tokens", "9", "--no-stream"]
     assert_fine(call("generate", source, *prompt))
-    said = None  # the export is of the text model alone
+    said = None  # The export contains only the text model.
     assert_fine(call("generate", target, *prompt, "--dtype", "float32"))

@@ -1,4 +1,4 @@
-"""Kinds of values on the command line."""
+"""Tests of the types of command line values."""
 
 from __future__ import annotations
 

@@ -75,7 +75,11 @@ def write_checkpoint(folder: Path, tensors: dict, config: dict, shards: int = 1)
 
 @pytest.fixture
 def make(tmp_path):
-    """make(name, tied=, shards=, dtype=, drop=, add=, **config keys) -> (folder, config)."""
+    """A function that writes a checkpoint and returns its folder and config.
+
+    It takes the folder's name, `shards`, `dtype`, the names of tensors to `drop`, tensors to
+    `add`, and config keys.
+    """
 
     def build(name="hf", *, shards=1, dtype=torch.bfloat16, drop=(), add=None, **changes):
         config = llama_config(**changes)

@@ -1,4 +1,4 @@
-"""What transformers reads in a config.json, as a function and as a program.
+"""Return what transformers reads in a config.json; this is a function and also a program.
 
 The program runs under either version of transformers. It reads one config a line as JSON, and
 prints each reading as a line of JSON.

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-Content = Any  # bytes; or no regular file: ("link", target), "pipe", "folder", "loop"
-State = dict[str, Content]  # a checkpoint: file names and contents
+# bytes, or a mark for what is not a regular file: ("link", target), "pipe", "folder" or "loop"
+Content = Any
+State = dict[str, Content]  # the files of a checkpoint: names and contents
 
 
 class Broken(Exception):
@@ -24,7 +25,7 @@ class Broken(Exception):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
-        raise Broken("a key twice")
+        raise Broken("a JSON key appears twice")
     return dict(pairs)
 
 
@@ -39,7 +40,7 @@ def read_config(state: State) -> dict[str, Any]:
     """Return config.json, if it is a valid one."""
     parsed = parse_json(state.get(CONFIG))
     if not isinstance(parsed, dict):
-        raise Broken("no config")
+        raise Broken("config.json is missing")
     return parsed
 
 
@@ -49,10 +50,10 @@ _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def _read_tensors(content: Content) -> dict[str, torch.Tensor]:
     """Read a safetensors file by its specification, with the dtypes that a model can have."""
     if not isinstance(content, bytes) or len(content) < 8:
-        raise Broken("no safetensors file")
+        raise Broken("the shard is not a safetensors file")
     length = struct.unpack_from("<Q", content)[0]
     if length > len(content) - 8:
-        raise Broken("header too long")
+        raise Broken("the header is longer than the file")
     header = parse_json(content[8 : 8 + length])
     if not isinstance(header, dict):
         raise Broken("header")
@@ -97,12 +98,12 @@ def read_weights(state: State) -> dict[str, torch.Tensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise Broken("index")
     if SINGLE in state and SINGLE not in weight_map.values():
-        raise Broken("a stale index")
+        raise Broken("the index does not name the single file")
     found: dict[str, torch.Tensor] = {}
     for file in set(weight_map.values()):
         tensors = _read_tensors(state.get(file))
         if sorted(tensors) != sorted(n for n, f in weight_map.items() if f == file):
-            raise Broken("index and shard differ")
+            raise Broken("index and shard list different tensors")
         found |= tensors
     return found
 
@@ -112,15 +113,15 @@ def native(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tens
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     head = tensors.pop("lm_head.weight", None)
     if tied and head is not None and not _same(head, tensors["model.embed_tokens.weight"]):
-        raise Broken("two heads")
+        raise Broken("a tied head differs from the embedding")
     if not tied:
         if head is None:
-            raise Broken("no head")
+            raise Broken("the head is missing")
         tensors["model.head.proj.weight"] = head
     out = {}
     for name, tensor in tensors.items():
         if not name.startswith("model."):
-            raise Broken(f"unexpected {name}")
+            raise Broken(f"tensor {name} is unexpected")
         name = name.removeprefix("model.")
         for packed, parts in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
             for part in parts:
@@ -155,7 +156,7 @@ def without_towers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 name = "model." + name.removeprefix(old)
         name = name.removeprefix("language_model.")
         if name in text:
-            raise Broken(f"{name} twice")
+            raise Broken(f"{name} occurs in two spellings")
         text[name] = tensor
     return text
 
@@ -166,7 +167,7 @@ def text_of(raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     text = dict(raw.get("text_config") or {})
     if text.setdefault("model_type", "gemma3_text") != "gemma3_text":
-        raise Broken("another text model")
+        raise Broken("the text model is of another family")
     for keys in (
         ["dtype", "torch_dtype"],
         ["tie_word_embeddings"],

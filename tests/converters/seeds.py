@@ -1,4 +1,4 @@
-"""Good tiny checkpoints of every family, for the fuzz test to break."""
+"""Make valid tiny checkpoints of every family, which the fuzz test then damages."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass
 class Seed:
-    """A good checkpoint of a family."""
+    """A valid checkpoint of a family."""
 
     family: str
     files: State
 
 
 def seeds(family: str) -> list[Seed]:
-    """Make good checkpoints: each config, tied and untied, as one file and as shards."""
+    """Make valid checkpoints: each config, tied and untied, as one file and as shards."""
     made = []
     for number, extra in enumerate(SEEDS.get(family, [OWN.get(family, {})])):
         for tied in (False, True):

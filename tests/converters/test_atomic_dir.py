@@ -36,7 +36,7 @@ def replace(target):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request, monkeypatch):
-    """Take both ways to replace a folder; the second is for systems without the first."""
+    """Run a test with both ways to replace a folder; some systems lack the first."""
     if request.param == "two renames":
         monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     return request.param
@@ -53,7 +53,7 @@ def test_replaces_and_leaves_nothing_beside(tmp_path, way):
 
 
 def replace_and_die(target, after):
-    """Run `replace`, killed before the call number `after` that changes or reads the disk."""
+    """Run `replace`, and kill the process before its n-th call on the disk; n is `after`."""
     count = 0
 
     def dies(function):
@@ -73,7 +73,7 @@ def replace_and_die(target, after):
 
 
 def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
-    """A process is killed before its n-th call that changes or reads the disk, for every n."""
+    """For every n, a process is killed before its n-th call that reads or changes the disk."""
     seen = set()
     for after in range(100):
         place = tmp_path / str(after)
@@ -90,16 +90,16 @@ def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
         status = os.waitpid(child, 0)[1]
         recover_dir(target)
         now = content(target)
-        assert now in (OLD, NEW), f"killed at call {after}: {now}"
+        assert now in (OLD, NEW), f"after a kill at call {after} the folder holds {now}"
         seen.add(now["weights"])
         replace(target)
         assert content(target) == NEW
-        assert os.listdir(place) == ["out"], "leftovers of the killed save"
+        assert os.listdir(place) == ["out"], "files of the killed save are left"
         if status == 0:
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     else:
-        pytest.fail("never ran to its end")
+        pytest.fail("the save was killed 100 times and never completed")
     assert after > 8 and seen == {"old weights", "new weights"}
 
 

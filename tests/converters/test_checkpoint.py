@@ -299,7 +299,7 @@ def test_bitwise_equal_tells_nan_and_signed_zeros_apart():
 
 
 def test_reading_takes_memory_for_one_tensor(tmp_path):
-    """Only anonymous memory counts: the system may drop the pages of a mapped file."""
+    """Only anonymous memory counts, because the system may drop the pages of a mapped file."""
     size = 4 << 20
     tensors = {f"t{i}": torch.ones(size, dtype=torch.bfloat16) for i in range(12)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -244,7 +244,7 @@ def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
     target, options = folder, {}
     message = "File too large"
     if fault == "full":
-        # Writes fail past 2000 bytes, like those to a full disk.
+        # Writes past 2000 bytes fail, as on a full disk.
         before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before_limit[1]))
         request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before_limit))

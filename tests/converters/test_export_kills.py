@@ -20,7 +20,7 @@ from tests import system_calls
 
 from .conftest import write_checkpoint
 
-pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace of x86-64 Linux")
+pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace on x86-64 Linux")
 
 
 every = pytest.mark.parametrize(
@@ -95,7 +95,7 @@ class Place:
 
 
 def each_call(place, every, **options):
-    """Run the save up to every n-th of its changes of the disk; the last run is whole."""
+    """Stop the save at every n-th of its changes to the disk; the last run completes."""
     for call in range(0, 1000, every):
         place.reset()
         try:
@@ -118,12 +118,12 @@ def test_after_a_kill_before_any_call_the_folder_is_old_or_new(
         assert status == (0 if name is None else None)
         recover_dir(place.target)
         now = content(place.target)
-        assert now in (place.old, place.new), f"killed before call {call}, {name}"
+        assert now in (place.old, place.new), f"mixed after a kill before call {call}, {name}"
         names.add(name)
         outcomes.append(now == place.new)
         place.save()
-        assert content(place.target) == place.new, f"saved again after a kill before {name}"
-        assert os.listdir(place.parent) == ["out"], "leftovers of the killed save"
+        assert content(place.target) == place.new, f"saving again after a kill before {name}"
+        assert os.listdir(place.parent) == ["out"], "files of the killed save are left"
     # The folder is old up to one moment and new from there on.
     assert outcomes == sorted(outcomes) and {True, False} <= set(outcomes)
     assert len(outcomes) > 25 / every

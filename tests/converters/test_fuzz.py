@@ -99,7 +99,7 @@ def test_broken_checkpoints(tmp_path, report, family, cases):
                 signal.alarm(0)
             counts["cases"] += 1
             counts[outcome] += 1
-            assert not trace.exists(), f"{family} case {number} executed something"
+            assert not trace.exists(), f"{family} case {number} executed code from the checkpoint"
     finally:
         signal.signal(signal.SIGALRM, before)
     assert counts["loaded"] and counts["ConfigError"] and counts["CheckpointError"]
@@ -108,7 +108,7 @@ def test_broken_checkpoints(tmp_path, report, family, cases):
 @pytest.mark.filterwarnings("ignore:.*tensors left out")
 @pytest.mark.parametrize("family", families())
 def test_another_order_and_whitespace_load(tmp_path, family):
-    """A loader that refuses everything would fail here."""
+    """This fails if the loader refuses everything."""
     rng = random.Random(family)
     for seed in seeds(family):
         for name, content in list(seed.files.items()):

@@ -48,7 +48,7 @@ def test_rope_spellings_and_their_precedence(subtests):
         ),
         ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
         ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
-        # A length at config level overrides the nested one, for the types that have one.
+        # A length at config level overrides the nested one, if the rope type has a length.
         (
             {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
             1e4,
@@ -76,7 +76,7 @@ def test_rope_spellings_and_their_precedence(subtests):
 
 
 def assert_transformers_agrees(raw, original):
-    """transformers turns `raw` into the frequencies that we read from `original`."""
+    """Assert that transformers reads from `raw` the frequencies that we read from `original`."""
     hf = LlamaRotaryEmbedding(HFConfig.from_dict(json.loads(json.dumps(raw))))
     with torch.device("cpu"):
         ours = LigerLlama(parse(original)).rotary_emb

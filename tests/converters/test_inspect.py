@@ -26,7 +26,7 @@ def test_describe(make):
     assert {"config.json", "tokenizer.model"} <= described.files.keys()
     assert described.memory["weights as stored"] == 2 * count + 32
     assert described.memory["AdamW training in float32, without activations"] == 16 * count
-    # 2 (k and v) * 2 layers * 2 heads * 4 * 2 bytes * 1000 tokens
+    # k and v (2) * 2 layers * 2 heads * head_dim 4 * 2 bytes * 1000 tokens
     assert described.memory["key/value cache per 1000 tokens in bfloat16"] == 64_000
     length = config.max_position_embeddings
     memory = described.memory[f"key/value cache of all {length} positions in bfloat16"]
@@ -37,7 +37,7 @@ def test_a_window_bounds_the_cache(tmp_path):
     model = random_model("gemma2", sliding_window=5, max_position_embeddings=50)
     model.save_hf(tmp_path)
     memory = describe(tmp_path, type(model)).memory
-    # 2 (k and v) * 2 heads * 8 * 2 bytes, for layers of 5, 50 and 5 tokens
+    # k and v (2) * 2 heads * head_dim 8 * 2 bytes; the layers keep 5, 50 and 5 tokens.
     assert memory["key/value cache of all 50 positions in bfloat16"] == 64 * (5 + 50 + 5)
 
 

@@ -149,7 +149,7 @@ def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
 
 
 def test_files_are_read_without_preadv_and_madvise(tmp_path, monkeypatch):
-    """Windows has neither."""
+    """Windows has neither of these functions."""
     monkeypatch.delattr(weights.os, "preadv", raising=False)
     monkeypatch.setattr(weights, "_madvise", None)
     tensor = torch.randn(300_000)

@@ -47,7 +47,7 @@ def as_transformers_5_names(name: str) -> str:
 
 @pytest.fixture(params=["published", "transformers 5"])
 def checkpoint(request, saved: Path, tmp_path: Path) -> tuple[Path, dict[str, int]]:
-    """The checkpoint in either spelling, and the counts of the towers that a load leaves out."""
+    """A checkpoint in each spelling, and how many tensors of each tower a load leaves out."""
     if request.param == "published":
         return saved, PUBLISHED
     folder = tmp_path / "renamed"
@@ -215,7 +215,7 @@ def test_the_wrappers_keys_override_its_text_config() -> None:
     assert not config.tie_word_embeddings and config.dtype == "bfloat16"
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (9, [1, 106], 0)
     assert parse({**raw, "pad_token_id": 3}).pad_token_id == 3
-    # The embedding's own padding token computes, so text_config's null wins.
+    # The text model's embedding uses the padding token of text_config, so its null wins.
     raw["text_config"] = {**inner, "pad_token_id": None}
     assert parse({**raw, "pad_token_id": 3}).pad_token_id is None
     assert parse({"model_type": "gemma3", "text_config": inner}).dtype == "float32"

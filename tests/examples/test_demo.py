@@ -1,4 +1,4 @@
-"""The whole demo runs, with a tiny model of random weights."""
+"""Test that the whole demo runs with a tiny model of random weights."""
 
 from __future__ import annotations
 

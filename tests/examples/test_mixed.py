@@ -17,7 +17,7 @@ from ligermodels import ConfigError, LigerLlama, LlamaConfig
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A tiny Llama of random weights that reads bytes."""
+    """The folder of a tiny Llama checkpoint with random weights, whose tokens are bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,

@@ -1,4 +1,4 @@
-"""The composed decoder learns, is causal, and survives saving and loading."""
+"""Test that the composed decoder learns, is causal, and is the same after saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of random weights in transformers and here."""
+"""A fixture with the same random model in transformers and in this package."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.tiny_models import VOCAB
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The same random weights in transformers and here, spread so that greedy choices vary."""
+    """The same model in transformers and here; its weights are wide, so greedy choices vary."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -50,7 +50,7 @@ def test_bfloat16_and_autocast(pair):
         assert generate(ours, PROMPTS, max_new_tokens=4).shape == (3, 11)
     half = LigerLlama.from_hf(ours.source_folder, dtype=torch.bfloat16)
     ids = generate(half, PROMPTS[1], max_new_tokens=4)
-    # each token is the choice of a forward pass without a cache
+    # A forward pass without a cache gives each token one of the two largest logits.
     for at in range(7, 11):
         with torch.no_grad():
             logits = half.head.logits(half(ids[:, :at])[:, -1:])
@@ -83,7 +83,7 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
 
 
 class Everything:
-    """A cache that has only the protocol: it keeps all tokens and returns the last one first."""
+    """A cache with only the methods of the protocol; it returns the last token first."""
 
     def __init__(self):
         self.length, self.held = 0, {}
@@ -206,7 +206,7 @@ def test_streaming_gives_the_same_tokens(pair):
     tokens = stream(ours, PROMPTS[1], max_new_tokens=10)
     assert torch.is_grad_enabled()
     assert next(tokens) == one[0, 7]
-    assert torch.is_grad_enabled()  # also between two tokens
+    assert torch.is_grad_enabled()  # Gradients stay enabled between two tokens.
     assert list(tokens) == one[0, 8:].tolist()
     drawn = stream(ours, PROMPTS[1], max_new_tokens=10, do_sample=True, top_k=1)
     assert list(drawn) == one[0, 7:].tolist()

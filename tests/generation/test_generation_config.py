@@ -26,7 +26,7 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
     config_file.write_text(json.dumps({"eos_token_id": second, "do_sample": True}))
     found = generate(model, PROMPTS[0], max_new_tokens=12)
     assert found[0, -1] == second
-    # the file's do_sample changes nothing
+    # do_sample in the file has no effect.
     assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
     assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
     for text, message in (

@@ -22,7 +22,7 @@ def test_sampling_filters_equal_transformers(subtests):
         with subtests.test(str(options)):
             torch.manual_seed(1)
             logits = 3 * torch.randn(6, VOCAB)
-            logits[0, :10] = logits[0, 10]  # ties
+            logits[0, :10] = logits[0, 10]  # ties between logits
             expected = logits
             if "temperature" in options:
                 expected = TemperatureLogitsWarper(options["temperature"])(None, expected)

@@ -1,4 +1,4 @@
-"""A check that the host does not wait for the GPU."""
+"""Check that the host does not wait for the GPU."""
 
 from __future__ import annotations
 

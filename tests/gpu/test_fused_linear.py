@@ -1,4 +1,4 @@
-"""The fused linears at real widths of their outputs, too; test_ops_on_gpu has the real rows."""
+"""Tests of the fused linears at real output widths; test_ops_on_gpu tests real row lengths."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unequal_prompts_agree_with_each_alone(dtype):
-    """Padded positions see nothing at all, and no NaN of theirs may reach the tokens."""
+    """Padded positions attend to no token, and no NaN from them may reach the real tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97,
@@ -29,8 +29,8 @@ def test_unequal_prompts_agree_with_each_alone(dtype):
     batch = generate(model, prompts, max_new_tokens=20, eos_token_id=[])
     for i, prompt in enumerate(prompts):
         alone = generate(model, prompt, max_new_tokens=20, eos_token_id=[])
-        # The first token depends on the whole padded prefill already; later ones, where rounding
-        # may tip a choice, are compared in float32 only.
+        # The first token already depends on the whole padded prefill. Later tokens are compared
+        # only in float32, because in bfloat16 rounding may change a choice.
         last = 60 if dtype == torch.float32 else 41
         assert torch.equal(batch[i, 40:last], alone[0, len(prompt) :][: last - 40])
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_unequal_prompts_agree_with_each_alone(dtype):
 
 @pytest.mark.parametrize("family", families())
 def test_greedy_on_the_gpu_is_the_cpus(family):
-    """Prompts shorter and longer than the window, in a batch and alone."""
+    """The prompts are shorter and longer than the window, in a batch and alone."""
     model = random_model(family, hidden_size=64, head_dim=16)
     prompts = [[5, 9, 3], [11, 2, 40, 41, 8, 77, 31, 90], [33]]
     options = {"max_new_tokens": 16, "eos_token_id": []}
@@ -57,7 +57,7 @@ def test_greedy_on_the_gpu_is_the_cpus(family):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
 def test_a_long_prompt_in_pieces_is_the_whole(family):
-    """Pieces onto a past go through FlexAttention with the columns that a window's cache holds."""
+    """A piece after cached tokens runs through FlexAttention, over the keys in the cache."""
     changes = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 2048}
     model = random_model(family, sliding_window=100, **changes).to("cuda")
     ids = torch.randint(3, 97, (2, 1500), device="cuda")

@@ -1,4 +1,4 @@
-"""The loss head on a GPU: real vocabularies, memory, synchronisation, graphs, 64-bit offsets."""
+"""Tests of the loss head on a GPU: real vocabularies, memory, CUDA graphs, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def close(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     """Assert that the norms of the differences are within bfloat16's rounding."""
     for a, b in zip(ours, want):
         error, size = (a.double() - b.double()).norm(), b.double().norm()
-        assert error <= 5e-3 * size, f"{error:.3e} of {size:.3e}"
+        assert error <= 5e-3 * size, f"the error's norm is {error:.3e}, the result's {size:.3e}"
 
 
 @pairwise(vocab=VOCABS, dtype=DTYPES, name=["plain", "everything"])
 def test_vocabularies(vocab, dtype, name) -> None:
-    """Loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
+    """Compare loss and gradients at real vocabularies, in chunks of rows and blocks of columns."""
     place = Place("cuda", dtype)
 
     def check(op, formula, made: dict) -> None:
@@ -64,7 +64,8 @@ def test_vocabularies(vocab, dtype, name) -> None:
     for options in (
         {"chunk_size": 32},
         {"reduction": "none"},
-        {"max_scratch_bytes": 12 * MIB},  # less than a weight gradient, held or summed
+        # The budget is too small to keep a weight gradient or its float32 sum.
+        {"max_scratch_bytes": 12 * MIB},
     ):
         check(test_linear_cross_entropy.ours, test_linear_cross_entropy.formula, made | options)
     log_probs = test_linear_log_probs.inputs((70,), 256, vocab, name)
@@ -79,7 +80,7 @@ def test_vocabularies(vocab, dtype, name) -> None:
 
 @pairwise(vocab=VOCABS, dtype=DTYPES, softcap=[None, 30.0])
 def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
-    """The small gradients of the other classes, which the large ones at the targets would hide."""
+    """Compare the small gradients of other classes, which the large ones at targets would hide."""
     rows = 40
     logits = random(rows, vocab, seed=8, scale=3.0).to("cuda", dtype).requires_grad_()
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
@@ -97,7 +98,7 @@ def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
         ours, right = (x[:, half][off[:, half]].double() for x in (grad, want))
         error = float((ours - right).norm() / right.norm())
         limit = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3}[dtype]
-        assert error <= limit, f"{error:.2e}"
+        assert error <= limit, f"the relative error is {error:.2e}"
 
 
 BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
@@ -110,7 +111,7 @@ def check_scratch(
 ) -> None:
     """Assert that forward and backward each stay within what is allowed."""
     for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, leaves)):
-        assert scratch <= allowed, f"{phase}: {scratch / MIB:.1f} MiB of {allowed / MIB:.1f}"
+        assert scratch <= allowed, f"{phase} holds {scratch / MIB:.1f} of {allowed / MIB:.1f} MiB"
 
 
 @pairwise(
@@ -120,7 +121,7 @@ def check_scratch(
     rows=[400, 8192],
 )
 def test_scratch_stays_in_the_budget(rows, budget, reduction, frozen) -> None:
-    """Peak memory besides inputs, outputs and gradients, in forward and in backward."""
+    """Bound the peak memory in forward and backward, without inputs, outputs and gradients."""
     width, vocab = 512, 128256
     hidden, weight, targets = head(rows, width, vocab)
     if frozen:
@@ -250,7 +251,7 @@ def test_the_budgets_of_the_steps(monkeypatch, budget, in_forward) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_no_host_synchronisation(name) -> None:
     hidden, weight, targets = head_for(name)
-    STEPS[name](hidden, weight, targets)  # compiles
+    STEPS[name](hidden, weight, targets)  # The first call compiles the kernels.
     with no_synchronisation():
         STEPS[name](hidden, weight, targets)
 
@@ -338,9 +339,10 @@ def test_a_chunk_past_two_to_the_31_logits() -> None:
         results.append((out, grads))
     (whole, grads), (parts, wanted) = results
     close(whole[:5], parts[:5])
-    assert (whole.correct != parts.correct).sum() <= 2  # products of two heights may round apart
+    # Matrix products with different numbers of rows may round differently.
+    assert (whole.correct != parts.correct).sum() <= 2
     close(grads, wanted)
-    close((grads[0][-10:],), (wanted[0][-10:],))  # the last rows lie beyond 2^31
+    close((grads[0][-10:],), (wanted[0][-10:],))  # The last rows lie beyond 2^31 logits.
     assert (grads[0][-10:].abs().sum(1) > 0).any()
 
 
@@ -359,14 +361,15 @@ def test_log_probs_past_two_to_the_31_logits() -> None:
 
 
 def test_blocks_of_columns_past_two_to_the_31_logits(monkeypatch) -> None:
-    """Offsets of the second loop, in many rows of a wide block. Only the last rows have targets."""
+    """Offsets in a wide block of many rows have 64 bits. Only the last rows have targets."""
     rows, width, vocab = 16640, 8192, 262144
     columns = 131072
     plans = spy_on_the_plan(monkeypatch)
     hidden, weight, targets = head(rows, width, vocab)
     hidden.requires_grad_(False)
     targets[:-20] = -100
-    budget = 64 * rows + 2 * rows * (columns + 256)  # half of the float32 sum of the gradient
+    # The budget is half of what a float32 sum of the weight gradient takes.
+    budget = 64 * rows + 2 * rows * (columns + 256)
     results = []
     for options in ({"max_scratch_bytes": budget}, {"chunk_size": 4096}):
         loss = linear_cross_entropy(hidden, weight, targets, **options).loss

@@ -1,4 +1,4 @@
-"""Models on a GPU: the fused path against plain PyTorch, transformers, and itself compiled."""
+"""Tests of models on a GPU: results, packing, memory, torch.compile and CUDA graphs."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_packed_documents_equal_separate_ones(family):
 
 @each_family
 def test_no_dense_mask_at_length(family):
-    """A row of 65536 tokens, padded or packed, never holds a mask of pairs."""
+    """A row of 65536 tokens, padded or packed, never allocates a dense attention mask."""
     model = make(torch.bfloat16, family, vocab_size=64, pad_token_id=None)
     seq = 65536
     ids = torch.randint(0, 64, (1, seq), device="cuda")
@@ -116,7 +116,8 @@ def test_no_dense_mask_at_length(family):
         {"cu_seqlens": torch.tensor([0, 20000, seq], device="cuda"), "max_seqlen": seq},
         {},
     ]
-    # A mask takes at least a byte a pair, 4.3 GB; activations are 2.4 to 4.3 GB.
+    # A dense mask takes at least a byte for each pair of tokens, which is 4.3 GB. The activations
+    # take 2.4 to 4.3 GB.
     activations = seq * model.config.hidden_size * 2 * 11.5 * model.config.num_hidden_layers
     for given in options:
         torch.cuda.reset_peak_memory_stats()
@@ -151,7 +152,7 @@ INPUTS = [("whole", family) for family in DECODERS] + [
 
 
 def inputs_of(given: str) -> dict[str, torch.Tensor]:
-    """One row of 200 tokens, whole, packed or padded."""
+    """Return the inputs that make one row of 200 tokens whole, packed or padded."""
     padding = torch.ones(1, 200, device="cuda")
     padding[:, 150:] = 0
     return {
@@ -192,7 +193,7 @@ def test_training_step_in_a_cuda_graph(given, family):
     loss, grads = gradients(model, model, ids, labels=labels, **options)
     assert torch.equal(captured, loss)
     for name, grad in grads.items():
-        # The embedding's gradient is a sum of atomics, whose order may differ.
+        # Atomics add up the embedding's gradient, and their order may differ between runs.
         assert relative(replayed[name], grad) < 1e-2, name
 
 

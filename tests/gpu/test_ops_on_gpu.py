@@ -23,7 +23,7 @@ FIRST = list({case.op: name for name, case in reversed(CASES.items())}.values())
 
 
 def names_and_dtypes() -> list[tuple[str, torch.dtype]]:
-    """Each op's first case in every dtype, and its further cases in bfloat16."""
+    """Return each op's first case in every dtype, and its further cases in bfloat16."""
     return [
         (name, dtype)
         for name in ALL_BUT_HEADS
@@ -39,7 +39,7 @@ def elements_of_a_row(made: Inputs, rows: int) -> int:
 
 @pytest.mark.parametrize("name, dtype", names_and_dtypes(), ids=str)
 def test_real_sizes(name, dtype) -> None:
-    """Every size of the op's cases, with more rows than all programs take at once."""
+    """Every size of the op's cases runs, with more rows than all programs take at once."""
     case = CASES[name]
     sizes = max((other.sizes for other in CASES.values() if other.op == case.op), key=len)
     for size in sizes:
@@ -57,7 +57,7 @@ def test_real_sizes(name, dtype) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_host_synchronisation(name) -> None:
-    """Neither forward nor backward waits for the GPU, once the kernels are compiled."""
+    """After the kernels are compiled, neither forward nor backward waits for the GPU."""
     case = CASES[name]
     made = leaves(case, case.inputs(*SIZE), BFLOAT16)
     outputs = as_tuple(case.function(**made))

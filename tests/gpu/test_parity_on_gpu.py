@@ -1,4 +1,4 @@
-"""Every family beside transformers' own model of it on a GPU, at its real vocabulary size."""
+"""Compare every family with transformers' model on a GPU, at its real vocabulary size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*loading the text model alone:UserWarning"),
 ]
-# Those whose attention or head takes a path of its own: inductor needs a while for each.
+# Features that run other attention code. Inductor is slow, so it compiles no other features.
 COMPILED = ("basic", "window, packed", "left padding")
 
 OLD_LONGROPE = Version(transformers.__version__) < Version("5.22")

@@ -1,4 +1,4 @@
-"""Whole models through the Triton kernels, in the interpreter, beside the plain references."""
+"""Compare whole models that run the Triton kernels, in the interpreter, with the references."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 import ligermodels
 
-# The families, their configs' own fields, and what of the kernels each is here for.
+# The families and the config fields that they set. Comments name the kernel features that they use.
 CASES = {
     "Llama": {"tie_word_embeddings": False},
     "Llama tied": {"tie_word_embeddings": True},
-    "Gemma": {"head_dim": 8},  # gelu, norms with an offset, a head_dim of its own
+    "Gemma": {"head_dim": 8},  # gelu, norms with an offset, an explicit head_dim
     "Gemma2": {"head_dim": 8, "sliding_window": 3},
-    "Gemma3": {"head_dim": 20, "sliding_window": 3},  # norms of the heads, two ropes
+    "Gemma3": {"head_dim": 20, "sliding_window": 3},  # norms of q and k, two ropes
     "Qwen2": {},
     "Qwen3": {"head_dim": 20},
 }

@@ -1,4 +1,4 @@
-"""One comparison for every op: values and gradients against float64, beside eager PyTorch."""
+"""The comparison that every op's tests use: outputs and gradients against a float64 formula."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.kernels.tolerances import assert_close
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """A float64 tensor on the CPU that depends on shape and seed alone."""
+    """Return a random float64 tensor on the CPU; a shape and a seed always give the same values."""
     generator = torch.Generator().manual_seed(seed * 1000003 + sum(shape) + len(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values at every second place of a longer tensor, the rest NaN."""
+    """Return the values as every second element of longer rows; the other elements are NaN."""
     longer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
     view = longer[..., ::2]
     view.copy_(x)
@@ -26,12 +26,12 @@ def strided(x: Tensor) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The same values with the last two dimensions swapped in memory."""
+    """Return the values stored with the last two dimensions swapped."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
 
 
 def sliced(x: Tensor) -> Tensor:
-    """The same values inside longer rows, from an odd address on, the rest NaN."""
+    """Return the values as an unaligned slice of longer rows; the other elements are NaN."""
     longer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan"))
     view = longer[..., 1:-2]
     view.copy_(x)
@@ -39,7 +39,7 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """One batch row at the place of all, in memory once; parameters as they are."""
+    """Return the first batch row expanded to the whole batch; parameters stay as they are."""
     return x[:1].expand_as(x) if x.ndim > 2 else x
 
 
@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """What an op gave, without what it was not asked for."""
+    """Return the op's outputs as a tuple, without those that are None."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple(x for x in outputs if x is not None)
 
@@ -74,13 +74,17 @@ def compare(
 ) -> None:
     """Compare op(**inputs) and its gradients with formula(**inputs) in float64.
 
-    Args: inputs: tensors in float64 are rounded to place's dtype, the rest is passed as it is;
-        frozen: inputs that require no gradient and must get none;
-        constant: tensors without a gradient that stay in float32, such as angles;
-        layout: of the inputs and of the upstream gradients;
-        outputs: how many of the op's outputs the formula gives, where not all;
-        autocast: the dtype of a torch.autocast around the op and around the formula in place's
-            dtype, which is then the dtype of the tolerance; backward_inside: around both ways.
+    The error of the formula in place's dtype sets the tolerance.
+
+    Args:
+        inputs: floating tensors are rounded to place's dtype; other values are passed unchanged.
+        frozen: names of inputs that require no gradient and must get none.
+        constant: names of inputs that have no gradient and stay in float32, such as angles.
+        layout: the layout of the inputs and of the upstream gradients.
+        outputs: compare only this many outputs; None compares all.
+        autocast: run the op, and the formula in place's dtype, under torch.autocast with this
+            dtype. The tolerance is then that of this dtype.
+        backward_inside: run backward under autocast as well.
     """
     device, dtype = place
 
@@ -141,13 +145,13 @@ def compare(
         if kind == "ours":
             for name, value in before.items():
                 assert torch.equal(made[name], value), f"{name} was overwritten"
-                assert name in wanted or made[name].grad is None, f"{name} is frozen"
+                assert name in wanted or made[name].grad is None, f"frozen {name} has a gradient"
     assert len(results["ours"]) == len(results["exact"])
     low = autocast or dtype
     for i, (ours, eager, exact) in enumerate(zip(*results.values())):
         assert_close(f"output {i}", ours, eager.to(low), exact)
     for name, ours in grads["ours"].items():
-        assert ours is not None, f"no gradient for {name}"
+        assert ours is not None, f"{name} has no gradient"
         assert ours.dtype == grads["eager"][name].dtype, name
         eager, exact = grads["eager"][name], grads["exact"][name]
         assert_close(f"gradient of {name}", ours, eager.to(low), exact)
@@ -156,7 +160,7 @@ def compare(
 def check_repeatable(
     op: Callable[..., Any], inputs: dict[str, Any], place: Any, constant: Collection[str] = ()
 ) -> None:
-    """Backward twice over a retained graph gives the same gradients; twice differentiated, none."""
+    """Check that a second backward gives the same gradients and a second derivative raises."""
     import pytest
 
     device, dtype = place

@@ -1,6 +1,6 @@
-"""Where the op tests run: the CPU's reference, the Triton interpreter, a GPU.
+"""Fixtures that run the op tests with the references on the CPU, in the interpreter, and on a GPU.
 
-The same test functions run in all three.
+The same test functions run in all three places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 def places(*cpu: torch.dtype, gpu: tuple[torch.dtype, ...]) -> list:
-    """The CPU and the GPU at these dtypes; in the interpreter, float32 alone."""
+    """Return the CPU and the GPU at these dtypes; the interpreter runs only float32."""
     if INTERPRETING:
         only = Place("cpu", torch.float32)
         return [pytest.param(only, id="interpreter-float32", marks=pytest.mark.interpreter)]
@@ -47,23 +47,23 @@ def with_triton(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A device and a dtype, for the tests of single ops."""
+    """The device and the dtype with which a test of a single op runs."""
     return with_triton(request.param, monkeypatch)
 
 
 @pytest.fixture(params=EVERY_PLACE)
 def every_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A device and a dtype, float16 included, for the tests of all ops."""
+    """The device and the dtype, float16 included, with which a test of all ops runs."""
     return with_triton(request.param, monkeypatch)
 
 
 @pytest.fixture(params=FLOAT32_PLACES)
 def float32_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A device with float32, for tests that do not depend on the dtype."""
+    """The device of a test that does not depend on the dtype, with float32."""
     return with_triton(request.param, monkeypatch)
 
 
 @pytest.fixture(params=COMPILED_PLACES)
 def compiled_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A device with float32 or bfloat16, for slow tests."""
+    """The device and the dtype of a slow test, float32 or bfloat16."""
     return with_triton(request.param, monkeypatch)

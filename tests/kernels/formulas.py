@@ -1,6 +1,6 @@
-"""The ops once more, as anyone would write them in eager PyTorch: the oracle of the op tests.
+"""Simple formulas of all ops in eager PyTorch, with which the tests compare the ops.
 
-In float64 they are the exact result; in a test's dtype they are what its error is measured by.
+In float64 a formula gives the exact result. In a test's dtype, its error sets the op's tolerance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options) -> tupl
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    # Not F.layer_norm: its x * rstd - mean * rstd cancels, in float64 too.
+    # F.layer_norm computes x * rstd - mean * rstd, which loses digits even in float64.
     wide = widened(x)
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -153,7 +153,7 @@ def token_stats(
     logit_scale: float = 1.0,
     **_,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, entropy, and whether the target is the argmax."""
+    """Return the target's log-probability, the entropy, and whether the target is the argmax."""
     scaled = widened(logits) * logit_scale
     t = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
     valid = targets != ignore_index

@@ -1,8 +1,9 @@
-"""Every op with its formula, inputs of any size, and real sizes: what all ops are tested with.
+"""The table of all ops, with which the tests check every op in the same way.
 
-An entry here is tested for precision, layouts, frozen inputs, autocast, torch.compile, CUDA graphs,
-host synchronisation and 64-bit offsets, and its kernels are compiled for every architecture at the
-real sizes. `test_grid.py` fails for an op that has no entry.
+An entry has the op's formula, a function that makes inputs of any size, and the sizes of models.
+The tests check each entry for precision, layouts, frozen inputs, autocast, torch.compile, CUDA
+graphs, host synchronisation and 64-bit offsets. They also compile its kernels for every
+architecture at the sizes of models. `test_grid.py` fails for an op that has no entry.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Inputs = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """An op with one set of options."""
+    """An op that is tested with one set of options."""
 
-    op: str  # its name in ligermodels.kernels
-    formula: Callable[..., Any]  # the same in eager PyTorch
-    inputs: Callable[..., Inputs]  # of the leading dimensions and the length of a row
-    sizes: tuple[Inputs, ...]  # more arguments of inputs: the sizes of models, the largest last
-    constant: tuple[str, ...] = ()  # float32 tensors without a gradient
-    outputs: int | None = None  # how many of the outputs the formula gives, where not all
-    flags: tuple[Inputs, ...] = ()  # what else of inputs changes a kernel, all of it last
+    op: str  # the op's name in ligermodels.kernels
+    formula: Callable[..., Any]  # computes the same in eager PyTorch
+    inputs: Callable[..., Inputs]  # takes the leading dimensions and the length of a row
+    sizes: tuple[Inputs, ...]  # arguments of `inputs` for sizes of models; the largest is the last
+    constant: tuple[str, ...] = ()  # names of float32 inputs that have no gradient
+    outputs: int | None = None  # compare only this many outputs; None compares all
+    flags: tuple[Inputs, ...] = ()  # arguments of `inputs` that change a kernel; the last sets all
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -42,7 +43,7 @@ def norm(leading: tuple[int, ...], width: int, residual: bool = False, **options
     made = {
         "x": random(*leading, width, seed=1, scale=3.0),
         "weight": random(width, seed=2),
-        # One column is its own norm: only rounding is left of its gradient, divided by eps.
+        # The norm of one column has a gradient of nearly zero: rounding, which eps divides.
         "eps": 1e-5 if width > 1 else 1.0,
         **options,
     }
@@ -77,7 +78,7 @@ def rope(
     kv_heads: int = 1,
     each_row: bool = False,
 ) -> Inputs:
-    """Heads of 2 * half columns."""
+    """Make inputs whose heads have 2 * half columns."""
     columns = (heads + 2 * kv_heads) * 2 * half
     return {
         "qkv": random(*batch_and_seq(leading), columns, seed=6, scale=3.0),
@@ -112,7 +113,7 @@ def glu_linear(leading: tuple[int, ...], width: int, bias: bool = True, **option
 def norm_linear(
     leading: tuple[int, ...], width: int, out: int = 5, full: bool = True, **options: Any
 ) -> Inputs:
-    """With a residual and a bias, or without."""
+    """Make inputs with a residual and a bias, or without both."""
     made = norm(leading, width, residual=True, **options)
     made["norm_weight"] = made.pop("weight")
     if not full:
@@ -134,7 +135,7 @@ def norm_qkv_rope(
 
 
 def targets(leading: tuple[int, ...], vocab: int, ignore_index: int = -100) -> Tensor:
-    """The last class first, every third target ignored."""
+    """Make targets that begin with the last class; every third target is ignored."""
     rows = torch.Size(leading).numel()
     made = vocab - 1 - torch.arange(rows) * 7 % vocab
     made[2::3] = ignore_index
@@ -142,7 +143,7 @@ def targets(leading: tuple[int, ...], vocab: int, ignore_index: int = -100) -> T
 
 
 def loss_options(vocab: int) -> Inputs:
-    """Every option that changes the loss."""
+    """Return a value for every option that changes the loss."""
     return {
         "label_smoothing": 0.2,
         "z_loss": 0.02,
@@ -155,7 +156,7 @@ def loss_options(vocab: int) -> Inputs:
 def cross_entropy(
     leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
 ) -> Inputs:
-    """With those of the loss options whose names are given."""
+    """Make inputs with the loss options that `given` names."""
     made = {
         "logits": random(*leading, vocab, seed=11, scale=2.0),
         "targets": targets(leading, vocab),
@@ -167,7 +168,7 @@ def cross_entropy(
 def linear_cross_entropy(
     leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
 ) -> Inputs:
-    """A vocabulary of a row's length, over a few hidden columns, in several chunks."""
+    """Make inputs with few hidden columns, which the op processes in several chunks."""
     hidden = 32
     made = cross_entropy(leading, vocab, given, **options)
     del made["logits"]
@@ -181,12 +182,12 @@ def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> In
 
 
 def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula that computes all rows at once, called as the op that does not."""
+    """Let a formula accept the op's chunk_size; the formula computes all rows at once."""
     return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
 
 
 def each(name: str, *values: int) -> tuple[Inputs, ...]:
-    """One size for each value of an argument."""
+    """Return one size for each value of the named argument."""
     return tuple({name: value} for value in values)
 
 
@@ -211,7 +212,8 @@ HEADS = tuple(
 ANGLES, GEMMA = ("cos", "sin"), {"casting_mode": "gemma", "offset": 1.0}
 WEIGHTS = ("class_weights",)
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale", *WEIGHTS)
-# The kernel has variants for these: all combinations, and statistics of each row with none and all.
+# The kernel has variants for these options. The table has all combinations of them, and the
+# statistics of each row with no option and with all.
 LOSS_FLAGS = tuple(
     {"given": given}
     for count in range(4)
@@ -225,7 +227,8 @@ TOKEN_FLAGS = tuple(
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
 
-# Where an op has several cases, those whose kernels hold less than another's have one size alone.
+# A case whose kernels need fewer resources than those of another case of the op has only the
+# largest size.
 CASES = {
     "rms_norm": Case("rms_norm", formulas.rms_norm, norm, HIDDEN),
     "rms_norm of Gemma": Case("rms_norm", formulas.rms_norm, partial(norm, **GEMMA), HIDDEN[-1:]),
@@ -269,7 +272,7 @@ CASES = {
     "norm_linear of Gemma": Case(
         "norm_linear", formulas.norm_linear, partial(norm_linear, **GEMMA), HIDDEN[-1:]
     ),
-    # Without a residual the sum is x itself, a leaf, which has no gradient of its own.
+    # Without a residual the second output is x itself, so only the first output is compared.
     "norm_linear alone": Case(
         "norm_linear", formulas.norm_linear, partial(norm_linear, full=False), HIDDEN, outputs=1
     ),
@@ -342,9 +345,9 @@ CASES = {
         "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
     ),
 }
-NOT_FUSED = {"split_qkv"}  # views, no arithmetic
+NOT_FUSED = {"split_qkv"}  # returns views and computes nothing
 
-# Leading dimensions and the length of a row.
+# Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "one row": ((1,), 100),
     "one column": ((9,), 1),
@@ -359,7 +362,7 @@ SIZES: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 def differentiable(case: Case) -> list[str]:
-    """The names of the inputs that take a gradient."""
+    """Return the names of the inputs that can have a gradient."""
     return [
         name
         for name, value in case.inputs((1,), 2).items()
@@ -368,7 +371,7 @@ def differentiable(case: Case) -> list[str]:
 
 
 def leaves(case: Case, inputs: Inputs, place: Any) -> Inputs:
-    """The inputs at a place, all requiring a gradient that may."""
+    """Copy the inputs to a place; every input that can have a gradient requires one."""
     device, dtype = place
     wide = torch.promote_types(dtype, torch.float32)
     made = dict(inputs)
@@ -383,18 +386,18 @@ def leaves(case: Case, inputs: Inputs, place: Any) -> Inputs:
 
 
 def upstreams(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """A random upstream gradient for every output."""
+    """Return a random upstream gradient for every output."""
     return [random(*x.shape, seed=20 + i).to(x) for i, x in enumerate(outputs)]
 
 
 def gradients(outputs: Sequence[Tensor], made: Inputs, upstream: list[Tensor]) -> list[Tensor]:
-    """Gradients of all inputs that require one; nothing here waits for a GPU."""
+    """Return the gradients of all inputs that require one, without waiting for the GPU."""
     used = [(x, y) for x, y in zip(outputs, upstream) if x.requires_grad]
     wanted = [v for v in made.values() if isinstance(v, Tensor) and v.requires_grad]
     return list(torch.autograd.grad([x for x, _ in used], wanted, [y for _, y in used]))
 
 
 def outputs_and_gradients(function: Callable[..., Any], made: Inputs) -> list[Tensor]:
-    """All that an op computes, for random upstream gradients."""
+    """Return an op's outputs, and its gradients for random upstream gradients."""
     outputs = as_tuple(function(**made))
     return [x.detach() for x in outputs] + gradients(outputs, made, upstreams(outputs))

@@ -1,4 +1,4 @@
-"""What a step holds at its peak beside its inputs and the gradients that it leaves."""
+"""Measure a step's peak memory, without its inputs and the gradients of its leaves."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Event(NamedTuple):
-    """Memory at an address is taken, or (a negative size) given back."""
+    """An allocation at an address; a negative size means that it is freed."""
 
     address: int
     size: int
 
 
 class CpuTrace(TorchDispatchMode):
-    """Notes the memory of every operator's outputs, and when it is given back.
+    """Records when the outputs of every operator are allocated and freed.
 
-    What an operator takes and gives back within itself is not seen.
+    It does not see memory that an operator allocates and frees internally.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CpuTrace(TorchDispatchMode):
 
 
 class GpuTrace:
-    """The CUDA allocator's own history."""
+    """Records the history of the CUDA allocator."""
 
     def __enter__(self) -> GpuTrace:
         torch.cuda.synchronize()
@@ -79,25 +79,26 @@ class GpuTrace:
 
 
 def address(x: Tensor) -> int:
-    """Where x's memory begins."""
+    """Return the address of x's storage."""
     return x.untyped_storage().data_ptr()
 
 
 def running(events: list[Event], apart: Iterable[int]) -> list[int]:
-    """Bytes held after each event, but for what is at some addresses at the end."""
+    """Return the bytes held after each event, without the last allocations at `apart`."""
     last = {event.address: i for i, event in enumerate(events) if event.size > 0}
     skipped = {last[at] for at in apart if at in last}
     return list(accumulate(0 if i in skipped else event.size for i, event in enumerate(events)))
 
 
 def peak_scratch(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Most bytes held in forward, and in the backward of the sum of what it returns.
+    """Return the peak bytes of forward, and of the backward of the sum of its result.
 
-    Inputs do not count, nor do the leaves' gradients, each from when its own memory is taken:
-    subtracted from the peak, one that comes later would hide as much scratch.
+    Inputs and the leaves' gradients do not count. A gradient is left out from the moment of its
+    allocation. Subtracting its size from the peak instead would hide scratch if it is allocated
+    after the peak.
     """
     on_gpu = leaves[0].is_cuda
-    if on_gpu:  # kernels are compiled and the libraries' workspaces made once
+    if on_gpu:  # The first run compiles kernels and allocates the workspaces of libraries.
         forward().sum().backward()
     for leaf in leaves:
         leaf.grad = None

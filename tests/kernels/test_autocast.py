@@ -1,4 +1,4 @@
-"""What autocast does to dtypes; `test_grid.py` bounds its error for every op."""
+"""Tests of dtypes under autocast; `test_grid.py` bounds the errors of every op under autocast."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ROWS, VOCAB = 7, 37
 
 
 def cross_entropy(*args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and the z-loss, which are what the formula returns."""
+    """Return only the loss and the z-loss, as the formula does."""
     return kernels.cross_entropy(*args, **kwargs)[:2]
 
 
@@ -45,7 +45,7 @@ OPTIONS = {
 
 
 def targets_for(shape: tuple[int, ...], vocab: int, ignore_index: int = -100) -> torch.Tensor:
-    """Random targets that include the first and the last class; every third one is ignored."""
+    """Return random targets with the first and the last class; every third one is ignored."""
     generator = torch.Generator().manual_seed(11)
     targets = torch.randint(0, vocab, shape, generator=generator)
     flat = targets.view(-1)
@@ -75,7 +75,7 @@ CONSTANT = ("class_weights",)
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, reduction=["none", "sum", "mean"])
 def test_options_and_reductions(place, name, reduction) -> None:
-    """Loss, z-loss and the gradient of the logits, for random upstream gradients."""
+    """Compare loss, z-loss and the gradient of the logits, for random upstream gradients."""
     made = inputs((ROWS,), VOCAB, name) | {"reduction": reduction}
     compare(cross_entropy, formulas.cross_entropy, made, place, constant=CONSTANT)
 

@@ -35,7 +35,7 @@ def test_forced(monkeypatch, name, device) -> None:
 
 
 def test_forced_where_triton_cannot_run(monkeypatch) -> None:
-    """Triton itself would speak of drivers."""
+    """Without this check, Triton's error would be about drivers."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before Python starts"):
@@ -51,7 +51,7 @@ def test_triton_takes_cpu_tensors_in_its_interpreter(monkeypatch, value) -> None
 
 
 def test_the_residual_counts(monkeypatch) -> None:
-    """A sum in float64 is no matter for kernels that calculate in float32."""
+    """A float64 residual selects the reference, because the kernels calculate in float32."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     assert (
         dispatch.select("glu", torch.ones(1), torch.ones(1, dtype=torch.float64)) is reference.glu
@@ -59,7 +59,7 @@ def test_the_residual_counts(monkeypatch) -> None:
 
 
 class ElsewhereTensor:
-    """All that `select` asks of a tensor, on the second of two GPUs."""
+    """Has the attributes that `select` reads from a tensor on the second of two GPUs."""
 
     dtype, device = torch.float32, torch.device("cuda:1")
     is_cuda, is_cpu = True, False
@@ -70,7 +70,7 @@ class ElsewhereTensor:
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
-    """There, and there alone, every launcher runs with the tensors' GPU as the current one."""
+    """If another GPU is the current one, launchers run with the tensors' GPU as the current one."""
     launchers = pytest.importorskip("ligermodels.kernels.triton").glu
     monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
     devices = []

@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def test_biases_that_do_not_fit_are_refused() -> None:
-    """A bias of one element, which PyTorch would broadcast, and one of another dtype."""
+    """A bias of one element, which PyTorch would broadcast, is refused, and so is another dtype."""
     made, glu = norm_inputs((3, 8), 5), glu_inputs((3, 8), 5)
     for op, inputs in ((norm_linear, made), (glu_linear, glu)):
         name, weight = op.__name__, inputs["weight"]

@@ -60,8 +60,8 @@ def size_fits_the_case(name: str, size: str) -> bool:
 
 def test_every_op_is_in_the_table() -> None:
     public, tabled = set(kernels.__all__) - NOT_FUSED, {case.op for case in CASES.values()}
-    assert not public - tabled, f"no case in tests/kernels/ops_table.py: {public - tabled}"
-    assert not tabled - public, f"not in __all__ of ligermodels.kernels: {tabled - public}"
+    assert not public - tabled, f"tests/kernels/ops_table.py has no case for {public - tabled}"
+    assert not tabled - public, f"__all__ of ligermodels.kernels lacks {tabled - public}"
 
 
 @pairwise(
@@ -76,7 +76,7 @@ def test_every_op_is_in_the_table() -> None:
     frozen=dict.fromkeys(key for keys in FROZEN.values() for key in keys),
 )
 def test_precision(every_place, name, size, layout, frozen) -> None:
-    """Outputs and gradients against float64, at every size, layout and choice of frozen inputs."""
+    """Compare with float64 at every size, layout and choice of frozen inputs."""
     case = CASES[name]
     compare(
         case.function,
@@ -99,7 +99,7 @@ def test_precision(every_place, name, size, layout, frozen) -> None:
     backward=["backward after", "backward inside"],
 )
 def test_autocast(float32_place, name, dtype, backward) -> None:
-    """float32 parameters get float32 gradients; the error is that of eager under autocast."""
+    """float32 parameters get float32 gradients, with the errors of eager under autocast."""
     case = CASES[name]
     compare(
         case.function,

@@ -14,7 +14,7 @@ def inputs(shape, residual: bool = False, weight: bool = True, bias: bool = True
         "x": random(*shape, seed=1, scale=3.0),
         "weight": random(shape[-1], seed=2) if weight else None,
         "bias": random(shape[-1], seed=4) if bias else None,
-        # One column is its own mean: 1 / sqrt(eps) is all that scales the rounding of a zero.
+        # One column equals its mean. A small eps would magnify the rounding error of the zero.
         "eps": 1e-4 if shape[-1] > 1 else 1.0,
     }
     if residual:
@@ -22,7 +22,8 @@ def inputs(shape, residual: bool = False, weight: bool = True, bias: bool = True
     return made
 
 
-# With a residual and without: the op, its formula, and a width whose rows are read ahead.
+# The keys say whether there is a residual. The values are the op, its formula, and a row width at
+# which backward reads the next rows ahead.
 OPS = {
     False: (layer_norm, formulas.layer_norm, 2056),
     True: (add_layer_norm, formulas.add_layer_norm, 33),
@@ -30,7 +31,7 @@ OPS = {
 
 
 def off_centre(shape: tuple[int, ...], residual: bool) -> dict:
-    """Inputs whose mean is as large as their deviation: to forget it changes everything."""
+    """Make inputs with a mean as large as their deviation, so that ignoring the mean fails."""
     made = inputs(shape, residual)
     return made | {"x": made["x"] + 3.0}
 
@@ -52,7 +53,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
-    """In 16 bits and with more than two passes of all programs, the next rows are loaded early."""
+    """In 16 bits and for more than two passes of all programs, backward loads rows early."""
     op, formula, width = OPS[residual]
     setting = nvidia_backward(residual, width)
     assert setting.num_stages > 1
@@ -74,7 +75,7 @@ def test_one_output_unused(place) -> None:
 
 
 def test_a_mean_far_from_zero(place) -> None:
-    """The variance of small differences around a large mean, which squares would lose."""
+    """The variance is exact around a large mean. Subtracting squares would lose it."""
     row = torch.tensor([1.0, 2.0, 3.0, 4.0]) + (128 if place.dtype == torch.bfloat16 else 4096)
     y = layer_norm(row.to(place.dtype).to(place.device)[None], eps=0.0)
     expected = formulas.layer_norm(row.to(place.dtype).double()[None], eps=0.0)
@@ -83,7 +84,7 @@ def test_a_mean_far_from_zero(place) -> None:
 
 @pytest.mark.parametrize("width", [3, 577, 4096])
 def test_rows_of_equal_values_are_zero(float32_place, width) -> None:
-    """Whatever rounding leaves in the mean would be divided by sqrt(eps)."""
+    """The mean must be exact, because its rounding error would be divided by sqrt(eps)."""
     values = torch.tensor([3.1, 100.3, 1000.7, -0.1]).to(float32_place.device)
     x = values[:, None].expand(-1, width).contiguous()
     assert torch.equal(layer_norm(x), torch.zeros_like(x))

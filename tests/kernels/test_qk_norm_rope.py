@@ -9,7 +9,7 @@ from tests.kernels.checks import compare, random
 from tests.kernels.conftest import COMPILED_PLACES
 from tests.pairwise import pairwise
 
-# batch, seq, heads, kv heads, head_dim
+# Each shape is (batch, seq, heads, kv heads, head_dim).
 SHAPES = [
     (2, 5, 4, 2, 8),
     (1, 1, 1, 1, 2),

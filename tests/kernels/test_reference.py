@@ -1,4 +1,4 @@
-"""The references' forwards, differentiated by autograd, against their written-out backwards."""
+"""Compare the references' own backwards with autograd's derivatives of their forwards."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def inputs(shape: tuple[int, ...], residual: bool) -> dict:
     return made
 
 
-# With a residual and without: the op and its formula.
+# The keys say whether there is a residual. The values are the op and its formula.
 OPS = {False: (rms_norm, formulas.rms_norm), True: (add_rms_norm, formulas.add_rms_norm)}
 
 
@@ -43,7 +43,7 @@ def test_rows_that_backward_reads_twice(float32_place, residual) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_that_backward_reads_ahead(float32_place, residual) -> None:
-    """In 16 bits and with more than two passes of all programs, the next rows are loaded early."""
+    """In 16 bits and for more than two passes of all programs, backward loads rows early."""
     op, formula = OPS[residual]
     setting = nvidia_backward(residual, 33)
     assert setting.num_stages > 1
@@ -88,7 +88,7 @@ def test_residual_in_a_wider_dtype(float32_place) -> None:
 
 
 def test_a_float64_residual(place) -> None:
-    """The sum is exact to float64, whatever the dtype of the branch."""
+    """The sum with a float64 residual is computed in float64, for every dtype of x."""
     x = random(3, 16, seed=1).to(place.device, place.dtype)
     residual = random(3, 16, seed=2).to(place.device).requires_grad_()
     weight = torch.ones(16, device=place.device)

@@ -8,7 +8,7 @@ from ligermodels.kernels.dispatch import select
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 
-# batch, seq, heads, kv heads, head_dim
+# Each shape is (batch, seq, heads, kv heads, head_dim).
 SHAPES = [(2, 5, 4, 2, 8), (1, 1, 1, 1, 2), (3, 2, 3, 3, 6), (1, 7, 9, 3, 16), (0, 4, 2, 1, 4)]
 
 
@@ -92,7 +92,7 @@ def test_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("op", [rope, qk_norm_rope])
 def test_head_counts_are_refused(op) -> None:
-    """Also if they add up to the number of columns: a kernel would write out of bounds."""
+    """They are refused even if they add up to the columns; a kernel would write out of bounds."""
     made = inputs(2, 5, 2, 1, 8)
     weights = {} if op is rope else {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
     for heads, kv_heads, option in (

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, counted by storage."""
+"""Measure the memory that autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Distinct storages that are saved for backward while this is active.
+    """Counts the bytes of the storages that are saved for backward while this is active.
 
-    Parameters are not counted: they are there anyway. Views of one storage count once, whole.
+    Parameters do not count, because they exist anyway. A storage counts once and as a whole, even
+    if several views of it are saved.
     """
 
     def __init__(self, module: torch.nn.Module, *others: Tensor) -> None:

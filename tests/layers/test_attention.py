@@ -1,4 +1,4 @@
-"""Attention against a dense formula in float64: grouped heads, masks, packing, and wrappers."""
+"""Compare attention with a dense formula in float64: grouped heads, masks, packing, wrappers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN, SEQ, BATCH, HEAD_DIM = 24, 11, 2, 6
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (batch, seq, heads, head_dim), halves rotated as complex pairs."""
+    """Rotate the halves of each head of x (batch, seq, heads, head_dim) as complex pairs."""
     pairs = torch.complex(*x.chunk(2, -1)) * torch.complex(cos, sin).unsqueeze(-2)
     return torch.cat([pairs.real, pairs.imag], -1)
 
@@ -36,7 +36,7 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
-    """The formula, head by head. sees (batch, seq, seq) is True if a query sees a key."""
+    """Compute attention head by head. sees (batch, seq, seq) is True if a query sees a key."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
@@ -63,7 +63,7 @@ def context_of(positions: Tensor, mask: Any = None) -> AttentionContext:
 
 
 def compare(attention: Attention, context: AttentionContext, sees: Tensor) -> None:
-    """Output and all gradients, ours in float32 against the formula in float64."""
+    """Compare the output and all gradients in float32 with the formula in float64."""
     torch.manual_seed(1)
     x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
     upstream = torch.randn(BATCH, SEQ, HIDDEN)
@@ -169,7 +169,7 @@ def test_packed_documents() -> None:
 def test_packed_documents_equal_separate_runs() -> None:
     torch.manual_seed(0)
     attention = Attention(HIDDEN, 4, 2, HEAD_DIM)
-    cu_seqlens = torch.tensor([0, 4, 4, 5, 11])  # an empty document among them
+    cu_seqlens = torch.tensor([0, 4, 4, 5, 11])  # the second document is empty
     positions = positions_from_cu_seqlens(cu_seqlens, 1, 11)
     assert positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]]
     x = torch.randn(1, 11, HIDDEN)
@@ -198,7 +198,7 @@ def test_a_fused_norm_equals_the_parts() -> None:
 
 
 class GrowingCache:
-    """A cache with only what attention needs."""
+    """A cache that has only the methods that attention needs."""
 
     def __init__(self) -> None:
         self.length = 0

@@ -22,7 +22,7 @@ ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_se
 # What the mask is given, window, cap, dtype, head_dim, and the backend on an NVIDIA GPU.
 CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, str]] = [
     ({}, None, None, torch.bfloat16, 64, "sdpa"),
-    ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # a window as long as the row
+    ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # the window is as long as the row
     ({}, 599, None, torch.bfloat16, 64, "varlen"),
     ({}, 599, None, torch.float16, 256, "varlen"),
     ({}, 599, None, torch.float32, 64, "flex"),
@@ -182,7 +182,7 @@ def test_many_lengths_compile_few_times() -> None:
         attend(q.requires_grad_(), k, v, mask, scale=0.1, window=100, softcap=5.0)
         if length == 311:
             before = counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == before, "every length is compiled anew"
+    assert counters["stats"]["unique_graphs"] == before, "each length compiles anew, which is slow"
 
 
 @pytest.mark.gpu

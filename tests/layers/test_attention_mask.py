@@ -51,7 +51,7 @@ def test_dense_pair_by_pair() -> None:
 
 
 def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
-    key_positions = torch.tensor([8, 5, 6, 7])  # a ring of four, the newest first
+    key_positions = torch.tensor([8, 5, 6, 7])  # a ring buffer of four; the newest is first
     tokens = torch.ones(1, 9)
     tokens[0, 6] = 0
     mask = AttentionMask(1, 9, padding_mask=tokens)

@@ -1,4 +1,4 @@
-"""The decoder block: its formula, what it keeps for backward, and modules that were swapped."""
+"""Tests of the decoder block: its formula, the tensors it saves for backward, swapped modules."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def test_equals_its_parts(bias: bool, with_residual: bool) -> None:
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes_per_token(dtype: torch.dtype, with_residual: bool) -> None:
-    """Residual in, q, k, v, attention's output, residual between, gate and up; and scalars."""
+    """Backward keeps two residual sums, q, k, v, attention's output, gate, up and scalars."""
     block, angles = make().to(dtype), context()
     x, residual = inputs(dtype)
     with SavedBytes(block, angles.cos, angles.sin) as saved:
         block(x, residual if with_residual else None, angles)
     wide = HIDDEN + (HEADS + 2 * GROUPS) * HEAD_DIM + HEADS * HEAD_DIM + HIDDEN + 2 * INNER
-    scalars = 2 + HEADS  # 1 / rms of both norms and attention's logsumexp, float32
+    scalars = 2 + HEADS  # float32: 1 / rms of both norms, and attention's logsumexp of each head
     per_token = wide * dtype.itemsize + scalars * 4
     assert saved.total == BATCH * SEQ * per_token
 
 
 class Scaled(nn.Linear):
-    """A projection swapped for one that does something else."""
+    """A subclass of Linear that computes something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 1.5 * super().forward(x)
@@ -202,7 +202,7 @@ def test_compiled_equals_eager() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(dtype: torch.dtype) -> None:
-    """Float32 weights under autocast: gradients in float32, errors as the parts have them."""
+    """float32 weights get float32 gradients; the error is close to that of the separate modules."""
     block = make()
     x, residual = inputs(dtype)
     exact = by_parts(block, x.float(), residual.float())

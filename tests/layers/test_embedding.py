@@ -1,4 +1,4 @@
-"""The scaled embedding against its definition, rounding included."""
+"""Compare the scaled embedding with its definition, including the rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""When a module counts as plain, and that the fused and the called path agree."""
+"""Test which modules count as plain, and that the fused path and the called path agree."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tensor_subclasses_are_not() -> None:
 
 
 def test_an_instance_whose_forward_was_replaced_is_not() -> None:
-    """As accelerate and several quantisers do it."""
+    """accelerate and several quantisers replace `forward` of an instance."""
     linear = nn.Linear(2, 3)
     linear.forward = lambda x: x  # type: ignore[method-assign]
     assert not is_plain(linear, nn.Linear)
@@ -102,7 +102,7 @@ def test_a_norm_that_is_not_plain_is_called() -> None:
     called, called_total = norm_then_linear(applied, linear)
     torch.testing.assert_close(fused, called)
     assert torch.equal(total, called_total)
-    # Another library's norm knows of no residual.
+    # A norm of another library takes no residual.
     foreign = nn.RMSNorm(6, eps=norm.eps)
     called, called_total = norm_then_linear(pre_norm(foreign, x, residual), linear)
     torch.testing.assert_close(called, fused)
@@ -122,6 +122,6 @@ def test_where_norms_stand_by_their_names() -> None:
 
 
 def test_no_module_travels_in_a_pending_norm() -> None:
-    """Tools that move arguments would move it, and with it weights that are elsewhere."""
+    """Tools that move arguments to a device would also move the module's weights."""
     for part in pre_norm(RMSNorm(6), torch.ones(2, 6), torch.ones(2, 6)):
         assert not isinstance(part, nn.Module)

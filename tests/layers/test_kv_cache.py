@@ -1,4 +1,4 @@
-"""The KV cache against a list of everything that was put into it."""
+"""Compare the KV cache with a list of all keys and values that were appended to it."""
 
 import types
 
@@ -41,7 +41,7 @@ def test_update_returns_every_visible_key_and_its_position(chunks):
 def check_updates(window, chunks):
     keys, values = tokens(LENGTH)
     cache = KVCache(config(window, None), 2, LENGTH)
-    for _ in range(2):  # the second time after a reset
+    for _ in range(2):  # the second round follows a reset
         for new in chunks:
             begin, end = cache.length, cache.length + new
             for layer in (0, 1):
@@ -53,7 +53,7 @@ def check_updates(window, chunks):
                 assert torch.equal(k, keys[:, :, held])
                 assert torch.equal(v, values[:, :, held])
                 reach = LENGTH if window is None or layer == 1 else window
-                # The first new token sees these, and the new ones are among them.
+                # The first new token may attend to these positions; they include the new ones.
                 visible = set(range(max(0, begin + 1 - reach), end))
                 assert visible <= set(held.tolist()), f"window {window}"
                 if new == 1:
@@ -90,7 +90,8 @@ def test_one_new_token_copies_no_others():
 
 def test_dtype_and_device_are_those_given_or_the_first_keys():
     k = torch.ones(1, 2, 3, 4)
-    for window in (None, 2):  # kept whole, and given out as a copy
+    # With a window of two, `update` returns a copy of three keys.
+    for window in (None, 2):
         cache = KVCache(config(window), 1, 4, dtype=torch.bfloat16, device="cpu")
         found, _ = cache.update(0, k, k)
         assert found.dtype == torch.bfloat16 and found.shape == (1, 2, 3, 4)

@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pairwise(kind=KINDS, options=OPTIONS, reduction=["mean", "sum", "none"])
 def test_equals_the_dense_loss(kind: str, options: str, reduction: str) -> None:
-    """The value, and the gradients for a random upstream gradient, in chunks of five rows."""
+    """Compare the loss and its gradients in chunks of five rows, for a random upstream gradient."""
     given = OPTIONS[options]
     head, weight, bias = build(kind)
     hidden, targets = data()

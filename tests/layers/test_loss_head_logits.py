@@ -1,4 +1,4 @@
-"""Logits of the loss head, asked for by name."""
+"""Tests of the logits that the loss head returns on request."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_num_items_in_batch_is_another_name_of_normalizer(kind: str, count: Any)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_name_the_option(kind: str) -> None:
-    """The check may be that of all ops, that of the head, or that of its budget."""
+    """The error may come from the checks of all ops, of the head, or of its budget."""
     head, _, _ = build(kind)
     hidden, targets = data()
     for method, scale in ((head, {"label_smoothing": 2}), (head.log_probs, {"softcap": -1})):
@@ -223,7 +223,8 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, reduction="sum", normalizer=3)
     with pytest.raises(ValueError, match="targets"):
         head(hidden, targets[:, :-1])
-    with pytest.raises(ValueError, match="targets"):  # whole chunks fit, the last is missing
+    # The targets fill whole chunks, but the last chunk's targets are missing.
+    with pytest.raises(ValueError, match="targets"):
         head(hidden, targets[:2], chunk_size=SEQ)
     with pytest.raises(ValueError, match="chunk_size"):
         head(hidden, targets, chunk_size=0)

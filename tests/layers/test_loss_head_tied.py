@@ -1,4 +1,4 @@
-"""A loss head tied to an embedding."""
+"""Tests of a loss head that is tied to an embedding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_tied_head_has_no_parameter() -> None:
 
 
 def test_a_tie_follows_the_embedding() -> None:
-    """Through loading with assign, conversion, copies and pickles: none keeps the tensor."""
+    """The tie survives loading with assign, conversion, copies and pickles."""
     head, embedding = make(tied=True)
     model = nn.ModuleDict({"embedding": embedding, "head": head})
     model.load_state_dict({"embedding.weight": torch.ones(VOCAB, HIDDEN)}, assign=True)

@@ -16,7 +16,7 @@ from tests.pairwise import pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_token_stats(kind: str, reduction: str) -> None:
-    """Every kind of projection gives them with the loss; with "none" they are differentiable."""
+    """All projections return statistics with the loss; with "none" they are differentiable."""
     head, weight, bias = build(kind, softcap=3.0, logit_scale=1.3)
     bias = None if bias is None else bias.detach().double()
     hidden, targets = data()

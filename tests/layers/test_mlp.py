@@ -1,4 +1,4 @@
-"""The gated MLP against its formula, with and without the norm fused in."""
+"""Compare the gated MLP with its formula, with and without a fused norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norms as modules: HF's castings, the residual, and the manners of their torch twins."""
+"""Tests of the norm modules: HF's casting modes, the residual, and the interface of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_equals_transformers(family: str, dtype: torch.dtype) -> None:
     expected.backward(upstream)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
     if dtype == torch.bfloat16:
-        assert torch.equal(y, expected)  # the same roundings at the same places
+        assert torch.equal(y, expected)  # Both round at the same places.
         tolerance = {"rtol": 2e-2, "atol": 5e-2}
     torch.testing.assert_close(y, expected, **tolerance)
     torch.testing.assert_close(x_ours.grad, x_theirs.grad, **tolerance)

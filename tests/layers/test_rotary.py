@@ -1,4 +1,4 @@
-"""Every rope type against transformers' own frequencies and angles."""
+"""Compare every rope type with the frequencies and angles of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same tiny weights in transformers' Llama and in ours, and gradients under our names."""
+"""Make a tiny Llama in both libraries with equal weights, and give gradients our names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def native_gradients(hf: torch.nn.Module) -> dict[str, Tensor]:
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(g is not None for g in grads.values()), "a parameter got no gradient"
+    assert all(g is not None for g in grads.values()), "a parameter has no gradient"
     return {name: g.detach().clone() for name, g in grads.items()}
 
 
@@ -98,7 +98,7 @@ def tokens(
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Distance of a from b in units of b's norm."""
+    """Return the norm of a - b, divided by the norm of b."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 

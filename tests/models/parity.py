@@ -26,7 +26,8 @@ from tests.models.pairs import relative
 RecordProperty = Callable[[str, Any], None]
 
 COLUMNS = ("logits", "loss", "gradients", "generation", "round trip", "compile")
-# Relative errors in float32. Generation counts differing tokens, and round trip all differences.
+# These bound relative errors in float32. "generation" counts the tokens that differ, and "round
+# trip" counts all differences.
 BOUNDS = {
     "logits": 1e-5,
     "loss": 1e-6,
@@ -35,9 +36,10 @@ BOUNDS = {
     "round trip": 0.0,
     "compile": 1e-5,
 }
-# Our bf16 error over that of transformers: the geometric mean, and for any input.
+# Bounds on our bf16 error divided by that of transformers: for the geometric mean over the inputs,
+# and for every input.
 BFLOAT16_MEAN, BFLOAT16_WORST = 1.05, 1.3
-# Two logits nearer than this fraction of the largest are a tie: either token is right.
+# If two logits are nearer than this fraction of the largest, they tie and either token is right.
 NEAR_TIE = 1e-4
 
 
@@ -53,8 +55,8 @@ def applies(column: str, feature: zoo.Feature) -> bool:
     )
 
 
-# Features of shared code: converters, rotary angles and the embedding treat every family alike.
-# Family and feature do not interact in them, so the default run takes a sample of the pairs.
+# Features of shared code: converters, rotary angles and the embedding, which treat all families in
+# the same way. Family and feature do not interact there, so the default run takes a sample.
 SHARED = (
     "bfloat16 file",
     "shards",
@@ -129,7 +131,7 @@ def hold_ratios(family: str, ratios: list[float], record: RecordProperty) -> Non
 
 
 class Case:
-    """A checkpoint of a feature, its inputs, and both models made from it."""
+    """A feature's checkpoint, its inputs, and the models that both libraries make from it."""
 
     def __init__(
         self, family: str, name: str, scale: zoo.Scale = zoo.TINY, device: str = "cpu"
@@ -180,7 +182,7 @@ def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative error; a missing gradient counts as infinite.
 
-    Some gradients are exactly zero but for rounding, such as that of a single key. The error of a
+    Some gradients are zero except for rounding, such as that of a single key. The error of a
     small gradient is therefore relative to at least a thousandth of the norm of all gradients.
     """
     if found.keys() != expected.keys() or any(grad is None for grad in found.values()):

@@ -1,4 +1,4 @@
-"""Run the parity tests and write what they measured into a page of the docs.
+"""Run the parity tests and write the errors that they measured into a page of the docs.
 
     python -m tests.models.parity_table            docs/parity.md, from tests/models/test_parity.py
     python -m tests.models.parity_table --gpu      docs/parity_gpu.md, from tests/gpu
@@ -73,7 +73,7 @@ class Collector:
 
 
 def cell(column: str, errors: dict[str, float]) -> str:
-    """An error as the table shows it."""
+    """Format an error for the table."""
     if column not in errors:
         return "–"
     if column == "generation":
@@ -84,17 +84,17 @@ def cell(column: str, errors: dict[str, float]) -> str:
 
 
 def line(first: str, errors: dict[str, float]) -> str:
-    """A row of a table."""
+    """Return one row of a table."""
     return f"| {first} | " + " | ".join(cell(column, errors) for column in parity.COLUMNS) + " |"
 
 
 def heading(first: str) -> list[str]:
-    """The head of a table."""
+    """Return the header lines of a table."""
     return [f"| {first} | {' | '.join(parity.COLUMNS)} |", "|---" * (len(parity.COLUMNS) + 1) + "|"]
 
 
 def page(collector: Collector, gpu: bool = False) -> str:
-    """The whole page, in the zoo's order."""
+    """Return the whole page, with the families and features in the order of the zoo."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -147,7 +147,7 @@ def page(collector: Collector, gpu: bool = False) -> str:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """The (family, feature) pairs of a page, in its order."""
+    """Return the (family, feature) pairs of a page, in the order of its rows."""
     found, family = [], ""
     for one in text.splitlines():
         if one.startswith("## "):
@@ -158,14 +158,14 @@ def rows(text: str) -> list[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests and write the page; the exit code is pytest's."""
+    """Run the tests, write the page if they pass, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", action="store_true", help="the tests that run on a GPU")
     parser.add_argument("--out", type=Path, help="the page to write")
     options, rest = parser.parse_known_args(arguments)
     tests = "tests/gpu/test_parity_on_gpu.py" if options.gpu else "tests/models/test_parity.py"
     collector = Collector()
-    # The page may be out of date: that is why this runs.
+    # This test would fail, because the page may still be out of date.
     selection = ["--deselect", f"{tests}::test_the_published_table_lists_this_zoo"]
     selection += ["-m", "long or not long"]  # every pair, not the default run's sample
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])

@@ -1,4 +1,4 @@
-"""What every model promises, tried on LigerLlama: losses, inputs, the meta device, compilation."""
+"""Tests of every model's contract, on LigerLlama: losses, inputs, meta device, compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each family's weight map beside its model's parameters and transformers' tensors."""
+"""Compare each family's weight map with its model's parameters and transformers' tensors."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_offloaded_weights(family: str, tied: bool, tmp_path) -> None:
 
 
 def test_an_offloaded_embedding(tmp_path) -> None:
-    """The model calls the embedding through its hook; a head tied to it names the remedy."""
+    """The model calls the embedding through its hook; a tied head's error says what to do."""
     ids = torch.tensor([[1, 2, 3, 4]])
     own = random_model("llama", tie_word_embeddings=False)
     tokens = own.generate(ids, max_new_tokens=3)
@@ -58,7 +58,7 @@ def test_an_offloaded_embedding(tmp_path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_gpus(family: str) -> None:
     """Angles and masks move to the layers' devices; losses and gradients equal one GPU's."""
-    # FlexAttention takes heads of 16 and more.
+    # FlexAttention needs a head_dim of at least 16.
     model = random_model(family, head_dim=16, tie_word_embeddings=False).to("cuda:0")
     ids = torch.randint(3, model.config.vocab_size, (2, 12), device="cuda:0")
     positions = (torch.arange(12, device="cuda:0") % 7)[None].expand(2, -1)

@@ -1,4 +1,4 @@
-"""Promises that every family keeps, besides transformers' numbers, which test_parity compares."""
+"""Tests of every family's contract; test_parity compares the numbers with transformers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_meta_device_allocates_nothing(family: str, subtests: pytest.Subtests) -
 
 @each_family
 def test_a_window_hides_earlier_tokens(family: str) -> None:
-    """A token changes what follows it; in a layer with a window, only as far as the window."""
+    """A token changes the later tokens; in a layer with a window, only those in the window."""
     model = make(family, num_hidden_layers=1, **_all_sliding(family))
     ids, _ = batch()
     changed = ids.clone()
@@ -111,7 +111,7 @@ def test_packed_documents_equal_separate_runs(family: str, subtests: pytest.Subt
 
 @each_family
 def test_packed_and_padded(family: str) -> None:
-    """In a row with documents and padding, each document gives what it gives alone."""
+    """In a row with documents and padding, each document gives the same result as alone."""
     model = make(family)
     ids, _ = (x[:1] for x in batch())
     positions = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]])

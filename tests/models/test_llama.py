@@ -1,4 +1,4 @@
-"""LigerLlama beside transformers' Llama: padding, low precision, LoRA, the real checkpoint.
+"""Compare LigerLlama with transformers' Llama: padding, bfloat16, LoRA, the real checkpoint.
 
 tests/models/test_parity.py compares each family with transformers, feature by feature.
 """
@@ -50,7 +50,7 @@ def test_padding_mask(side: str) -> None:
 
 
 class Lowered(torch.nn.Module):
-    """A copy of a model that computes in bfloat16, by its weights or under autocast."""
+    """Return a copy of a model that computes in bfloat16, by its weights or under autocast."""
 
     def __init__(self, model: torch.nn.Module, how: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Lowered(torch.nn.Module):
 
 
 def check_ratios(what: str, ratios: list[float]) -> None:
-    """Our error over transformers' is at most 1.05 on average, and 1.3 for any input."""
+    """Our error divided by transformers' is at most 1.05 on average, and 1.3 for any input."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     assert mean <= 1.05, f"{what}: geometric mean {mean:.3f} of {ratios}"
     assert max(ratios) <= 1.3, f"{what}: {ratios}"

@@ -52,7 +52,7 @@ def llama(seed: int = 1, **changes) -> LigerLlama:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """An untied Llama checkpoint."""
+    """The folder of an untied Llama checkpoint."""
     llama().save_hf(tmp_path / "llama")
     return tmp_path / "llama"
 

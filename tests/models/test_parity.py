@@ -24,7 +24,7 @@ CHECKS = {
 def test_parity(
     family: str, name: str, record_property: RecordProperty, subtests: pytest.Subtests
 ) -> None:
-    """Logits, loss, gradients, generated tokens and the export."""
+    """Check logits, loss, gradients, generated tokens and the export."""
     case = parity.Case(family, name)
     for column, check in CHECKS.items():
         if parity.applies(column, case.feature):
@@ -63,7 +63,7 @@ def test_every_feature_changes_what_is_computed(family: str) -> None:
             if feature.kind not in ("maths", "numbers") or name == "basic":
                 continue
             model = hf_models.build(family, feature)
-            if name == "no padding token":  # this changes a gradient only
+            if name == "no padding token":  # It changes only a gradient.
                 assert basic.get_input_embeddings().padding_idx == zoo.PAD
                 assert model.get_input_embeddings().padding_idx is None
             elif {key: weight.shape for key, weight in model.state_dict().items()} == shapes:

@@ -1,4 +1,4 @@
-"""Each preset has as many parameters as its checkpoint on the hub."""
+"""Test that each preset has as many parameters as its checkpoint on the hub."""
 
 from __future__ import annotations
 

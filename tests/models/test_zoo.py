@@ -1,4 +1,4 @@
-"""Every field that a family has of its own is compared with transformers."""
+"""Test that each field that only some families have is compared with transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ligermodels.models.llama import LlamaConfig
 from tests.families import DECODERS
 from tests.models import zoo
 
-# Fields that features set under another name, and where.
+# Fields that a feature sets under another name. The values say where.
 SET_OTHERWISE = {
     "rope_local_base_freq": "theta of rope_parameters' sliding_attention, in 'local theta'",
 }
@@ -52,7 +52,7 @@ def test_a_field_that_no_feature_sets_is_named() -> None:
         residual_multiplier: float = 1.0
 
     configs = [zoo.sizes("llama"), *(each.config for each in zoo.features("llama").values())]
-    idle = {"residual_multiplier": 1.0}  # the default computes nothing new
+    idle = {"residual_multiplier": 1.0}  # The default value changes nothing.
     assert fields_not_compared(GraniteConfig, [*configs, idle]) == ["residual_multiplier"]
     assert not fields_not_compared(GraniteConfig, [*configs, {"residual_multiplier": 0.3}])
 

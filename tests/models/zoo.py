@@ -28,7 +28,7 @@ class Scale:
     """Sizes for one kind of machine; windows and lengths of the features follow from them."""
 
     name: str
-    vocab: int | None  # None: the family's own
+    vocab: int | None  # None means the family's own vocabulary size
     hidden: int
     inner: int
     heads: int
@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
     labels: Tensor
     ours: dict[str, Tensor]
     theirs: dict[str, Any]
-    real: Tensor  # tokens that are not padding
+    real: Tensor  # True for tokens that are not padding
     exact_labels: Tensor  # labels for transformers, without those that ours ignores by itself
 
 
@@ -282,7 +282,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         found["mlp_bias"] = Feature(config={"mlp_bias": True})
         found["all biases"] = Feature(config={"attention_bias": True, "mlp_bias": True})
     if cls(**{activation: "gelu"}).activation == "gelu_tanh":
-        # In Gemma 1 the name means the tanh form, as transformers reads it.
+        # For Gemma 1, transformers reads "gelu" as the tanh form.
         found["legacy gelu"] = Feature("file", {activation: "gelu"})
         del found["erf gelu"]
     if has(family, "attention_bias"):
@@ -331,7 +331,7 @@ def old_spelling(raw: Json) -> None:
     key = "rope_type" if "rope_local_base_freq" in raw else "type"
     scaling = {key: rope.pop("rope_type"), **rope}
     raw["rope_scaling"] = None if scaling == {key: "default"} else scaling
-    if "dtype" in raw:  # a wrapper's text_config has none
+    if "dtype" in raw:  # A wrapper's text_config has no dtype.
         raw["torch_dtype"] = raw.pop("dtype")
     raw |= {"transformers_version": "4.40.0", "rope_interleaved": False}
 
@@ -363,7 +363,7 @@ def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> In
     """Make two rows of tokens with the padding token among them and some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     rows, seq = 2, scale.seq
-    # A wrapper's last three tokens stand for images.
+    # A wrapper uses its last three token ids for images.
     ids = torch.randint(3, vocab - 3, (rows, seq), generator=generator)
     ids[:, 3] = ids[-1, seq // 2] = PAD
     labels = ids.clone()
@@ -377,7 +377,8 @@ def make_inputs(kind: str, vocab: int, scale: Scale = TINY, seed: int = 0) -> In
         positions = torch.cat([torch.arange(length) for length in lengths]).expand(rows, -1)
         ours = {"position_ids": positions}
         theirs = {"position_ids": positions, "use_cache": False}
-        exact = labels.masked_fill(positions == 0, -100)  # nothing is predicted across a boundary
+        # No token is predicted across a boundary between documents.
+        exact = labels.masked_fill(positions == 0, -100)
     elif kind != "plain":
         padding = seq // 3
         mask = torch.ones_like(ids)

@@ -7,7 +7,7 @@ from tests.text.folders import LINES
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """A byte-level BPE folder, like those of Llama 3 and SmolLM2."""
+    """A folder with a byte-level BPE tokenizer, as in Llama 3 and SmolLM2."""
     folder = tmp_path_factory.mktemp("bpe")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,7 +29,7 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory):
-    """A sentencepiece folder with byte fallback, trained with the settings of Llama 2."""
+    """A folder with a sentencepiece model with byte fallback, trained as for Llama 2."""
     folder = tmp_path_factory.mktemp("spm")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),

@@ -1,4 +1,4 @@
-"""The settings of a tokenizer folder: which file wins, and how a damaged one is named."""
+"""Tests of the settings of a tokenizer folder: which file wins, and errors that name the file."""
 
 import json
 

@@ -13,7 +13,7 @@ BOS, EOS = 1, 2
 
 
 class Letters:
-    """A tokenizer of characters, with ids from 10 and a template that ends each turn."""
+    """A tokenizer whose tokens are characters, with ids from 10 and a template with turn ends."""
 
     eos_token_id = EOS
 

@@ -227,7 +227,7 @@ def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, tex
     none = run(checkpoint, text, tmp_path / "b", max_steps=1, eval_fraction=0, save_steps=0)
     assert kept.eval_loss_before is not None and kept.metrics[0]["step"] == 0
     assert none.eval_loss_before is None and none.perplexity_after is None
-    # neither holds out training data
+    # Neither run keeps training data for evaluation.
     assert same(kept.model.state_dict(), none.model.state_dict())
     assert not (kept.output_dir / "checkpoints").exists()
 
@@ -322,7 +322,7 @@ def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, t
     assert {t.dtype for t in tensors(result.model_dir).values()} == {torch.float32}
     (result.output_dir / "checkpoints" / "step-00000020.safetensors").unlink()
     again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
-    # some kernels add in an order that changes from run to run, so the weights differ a little
+    # Some kernels add in an order that changes between runs, so the weights differ a little.
     assert again.eval_loss_after == pytest.approx(result.eval_loss_after, rel=1e-2)
 
 

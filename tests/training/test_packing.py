@@ -78,7 +78,7 @@ def test_a_target_is_preceded_by_its_own_documents_token_and_never_at_a_start(su
             at_start = batch.position_ids == 0
             assert (batch.labels[at_start] == IGNORE_INDEX).all()
             row, column = torch.nonzero(batch.labels != IGNORE_INDEX, as_tuple=True)
-            # these documents count upwards, so the token before a target is one less
+            # These documents count upwards, so the token before a target is smaller by one.
             assert torch.equal(batch.input_ids[row, column - 1] + 1, batch.labels[row, column])
             assert torch.equal(
                 batch.position_ids[row, column - 1] + 1, batch.position_ids[row, column]

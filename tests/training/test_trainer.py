@@ -1,4 +1,4 @@
-"""The parts of a step: schedule, decay groups, the exact normalizer, evaluation."""
+"""Tests of the parts of a step: schedule, decay groups, the exact normalizer, evaluation."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
             rows, batch_size=size, gradient_accumulation_steps=count, max_steps=3
         )
         batches = trainer.micro_batches(0)
-        if count > 1:  # otherwise a mean of means would pass as well
+        if count > 1:  # If all had as many targets, a mean of means would also pass.
             assert len({batch.num_targets for batch in batches}) > 1
         loss, norm, _ = trainer.step(0, batches)
         losses.append((loss.item(), norm.item()))

@@ -1,4 +1,4 @@
-"""A checkpoint, a tokenizer and texts small enough to fine-tune in a test."""
+"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Byte-level, without merges: 256 bytes, then <s> and </s>."""
+    """Save a byte-level tokenizer without merges: ids of 256 bytes, then of <s> and </s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -33,7 +33,7 @@ def make_tokenizer(folder: Path) -> None:
 def tiny_config(**changes) -> LlamaConfig:
     settings = {
         "vocab_size": 258,
-        "hidden_size": 64,  # FlexAttention on a GPU wants heads of 16 at least
+        "hidden_size": 64,  # FlexAttention on a GPU needs a head_dim of at least 16
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, **changes) -> Path:
 
 
 def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
-    """Paragraphs of a few words over and over, so that there is something to learn."""
+    """Write paragraphs that repeat a few words, so that a model has something to learn."""
     draw = random.Random(seed)
     words = "the cat saw a dog and the dog saw a cat run".split()
     lines = [" ".join(draw.choices(words, k=draw.randint(3, 14))) for _ in range(paragraphs)]

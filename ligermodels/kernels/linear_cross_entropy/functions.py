@@ -134,7 +134,7 @@ def linear_cross_entropy(
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
     elif rows <= plan.chunk_size and _saves_logits_grad(rows, head.weight, head.args.needs_grad):
-        # All logits fit in one chunk, and their gradient is cheaper to save than the weight's.
+        # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
         loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
@@ -301,8 +301,9 @@ def _checked(
 def _saves_logits_grad(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
     """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
 
-    Otherwise it saves the gradient of the weight, which backward must scale. On a GPU the gradient
-    of the logits must take less memory than that of the weight. On a CPU it is in memory anyway.
+    Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
+    the gradient of the logits avoids this copy. On a GPU it must also take less memory than the
+    gradient of the weight.
     """
     vocab, width = weight.shape
     return needs_grad.weight and (weight.device.type == "cpu" or rows <= min(width, vocab))

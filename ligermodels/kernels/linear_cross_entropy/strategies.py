@@ -58,9 +58,9 @@ class GradsInForward(torch.autograd.Function):
 class LogitsGradInForward(torch.autograd.Function):
     """Save the gradient of the logits in forward; backward computes the other gradients from it.
 
-    This is for a single chunk with at most min(in, vocab) tokens, whose logits take no more memory
-    than the weight. Both passes together take three matrix products, and no tensor of the weight's
-    size is scaled.
+    This is for a single chunk. On a GPU the chunk has at most min(in, vocab) tokens, whose logits
+    take no more memory than the weight. Both passes together take three matrix products, and no
+    tensor of the weight's size is scaled.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def head(rows: int, width: int, vocab: int, gathered: bool = False) -> Sizes:
-    """A bfloat16 head on a GPU whose weight gradient is wanted."""
+    """Return the sizes of a bfloat16 head on a GPU whose weight requires a gradient."""
     return Sizes(
         rows,
         vocab,

@@ -86,7 +86,7 @@ def on(place, made: dict) -> dict:
     cut=CUTS,
 )
 def test_options_reductions_and_chunks(place, name, reduction, cut) -> None:
-    """Loss, z-loss and gradients of every option, for random upstream gradients."""
+    """Compare loss, z-loss and gradients for every option, with random upstream gradients."""
     width, chunk_size = CUTS[cut]
     made = inputs(width=width, name=name) | {"reduction": reduction, "chunk_size": chunk_size}
     compare(ours, formula, made, place, constant=CONSTANT)

@@ -69,7 +69,7 @@ PAIRS = {
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, asked=PAIRS, chunk_size=[None, 9])
 def test_options_and_chunks(place, name, asked, chunk_size) -> None:
-    """Each output alone and both at once, for random upstream gradients."""
+    """Compare each output alone and both together, for random upstream gradients."""
     compare(*PAIRS[asked], inputs(name=name) | {"chunk_size": chunk_size}, place)
 
 
@@ -95,7 +95,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(op, leaves)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 def test_number_of_products(float32_place) -> None:
     """Forward makes one; backward makes the logits again and one product for each gradient."""
     made = on(float32_place, inputs(bias=False))

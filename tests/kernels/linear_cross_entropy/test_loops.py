@@ -70,7 +70,7 @@ def test_budget_reaches_the_chunks(compiled_place, monkeypatch) -> None:
     extra=[0, 1, 4, 12],
 )
 def test_budgets_without_an_accumulator(place, monkeypatch, name, reduction, extra) -> None:
-    """Every option, if the weight gradient is computed in blocks of the vocabulary."""
+    """Compare every option if the weight gradient is computed in blocks of the vocabulary."""
     made = inputs((WIDTH + 2,), name=name)
     budget = small_budget(made, place, extra, reduction=reduction)
     plans = spy_on_the_plan(monkeypatch)
@@ -100,7 +100,7 @@ def test_frozen_without_an_accumulator(place, frozen, reduction, bias) -> None:
     compare(ours, formula, made, place, frozen=frozen)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_number_of_products_without_an_accumulator(float32_place, reduction) -> None:
     """The second loop needs one product more for its logits, and so does a backward of its own.
@@ -125,7 +125,7 @@ def test_number_of_products_without_an_accumulator(float32_place, reduction) -> 
         assert counter.get_total_flops() == products * 2 * ROWS * WIDTH * VOCAB, f"frozen: {frozen}"
 
 
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 def test_number_of_products_of_several_chunks(float32_place) -> None:
     """There are three, whether torch's own product or a registered op accumulates them."""
     made = on(float32_place, inputs(bias=False))
@@ -222,7 +222,7 @@ def test_few_rows_take_no_copy_of_the_weight_gradient(compiled_place) -> None:
     assert scratch < leaves["weight"].nbytes / 2
 
 
-@pytest.mark.skipif(INTERPRETING, reason="each launch keeps copies there")
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies tensors at each launch")
 @pairwise(
     frozen=["nothing", "hidden", "weight"],
     dtype=[torch.float32, torch.bfloat16, torch.float16],
@@ -259,11 +259,11 @@ def test_backward_of_one_chunk_stays_in_the_budget(
             # If backward computes the logits again, plain PyTorch makes copies of them.
             again = reduction == "none" or not plans[0].grads_in_forward
             copies = 8 * 4 * rows * vocab if again else 0
-            assert backward <= budget + copies, f"{backward} of {budget}"
+            assert backward <= budget + copies, f"backward holds {backward} of {budget} bytes"
     assert held
 
 
-@pytest.mark.skipif(INTERPRETING, reason="each launch keeps copies there")
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies tensors at each launch")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_budget_with_a_weight_in_column_order(compiled_place, reduction) -> None:
     """The weight gradient has the layout of the weight; otherwise autograd would copy it."""
@@ -286,7 +286,7 @@ def test_a_budget_with_a_weight_in_column_order(compiled_place, reduction) -> No
 
 
 def test_peak_scratch() -> None:
-    """The gradient that a leaf keeps is not scratch; all else that is held at the peak is."""
+    """The gradient of a leaf is not scratch. All other memory at the peak is scratch."""
     x = torch.ones(1000, requires_grad=True)
 
     class Hungry(torch.autograd.Function):
@@ -302,6 +302,6 @@ def test_peak_scratch() -> None:
             return grad.expand(1000).clone()
 
     forward, backward = peak_scratch(lambda: Hungry.apply(x), (x,))
-    few = 100  # bytes, of scalars
+    few = 100  # bytes that scalars may take
     assert 4 * 3000 <= forward <= 4 * 3000 + few
     assert 4 * 2500 <= backward <= 4 * 2500 + few

@@ -46,7 +46,7 @@ def test_frozen_inputs_get_no_gradient(place, frozen, cut, reduction) -> None:
 
 
 # Which loops run depends on all three, so their product is tested.
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 @pytest.mark.parametrize("width", [WIDTH, WIDE])
 @pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])
 def test_number_of_products(float32_place, reduction, again, width) -> None:

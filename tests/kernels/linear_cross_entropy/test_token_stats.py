@@ -51,7 +51,7 @@ def linear_formula(hidden, weight, targets, bias=None, chunk_size=None, **option
 
 @pairwise(indirect=["place"], place=PLACES, name=OPTIONS, reduction=["none", "mean"])
 def test_of_logits(place, name, reduction) -> None:
-    """Values, and for "none" the sum of the gradients of loss, log-probability and entropy."""
+    """Compare values; with "none" also the summed gradients of loss, log-probability, entropy."""
     made = test_cross_entropy.inputs((ROWS,), VOCAB, name) | {"reduction": reduction}
     compare(stats, stats_formula, made, place, constant=CONSTANT)
 
@@ -110,7 +110,7 @@ def test_correct_is_whether_argmax_is_the_target(place) -> None:
     assert (ties > 1).sum() > 5
     best = logits.cpu().argmax(-1)
     second = logits.cpu().flip(-1).argmax(-1)
-    second = vocab - 1 - second  # the last of the highest
+    second = vocab - 1 - second  # the last class that has the largest logit
     for targets, want in (
         (best, torch.ones(rows, dtype=torch.bool)),
         (second, best == second),
@@ -130,7 +130,7 @@ def test_correct_under_a_softcap_that_rounds_logits_alike(place) -> None:
 
 
 def test_extreme_logits(place) -> None:
-    """Probabilities that underflow, classes at -infinity and huge logits have finite statistics."""
+    """Statistics are finite if probabilities underflow or logits are huge or -infinity."""
     inf = float("inf")
     rows = [[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [-inf, 1.0, 1.0], [3e4, 3e4, -inf]]
     logits = torch.tensor(rows, dtype=place.dtype, device=place.device, requires_grad=True)

@@ -135,7 +135,7 @@ def test_frozen_inputs_get_no_gradient(place, frozen, reduction) -> None:
     compare(skipping, formula, made, place, frozen=frozen)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="kernels make none of the products")
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 def test_products_contain_valid_rows_only(float32_place) -> None:
     place = float32_place
     made = on(place, inputs(bias=False))
