@@ -2,7 +2,7 @@
 
 FOLDER holds a checkpoint, for example build/smollm2. The model is float32, and a step is forward,
 backward and AdamW on 2 x 512 tokens of English text. Each implementation has its own process, and
-they take steps in turn, so that a change of the machine's speed affects both alike. The time is the
+they alternate, so that a change of the machine's speed affects both equally. The time is the
 median of the steps. The memory is the peak of the process.
 """
 

@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from ligermodels import __version__
@@ -35,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")
     given = argparse.Namespace(module=None)
     try:
-        given = _parser().parse_args(argv)
+        given, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            # argparse itself would report these arguments without the name of the command.
+            Parser(prog=f"ligermodels {_name(given.module)}").error(
+                f"unrecognized arguments: {' '.join(unknown)}"
+            )
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             given.module.run(given)
@@ -80,11 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(name, help=module.HELP, formatter_class=Formatter)
+        command = commands.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
         command.set_defaults(module=module)
         module.add_arguments(command)
     return parser
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 def _say(text: str) -> None:

@@ -29,6 +29,7 @@ GROUPS = {
     "hub": "revision",
 }
 METAVARS = {"output_dir": "DIR", "separator": "LINE"}
+REQUIRED = {"model": "MODEL", "train_files": "--train-files", "output_dir": "--output-dir"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -92,23 +93,23 @@ def run(given: argparse.Namespace) -> None:
     options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
     if options["model"] is None:
         del options["model"]
-    if "output_dir" not in options:
-        raise LigerError("finetune: --output-dir is missing")
-    output_dir = options["output_dir"]
     if options.get("resume"):
+        _require(options, "output_dir")
+        output_dir = options["output_dir"]
         settings = resumed_settings(output_dir)
         if not settings and "model" not in options:
-            raise LigerError(f"{output_dir}: the folder holds no run to resume")
+            raise LigerError(
+                f"{output_dir}: the folder holds no run to resume; to start one, give MODEL "
+                "and --train-files"
+            )
         options = {**settings, **options}
-    for name, shown in (("model", "MODEL"), ("train_files", "--train-files")):
-        if name not in options:
-            raise LigerError(f"finetune: {shown} is missing")
+    _require(options, *REQUIRED)
     try:
         result = finetune(FinetuneConfig(**options), progress=not given.quiet)
     except KeyboardInterrupt:
         print(
             "ligermodels: interrupted; 'ligermodels finetune --resume --output-dir "
-            f"{output_dir}' continues from the last checkpoint",
+            f"{options['output_dir']}' continues from the last checkpoint",
             file=sys.stderr,
         )
         raise SystemExit(130) from None
@@ -118,3 +119,13 @@ def run(given: argparse.Namespace) -> None:
     else:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")
+
+
+def _require(options: dict[str, Any], *names: str) -> None:
+    """Raise LigerError if an option with one of these names is not given."""
+    missing = [REQUIRED[name] for name in names if name not in options]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise LigerError(
+            f"finetune: {', '.join(missing)} {verb} missing; see 'ligermodels finetune --help'"
+        )

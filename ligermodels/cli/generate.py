@@ -73,9 +73,11 @@ def run(given: argparse.Namespace) -> None:
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     tokenizer = Tokenizer.from_hf(folder)
+    if not given.chat and not (ids := tokenizer.encode(prompt)):
+        raise LigerError("generate: PROMPT is empty; give a text to continue")
     model = AutoLiger.from_hf(folder, device=device, **loading_options(given))
     if not given.chat:
-        _continue(given, model, tokenizer, tokenizer.encode(prompt))
+        _continue(given, model, tokenizer, ids)
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
     while True:

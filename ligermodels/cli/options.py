@@ -1,4 +1,4 @@
-"""What the commands share: the format of help and errors, argument types, loading options."""
+"""Code that the commands share: the format of help and errors, argument types, loading options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}; see '{self.prog} --help'\n")
 
 
 def loading_arguments(command: argparse.ArgumentParser) -> None:

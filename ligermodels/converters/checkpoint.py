@@ -161,7 +161,7 @@ class Checkpoint:
         Values that need no cast are read by up to two of the threads that torch may use. torch
         itself uses its threads for the casts.
 
-        Raises: what `read` raises. Of several faults, that of the first target.
+        Raises: what `read` raises. If several reads fail, the error of the first target is raised.
         """
         threads = min(torch.get_num_threads(), _MAX_THREADS)
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)

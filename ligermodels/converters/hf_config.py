@@ -7,6 +7,7 @@ order of precedence, and both are written.
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
         architecture: the name of transformers' model class. None means: the capitalised
             model_type followed by "ForCausalLM".
         wrapper_type: the model_type of a config.json that has a config of this family as its
-            "text_config", beside other towers. None if there is no such model_type.
+            "text_config", in addition to other towers. None if there is no such model_type.
         null_is_derived: fields with a default for which a JSON null means: derive the value.
         written: fields that an export writes even if the checkpoint does not have them.
         extra: the whole config.json of the checkpoint.
@@ -96,7 +97,9 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG_NAME
     if not os.path.exists(path):
-        what = "the file is missing" if os.path.isdir(folder) else "there is no such folder"
+        what = "there is no such folder"
+        if os.path.isdir(folder):
+            what = "the file is missing; choose a folder that holds a Hugging Face checkpoint"
         raise CheckpointError(f"{path}: {what}")
     return read_json(path, ConfigError)
 
@@ -236,8 +239,10 @@ def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
     for key, harmless in _REFUSED.items():
         value = raw.get(key)
         if key not in implemented and value is not None and value not in harmless:
+            accepted = " or ".join(map(json.dumps, (*harmless, None)))
             raise ConfigError(
-                f"{key!r} is {shown(value)}, which changes the computation and is not implemented"
+                f"{key!r} is {shown(value)}, which changes the computation and is not implemented; "
+                f"choose a checkpoint where it is {accepted}"
             )
 
 

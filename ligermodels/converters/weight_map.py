@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Towers:
-    """The tensor names of a checkpoint that has other towers beside the text model.
+    """The tensor names of a checkpoint that has other towers in addition to the text model.
 
     Attributes:
         spellings: pairs of a name prefix there and the prefix that replaces it in the text model.

@@ -94,7 +94,7 @@ def stream(
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
-    Args: the same as of `generate`, without `callback`.
+    Args: the arguments of `generate`, except `callback`.
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
@@ -114,7 +114,7 @@ def stream_text(
 
     Special tokens are left out.
 
-    Args: the same as of `stream`, and the tokenizer that decodes the tokens.
+    Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
     tokens = stream(model, input_ids, **options)
     context = torch.as_tensor(input_ids).flatten().tolist()

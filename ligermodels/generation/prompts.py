@@ -36,6 +36,9 @@ def _batch(
     input_ids: Prompts, attention_mask: Tensor | None, pad_token_id: int
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(input_ids, Tensor):
+        prompts = input_ids if isinstance(input_ids, (list, tuple)) else [input_ids]
+        if any(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("input_ids: a prompt is a string; encode it with Tokenizer.encode")
         if len(input_ids) and isinstance(input_ids[0], int):
             input_ids = torch.tensor(input_ids)
         else:

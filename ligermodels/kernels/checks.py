@@ -128,10 +128,12 @@ def check_rope(
         )
     batch, seq, columns = shape
     head_dim = 2 * cos.shape[-1]
-    if columns != (num_heads + 2 * num_kv_heads) * head_dim:
+    expected = (num_heads + 2 * num_kv_heads) * head_dim
+    if columns != expected:
         raise ValueError(
-            f"{op}: {columns} packed columns are not ({num_heads} + 2 * {num_kv_heads}) heads of "
-            f"{head_dim} columns, the head_dim of cos {tuple(cos.shape)}; pass as many columns"
+            f"{op}: packed rows have {columns} columns; expected {expected}: ({num_heads} query "
+            f"heads + 2 * {num_kv_heads} key/value heads) * head_dim {head_dim} (from cos "
+            f"{tuple(cos.shape)})"
         )
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
         raise ValueError(

@@ -64,7 +64,7 @@ class KVCache:
         Returns: keys and values (batch, kv heads, keys, head_dim).
         Raises:
             ValueError: the new tokens do not fit, their batch differs from the cache's, or a layer
-                comes twice in one pass.
+                is updated twice in one pass.
         """
         new = k.shape[2]
         end = self.length + new
@@ -80,8 +80,8 @@ class KVCache:
             )
         if self._written[layer_index] > self.length:
             raise ValueError(
-                f"KVCache: layer {layer_index} comes twice in one pass; give every Attention its "
-                "own layer_index, and call reset() after a failed pass"
+                f"KVCache: layer {layer_index} was updated twice in one pass; give every "
+                "Attention its own layer_index, and call reset() after a failed pass"
             )
         self._written[layer_index] = end
         return self._append(self.keys, layer_index, k), self._append(self.values, layer_index, v)

@@ -368,6 +368,8 @@ def _check_ids(input_ids: Tensor) -> tuple[int, int]:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
         )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids of dtype torch.int64")
     batch, seq = input_ids.shape
     if batch == 0 or seq == 0:
         raise ValueError(

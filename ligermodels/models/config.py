@@ -99,13 +99,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and _is_size(self.num_attention_heads):
-            if not isinstance(self.hidden_size, int) or self.hidden_size % self.num_attention_heads:
+        # If one of these is not a valid size, `validate` raises an error that names it.
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.head_dim is None and _is_size(hidden) and _is_size(heads):
+            if hidden % heads:
                 raise ConfigError(
-                    f"config: hidden_size {self.hidden_size} is not a multiple of "
-                    f"num_attention_heads {self.num_attention_heads}; set head_dim"
+                    f"config: hidden_size {hidden} is not a multiple of num_attention_heads "
+                    f"{heads}; set head_dim"
                 )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = hidden // heads
         self.validate()
 
     def validate(self) -> None:

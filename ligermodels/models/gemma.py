@@ -54,7 +54,7 @@ class GemmaConfig(ModelConfig):
 
     @property
     def activation(self) -> str:
-        """As in ModelConfig, except that "gelu" means "gelu_tanh", as in Gemma's first configs."""
+        """The MLP's activation. As in Gemma's first configs, "gelu" means "gelu_tanh"."""
         return "gelu_tanh" if self.hidden_act == "gelu" else super().activation
 
 

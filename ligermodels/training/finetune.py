@@ -96,10 +96,10 @@ def pick_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
@@ -170,13 +170,14 @@ class _Run:
         seq_len = self.config.seq_len
         rows = PackedRows(documents, seq_len, pad)
         self._note(
-            f"{what} data: {len(documents):,} documents, {rows.num_tokens:,} tokens, "
-            f"{len(rows):,} rows of {rows.width:,} tokens"
+            f"{what} data: {_count(len(documents), 'document')}, "
+            f"{_count(rows.num_tokens, 'token')}, "
+            f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
         if rows.num_truncated:
             self._note(
-                f"{what} data: {rows.num_truncated:,} examples are longer than {seq_len} tokens "
-                f"and were cut; {rows.num_dropped:,} of them have no target left and were dropped"
+                f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "
+                f"dropped {rows.num_dropped:,} of these because no target is left"
             )
         return rows
 
@@ -250,6 +251,10 @@ class _Run:
         self.notes.append(text)
         if self.progress:
             tqdm.write(text, file=sys.stderr)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _difference(then: dict[str, str], now: dict[str, str]) -> str:

@@ -64,7 +64,7 @@ def hold_out(
     if not train or not held:
         raise DataError(
             "the training data is too small to hold out a part of it for evaluation; give "
-            "evaluation files, or set the eval fraction to 0 to hold out nothing"
+            "evaluation files, or set eval_fraction to 0 to hold out nothing"
         )
     return train, held
 

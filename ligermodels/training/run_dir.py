@@ -97,13 +97,14 @@ class RunDir:
         found = self.existing()
         if found and not resume and not overwrite:
             raise LigerError(
-                f"{self.path}: the folder holds another run ({', '.join(found)}); resume it, "
-                "overwrite it, or choose another folder"
+                f"{self.path}: the folder holds another run ({', '.join(found)}); resume it "
+                "(--resume), overwrite it (--overwrite-output-dir), or choose another folder"
             )
         if resume and found and RUN_FILE not in found:
             raise LigerError(
                 f"{self.path}: the folder holds {', '.join(found)} but no {RUN_FILE}, so there is "
-                "no run that can be resumed"
+                "no run that can be resumed; overwrite it (--overwrite-output-dir), or choose "
+                "another folder"
             )
         for what, source in inputs:
             if what == "model" and source.is_dir() and source.resolve() == self.path.resolve():

@@ -25,6 +25,8 @@ def test_finetune_help_shows_every_option_and_its_default(call):
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
     for arguments, words in (
+        (["finetune"], ["MODEL, --train-files, --output-dir are missing"]),
+        (["finetune", "--resume"], ["finetune: --output-dir is missing"]),
         (["finetune", "m", "--train-files", "t"], ["--output-dir is missing"]),
         (["finetune", "m", "--output-dir", "o"], ["--train-files is missing"]),
         (["finetune", "--train-files", "t", "--output-dir", "o"], ["MODEL is missing"]),

@@ -23,7 +23,7 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
 
 
 def test_an_unknown_device_is_one_line(call, checkpoint):
-    assert_one_line(call("generate", checkpoint, "a", "--device", "tpu"), "device: ", "'tpu'")
+    assert_one_line(call("generate", checkpoint, "a", "--device", "tpu"), "or cuda, not 'tpu'\n")
 
 
 def test_generate_continues_a_prompt_streaming_or_not(call, checkpoint):
@@ -76,7 +76,7 @@ def test_a_conversation_goes_on_until_the_end_of_input(call, checkpoint, monkeyp
 
 def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path):
     base = ["generate", checkpoint, "", "--device", "cpu"]
-    assert_one_line(call(*base), "generate: ")
+    assert_one_line(call(*base), "generate: PROMPT is empty")
     bare = make_checkpoint(tmp_path / "bare")
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     del settings["chat_template"]

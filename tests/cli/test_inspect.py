@@ -83,7 +83,10 @@ def test_the_revision_goes_to_the_hub(call, checkpoint, monkeypatch):
 def test_a_mistake_is_one_line(call, checkpoint, tmp_path, subtests):
     for arguments, words in (
         ([], ["MODEL"]),
-        ([checkpoint, "--dtype", "float32"], ["unrecognized arguments: --dtype"]),
+        (
+            [checkpoint, "--dtype", "float32"],
+            ["inspect: unrecognized arguments: --dtype", "--help"],
+        ),
         ([tmp_path / "absent"], ["absent", "no such folder"]),
         ([checkpoint, "--revision", "v1"], ["is a local folder", "'v1'"]),
     ):

@@ -105,7 +105,7 @@ def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
         ("model_type", None, "'model_type' is None"),
         ("quantization_config", {"quant_method": "gptq"}, r"quantised checkpoints \('gptq'\)"),
         ("quantization_config", {}, "quantised checkpoints"),
-        ("attention_dropout", 0.1, "'attention_dropout' is 0.1, which changes the comp"),
+        ("attention_dropout", 0.1, "'attention_dropout' is 0.1, .* where it is 0 or null"),
         ("partial_rotary_factor", 0.5, "'partial_rotary_factor' is 0.5"),
         ("use_bidirectional_attention", True, "'use_bidirectional_attention' is True"),
         ("final_logit_softcapping", 30.0, "'final_logit_softcapping' is 30.0"),
@@ -189,7 +189,7 @@ def test_malformed_config(tmp_path, subtests):
 
 
 def test_absent_config(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config.json: the file is missing$"):
+    with pytest.raises(CheckpointError, match=r"config.json: the file is missing; choose"):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         read_config(tmp_path / "absent")

@@ -34,6 +34,8 @@ def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
         ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
         ([[-1]], {}, "token -1 is outside"),
         ([[0.5]], {}, "expected token ids"),
+        ("hello", {}, "Tokenizer.encode"),
+        (["hello", "you"], {}, "a prompt is a string"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), {}, "expected \\(batch, seq\\)"),
         ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),

@@ -130,7 +130,7 @@ def test_refusals() -> None:
     cos = torch.ones(1, 2, 4)
     with pytest.raises(ValueError, match="activation='relu'"):
         glu_linear(torch.ones(2, 8), w, activation="relu")
-    with pytest.raises(ValueError, match="packed columns"):
+    with pytest.raises(ValueError, match="packed rows have"):
         norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)
 
 

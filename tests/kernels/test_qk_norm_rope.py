@@ -123,7 +123,7 @@ def test_v_is_a_view_and_qkv_is_all_that_is_kept(float32_place) -> None:
 def test_refusals() -> None:
     cos, weight = torch.ones(1, 3, 4), torch.ones(8)
     qkv = torch.ones(2, 3, 32)
-    with pytest.raises(ValueError, match="packed columns"):
+    with pytest.raises(ValueError, match="packed rows have"):
         qk_norm_rope(torch.ones(2, 3, 33), weight, weight, cos, cos, 2, 1)
     with pytest.raises(ValueError, match=r"qk_norm_rope: k_weight \(4,\) does not fit k .*\(8,\)"):
         qk_norm_rope(qkv, weight, torch.ones(4), cos, cos, 2, 1)

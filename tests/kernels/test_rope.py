@@ -72,7 +72,7 @@ def test_minus_sin_undoes_the_rotation(compiled_place) -> None:
 
 def test_refusals() -> None:
     cos = torch.ones(1, 3, 4)
-    with pytest.raises(ValueError, match="packed columns"):
+    with pytest.raises(ValueError, match="packed rows have"):
         rope(torch.ones(2, 3, 33), cos, cos, 2, 1)
     with pytest.raises(ValueError, match="2 rows of 5 tokens"):
         rope(torch.ones(2, 5, 32), cos, cos, 2, 1)

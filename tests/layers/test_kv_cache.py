@@ -116,7 +116,7 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(ValueError, match="batch 1 in a cache made for 2"):
         cache.update(0, k[:1], v[:1])
     cache.update(0, k, v)
-    with pytest.raises(ValueError, match=r"layer 0 comes twice in one pass.*layer_index.*reset"):
+    with pytest.raises(ValueError, match=r"layer 0 was updated twice.*layer_index.*reset"):
         cache.update(0, k, v)
     cache.advance(3)
     with pytest.raises(ValueError, match="6 tokens in a cache made for 4"):

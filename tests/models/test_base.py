@@ -61,6 +61,8 @@ def test_input_ids_of_another_shape_are_refused(subtests: pytest.Subtests) -> No
         with subtests.test(str(shape)):
             with pytest.raises(ValueError, match="input_ids"):
                 tiny_model()(torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"input_ids is torch\.float32; expected"):
+        tiny_model()(torch.zeros(2, 8))
 
 
 def test_label_outside_the_vocabulary_is_refused() -> None:

@@ -39,6 +39,7 @@ def assert_refused(config_class: type[ModelConfig], fields: dict[str, Any], matc
 def test_impossible_fields_are_refused_by_name() -> None:
     for fields, named in (
         ({"hidden_size": 2**62}, "hidden_size"),
+        ({"hidden_size": "a"}, "hidden_size is 'a'; expected an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),

@@ -203,6 +203,7 @@ def test_rows_beyond_the_models_length_are_noted_once(text, tmp_path):
     short = make_checkpoint(tmp_path / "short", max_position_embeddings=32)
     notes = run(short, text, tmp_path / "run", max_steps=1, separator=None).notes
     assert sum("the model's max_position_embeddings (32)" in note for note in notes) == 1
+    assert sum("data: 1 document, " in note for note in notes) == 2
 
 
 def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):

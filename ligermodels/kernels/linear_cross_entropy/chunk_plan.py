@@ -74,8 +74,9 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
 
     If all rows fit, the plan is one chunk. Otherwise it is chunks and an accumulator, if the chunks
     have at least `MIN_ACCUMULATED_ROWS` rows; otherwise two loops, if `vocab_loop` is possible.
-    Without a budget (None), the plan has chunks of `DEFAULT_LOGITS_BYTES`, or one chunk if its
-    logits take at most twice the accumulator.
+    Without a budget (None), the plan is one chunk if all logits take at most the accumulator plus
+    `DEFAULT_LOGITS_BYTES`, or at most twice the accumulator. Otherwise it is chunks whose logits
+    take `DEFAULT_LOGITS_BYTES`.
 
     Raises:
         ValueError: the budget cannot hold one row and one column of logits, or, without a

@@ -186,7 +186,7 @@ def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tenso
 
 
 def _product_into(out: Tensor, rows: slice, a: Tensor, b: Tensor) -> None:
-    """Compute out[rows] = a @ b; in eager mode without a temporary tensor for the product."""
+    """Compute out[rows] = a @ b. In eager mode the product needs no temporary tensor."""
     if torch.compiler.is_compiling():
         out[rows] = a @ b
     else:
