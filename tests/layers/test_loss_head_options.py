@@ -225,6 +225,8 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets[:, :-1])
     with pytest.raises(ValueError, match="targets"):  # whole chunks fit, the last is missing
         head(hidden, targets[:2], chunk_size=SEQ)
+    with pytest.raises(ValueError, match="targets"):  # as many targets as rows
+        head(hidden, targets.flatten())
     with pytest.raises(ValueError, match="chunk_size"):
         head(hidden, targets, chunk_size=0)
     with pytest.raises(ValueError, match="max_scratch_bytes"):
