@@ -52,6 +52,15 @@ def test_replaces_and_leaves_nothing_beside(tmp_path, way):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_new_link_to_nowhere_keeps_its_name(tmp_path, way):
+    """The old file of that name must not be written through the link."""
+    target, nowhere = tmp_path / "out", tmp_path / "nowhere"
+    fill(target, OLD)
+    with replace_dir(target, owned) as fresh:
+        (fresh / "notes").symlink_to(nowhere)
+    assert os.readlink(target / "notes") == str(nowhere) and not nowhere.exists()
+
+
 def replace_and_die(target, after):
     """Run `replace`, and kill the process before its n-th call on the disk; n is `after`."""
     count = 0

@@ -157,3 +157,6 @@ def test_a_scaling_that_no_model_can_have_is_refused():
         hf_rope.check_scaling({"rope_type": "warp"}, sizes)
     with pytest.raises(ConfigError, match=r"'rope_scaling\.factor' is missing"):
         hf_rope.check_scaling({"rope_type": "linear"}, sizes)
+    for factor in (0.0, 1e-7, 1e13):
+        with pytest.raises(ConfigError, match=rf"'rope_scaling\.factor' is {factor}, expected"):
+            hf_rope.check_scaling({"rope_type": "linear", "factor": factor}, sizes)

@@ -173,8 +173,8 @@ class Usage(NamedTuple):
     threads: int
 
 
-def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Usage:
-    """Compile a launch for a GPU that may be absent, and return what it uses."""
+def compiled_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Any:
+    """Compile a launch for a GPU that may be absent."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -186,7 +186,12 @@ def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int)
         attrs=launch.attributes,
     )
     target = GPUTarget(backend, arch, warp_size)
-    compiled = triton.compile(source, target=target, options=launch.options)
+    return triton.compile(source, target=target, options=launch.options)
+
+
+def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Usage:
+    """Compile a launch for a GPU that may be absent, and return what it uses."""
+    compiled = compiled_for(launch, backend, arch, warp_size)
     if backend == "hip":
         text = compiled.asm["amdgcn"]
         spilled = sum(

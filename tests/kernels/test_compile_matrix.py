@@ -9,6 +9,7 @@ largest launch of each kernel.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from itertools import combinations
@@ -27,6 +28,7 @@ from tests.kernels.launches import (
     Recording,
     Usage,
     compile_for,
+    compiled_for,
     kernels_of,
     launch_configs,
     modules,
@@ -248,6 +250,13 @@ def test_the_largest_launch_of_each_kernel(vendor, arch) -> None:
     found = [complaint(largest_launch(kernel, vendor), vendor, arch) for kernel in KERNELS]
     wrong = [str(x) for x in found if x is not None]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_mean_is_divided_with_rounding_to_nearest() -> None:
+    """Triton's / becomes div.full, whose error may be two units in the last place."""
+    for launch in launches_of("mean_loss_kernel", "nvidia", full=False):
+        divisions = re.findall(r"\bdiv\.\w+\.f32", compiled_for(launch, "cuda", 90, 32).asm["ptx"])
+        assert divisions and set(divisions) == {"div.rn.f32"}, launch.describe()
 
 
 def test_every_table_ends_without_a_limit() -> None:

@@ -243,3 +243,11 @@ def test_refusals() -> None:
         cross_entropy(logits, targets, softcap=0.0)
     with pytest.raises(ValueError, match="class_weights"):
         cross_entropy(logits, targets, class_weights=torch.ones(4))
+
+
+def test_scaled_rounds_the_product_but_not_the_scale(place) -> None:
+    """A rounded scale would change all gradients by the same factor."""
+    x = random(50, 7).to(place.device, place.dtype)
+    scale = torch.tensor(1 / 3, dtype=torch.promote_types(place.dtype, FLOAT32)).to(place.device)
+    made = select("cross_entropy", x).scaled(x, scale, place.dtype)
+    assert torch.equal(made, (x.double() * scale.double()).to(place.dtype))

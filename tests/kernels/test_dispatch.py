@@ -25,6 +25,7 @@ def test_gpu_tensors_take_triton(monkeypatch) -> None:
     assert dispatch.choose(CUDA)[0] == "triton"
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert dispatch.choose(CUDA) == ("torch", "triton is not installed")
+    assert dispatch.select("glu", ElsewhereTensor()) is reference.glu
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

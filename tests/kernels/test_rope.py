@@ -59,6 +59,14 @@ def test_in_place(place) -> None:
     assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])
 
 
+def test_the_launcher_does_not_rotate_a_strided_buffer_in_place() -> None:
+    """It would have to copy the buffer, and the caller's buffer would keep its old values."""
+    launchers = pytest.importorskip("ligermodels.kernels.triton").rope
+    qkv, cos = torch.ones(2, 32, 5).transpose(1, 2), torch.ones(1, 5, 4)
+    with pytest.raises(AssertionError):
+        launchers.rope_forward(qkv, cos, cos, 2, 1, True)
+
+
 def test_minus_sin_undoes_the_rotation(compiled_place) -> None:
     place = compiled_place
     made = inputs(1, 6, 3, 1, 8)

@@ -226,6 +226,8 @@ def test_bad_calls_are_refused(kind: str) -> None:
     # The targets fill whole chunks, but the last chunk's targets are missing.
     with pytest.raises(ValueError, match="targets"):
         head(hidden, targets[:2], chunk_size=SEQ)
+    with pytest.raises(ValueError, match="targets"):  # as many targets as rows
+        head(hidden, targets.flatten())
     with pytest.raises(ValueError, match="chunk_size"):
         head(hidden, targets, chunk_size=0)
     with pytest.raises(ValueError, match="max_scratch_bytes"):

@@ -56,6 +56,12 @@ def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
                 tiny_model()(ids, **inputs)
 
 
+def test_cu_seqlens_that_do_not_fit_the_row_are_refused() -> None:
+    ids, _ = tokens(1, 8)
+    with pytest.raises(ValueError, match="rise from 0 to 8"):
+        tiny_model()(ids, cu_seqlens=torch.tensor([0, 5]))
+
+
 def test_input_ids_of_another_shape_are_refused(subtests: pytest.Subtests) -> None:
     for shape in ((8,), (0, 8), (2, 0), (1, 2, 3)):
         with subtests.test(str(shape)):
