@@ -58,12 +58,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, help="folder for cpu.json")
     arguments = parser.parse_args()
-    processes = multiprocessing.get_context("spawn")
+    spawn = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
+    processes = []
     for name in IMPLEMENTATIONS:
-        pipes[name], theirs = processes.Pipe()
+        pipes[name], theirs = spawn.Pipe()
         settings = (name, arguments.checkpoint, arguments.threads, theirs)
-        processes.Process(target=take_steps, args=settings, daemon=True).start()
+        processes.append(spawn.Process(target=take_steps, args=settings, daemon=True))
+        processes[-1].start()
     measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in IMPLEMENTATIONS}
     for _ in tqdm(range(arguments.steps + 1), unit="round"):
         for name, pipe in pipes.items():
@@ -84,6 +86,8 @@ def main() -> None:
             }
         )
         pipes[name].send(False)
+    for process in processes:
+        process.join()
     result = {
         "environment": environment() | {"threads": arguments.threads, "steps": arguments.steps},
         "rows": rows,

@@ -289,6 +289,23 @@ def test_the_table_of_the_steps_is_that_of_the_committed_runs() -> None:
         assert f"{step_line(workload, rows)} {shown} |" in lines
 
 
+def test_the_tables_of_the_cpu_are_those_of_the_committed_runs() -> None:
+    """The step beside transformers, and the load beside safetensors."""
+    lines = BENCHMARKS.splitlines()
+    for row in json.loads((RESULTS / "cpu.json").read_text())["rows"]:
+        name, seconds, peak = row["implementation"], row["seconds"], row["peak GiB"]
+        assert f"| {name} | {seconds:.2f} | {peak:.2f} |" in lines
+    for row in json.loads((RESULTS / "load.json").read_text())["rows"]:
+        ours, theirs = (
+            row["times"][name]["ms"] for name in ("ligermodels", "safetensors, new memory")
+        )
+        gigabytes = f"{row['bytes'] / 1e9:.2f} GB"
+        assert (
+            f"| {row['checkpoint']}, {gigabytes} | {row['threads']} | {theirs:.0f} | {ours:.0f} "
+            f"| {ours / theirs:.2f} |"
+        ) in lines
+
+
 def test_the_tables_of_the_ops_are_those_of_the_committed_run() -> None:
     """Each row is one of the committed run, except for a note on a peer that is always absent."""
     shown = BENCHMARKS[BENCHMARKS.index("## Ops") : BENCHMARKS.index("## Accuracy")].splitlines()
