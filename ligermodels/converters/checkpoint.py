@@ -170,8 +170,16 @@ class Checkpoint:
                 self.read(entry, out)
                 yield
         else:
+            sizes = [out.nbytes for _, out in targets]
             with ThreadPoolExecutor(threads) as pool:
-                yield from pool.map(self.read, *zip(*targets))
+                # The largest comes first. At the end of the list, one thread would read it alone.
+                largest_first = sorted(range(len(targets)), key=sizes.__getitem__, reverse=True)
+                reads = {i: pool.submit(self.read, *targets[i]) for i in largest_first}
+                try:
+                    for i in range(len(targets)):
+                        yield reads[i].result()
+                finally:
+                    pool.shutdown(cancel_futures=True)
 
     def _read_rows(self, name: str, first: int, last: int, out: Tensor) -> None:
         """Copy rows of an HF tensor into `out`, and check the values while the cache holds them."""
