@@ -24,7 +24,7 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-# More threads wait for each other: 16 of them took longer than a load by one thread did before.
+# On a machine with 16 cores, 16 threads were slower than one thread had been.
 _MAX_THREADS = 2
 _MAX_OPEN_FILES = 64  # A process may open far more files.
 
