@@ -31,6 +31,7 @@ from ligermodels.layers.attention_mask import (
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer, set_keep
+from ligermodels.memory import fit
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
@@ -340,6 +341,33 @@ class DecoderModel(HFModel):
         self._memory_plan = plan
         for index, layer in enumerate(self.layers):
             set_keep(layer, "all" if plan is None else plan.layers[index].keep)
+
+    def plan_memory(
+        self,
+        batch: int,
+        seq: int,
+        budget: int | str = "auto",
+        host_budget: int | str = 0,
+        **step: Any,
+    ) -> MemoryPlan:
+        """Return the fastest memory plan with which a training step fits a budget.
+
+        `print(plan)` shows it, and `set_memory_plan(plan)` uses it. The arguments are those of
+        `ligermodels.memory.fit.plan_memory`: the largest batch, bytes of GPU memory ("auto": all
+        that is free) and of host memory, the optimizer's bytes, and what else a step consists of.
+
+        Raises:
+            ConfigError: the budget is too small; the message names the least bytes.
+        """
+        return fit.plan_memory(self, batch, seq, budget, host_budget, **step)
+
+    def largest_batch(self, seq: int, budget: int | str = "auto", **step: Any) -> int:
+        """Return the largest batch with which a training step fits, or 0; see `plan_memory`."""
+        return fit.largest_batch(self, seq, budget, **step)
+
+    def largest_seq(self, batch: int, budget: int | str = "auto", **step: Any) -> int:
+        """Return the longest rows with which a step fits, within 2%, or 0; see `plan_memory`."""
+        return fit.largest_seq(self, batch, budget, **step)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
