@@ -8,7 +8,7 @@ the bytes of the storages that are alive, as CUDA's caching allocator rounds the
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -63,6 +63,20 @@ class Work:
     from_host_bytes: int = 0
 
 
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass
+class Phase:
+    """A part of a step: its bytes and its work."""
+
+    before: int  # bytes that exist when it begins
+    peak: int = 0  # the most bytes in it
+    after: int = 0  # bytes that exist when it ends
+    work: Work = field(default_factory=Work)
+
+
 @dataclass
 class Simulation:
     """What a training step takes on one device, without the optimizer and its states."""
@@ -74,7 +88,12 @@ class Simulation:
     kept_bytes: int  # what forward leaves for backward, without weights and inputs
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    peaks: dict[str, int] = field(default_factory=dict)  # the peak of each phase, in their order
+    phases: dict[str, Phase] = field(default_factory=dict)  # in their order
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory when forward ends."""
+        return self.forward.to_host_bytes
 
 
 class Tracker(TorchDispatchMode):
@@ -91,14 +110,23 @@ class Tracker(TorchDispatchMode):
         self.on_gpu, self.seen = device_type == "cuda", seen
         self.live: dict[int, tuple[Any, int]] = {}  # by storage: a weak reference, and its bytes
         self.bytes = 0
-        self.phase = "forward"
-        self.peaks: dict[str, int] = {}
-        self.forward, self.backward = Work(), Work()
-        self.work = self.forward
+        self.phases: dict[str, Phase] = {}
+        self.phase = Phase(0)
+        self.in_forward = True
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase; later peaks count for it."""
-        self.phase = phase
+    @property
+    def work(self) -> Work:
+        """The work of the phase that is running."""
+        return self.phase.work
+
+    def enter(self, name: str) -> None:
+        """Begin a phase; later peaks and work count for it."""
+        self.leave()
+        self.phase = self.phases.setdefault(name, Phase(self.bytes, self.bytes))
+
+    def leave(self) -> None:
+        """End the phase that is running."""
+        self.phase.after = self.bytes
 
     def hold(self, tensors: Iterable[Tensor]) -> int:
         """Count the storages of tensors that exist already; return their bytes."""
@@ -126,9 +154,7 @@ class Tracker(TorchDispatchMode):
         self.bytes -= size
 
     def _peak(self, extra: int = 0) -> None:
-        total = self.bytes + extra
-        if total > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = total
+        self.phase.peak = max(self.phase.peak, self.bytes + extra)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -399,12 +425,11 @@ def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
         parts.append(("head", head))
 
     def begin(part: str) -> None:
-        in_forward = tracker.work is tracker.forward
-        tracker.enter(f"{'forward' if in_forward else 'backward'} of {part}")
+        tracker.enter(f"{'forward' if tracker.in_forward else 'backward'} of {part}")
 
     def ended(part: str, out: Any) -> None:
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.requires_grad and tracker.work is tracker.forward:
+            if isinstance(x, Tensor) and x.requires_grad and tracker.in_forward:
                 x.register_hook(lambda _: begin(part))
 
     with ExitStack() as stack:
@@ -441,25 +466,32 @@ def run_step(
             x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     tracker.hold(x for x in (input_ids, *inputs.values()) if isinstance(x, Tensor))
     before = tracker.bytes
+    tracker.enter("forward")
     with tracker, _phases(model, tracker):
         out = torch.func.functional_call(model, state, (input_ids,), inputs)
         on_forward_end()
         loss = out if isinstance(out, Tensor) else out[0]
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
-            tracker.work = tracker.backward
+            tracker.in_forward = False
             tracker.enter("backward")
             torch.autograd.backward(loss, None if loss.dim() == 0 else torch.empty_like(loss))
+    tracker.leave()
+    phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
+
+    def work(direction: str) -> Work:
+        return sum((p.work for name, p in phases.items() if name.startswith(direction)), Work())
+
     return Simulation(
-        peak_bytes=max(tracker.peaks.values()),
-        peak_phase=max(tracker.peaks, key=tracker.peaks.__getitem__),
+        peak_bytes=max(phase.peak for phase in phases.values()),
+        peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
         grad_bytes=sum(tracker.rounded(x.untyped_storage().nbytes()) for x in grads),
         kept_bytes=kept_bytes,
-        forward=tracker.forward,
-        backward=tracker.backward,
-        peaks=tracker.peaks,
+        forward=work("forward"),
+        backward=work("backward"),
+        phases=phases,
     )
 
 
