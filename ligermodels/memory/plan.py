@@ -37,8 +37,8 @@ class Prediction:
     Attributes:
         batch, seq: the shape of the batch.
         budget: bytes on the GPU.
-        peak_bytes: the most bytes at any time of a step, as `torch.cuda.max_memory_allocated` counts
-            them.
+        peak_bytes: the most bytes at any time of a step, those of
+            `torch.cuda.max_memory_allocated`.
         weight_bytes, grad_bytes, optimizer_bytes: the part of parameters and buffers, of all
             gradients, and of the optimizer's states.
         reserve_bytes: the part of the budget that is left free.

@@ -208,8 +208,10 @@ class Space:
         return min(map(self.peak, self.fixed_plans))
 
     def fits(self, budget: int) -> bool:
-        """Return whether some plan's peak is within a budget in bytes."""
-        return self.peak(self.uniform["input"]) <= budget or self.least_bytes <= budget
+        """Return whether the plan that recomputes all layers fits, or one with host memory."""
+        if self.peak(self.uniform["input"]) <= budget:
+            return True
+        return self.host_budget > 0 and self.least_bytes <= budget
 
     def fastest(self, budget: int) -> MemoryPlan | None:
         """Return the fastest plan whose peak is within a budget in bytes, or None."""
