@@ -470,7 +470,11 @@ def run_step(
         if loss.requires_grad:
             tracker.work = tracker.backward
             tracker.enter("backward")
-            torch.autograd.backward(loss, None if loss.dim() == 0 else torch.empty_like(loss))
+            gradient = torch.ones_like(loss)
+            # torch.autograd.backward would suspend the mode that stands for autocast.
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                (loss,), (gradient,), False, False, (), True, True
+            )
 
     with tracker:
         whole = {f"model.{name}": x for name, x in state.items()}
