@@ -133,7 +133,9 @@ def test_gradients_that_exist_or_are_freed(triton) -> None:
     new, kept, freed = (
         simulate(model, 1, 512, device=GPU, gradients=x) for x in ("new", "kept", "freed")
     )
-    assert freed.grad_bytes == 0 and new.grad_bytes == kept.grad_bytes > 0
+    assert freed.grad_bytes == 0
+    assert new.grad_bytes == pytest.approx(kept.grad_bytes, rel=0.01)
+    assert new.peak_bytes <= new.reserved_bytes
     assert freed.peak_bytes < new.peak_bytes < kept.peak_bytes
 
 
