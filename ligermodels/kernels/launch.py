@@ -6,6 +6,7 @@ The configs are at the top of each file of `kernels.triton`.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Launch(NamedTuple):
@@ -56,6 +57,14 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device.index).multi_processor_count
+
+
+def reusable(x: Tensor) -> Tensor:
+    """Return an output like x: x itself, which its kernel reads before it writes, or a new tensor.
+
+    torch.compile plans the memory of what it traces, and would copy a tensor that is overwritten.
+    """
+    return torch.empty_like(x) if torch.compiler.is_compiling() else x
 
 
 def cdiv(length: int, block: int) -> int:
