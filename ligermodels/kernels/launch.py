@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.simulation import simulator_of
+
 
 class Launch(NamedTuple):
     """A launch config of a kernel, for one vendor's GPUs and rows up to some length."""
@@ -55,7 +57,8 @@ def launch(launches: Launches, length: int) -> Launch:
 def num_sms(device: torch.device) -> int:
     """Return the multiprocessors of a GPU, or 2 for CPU tensors in Triton's interpreter."""
     if device.type != "cuda":
-        return 2
+        simulator = simulator_of(device)
+        return 2 if simulator is None else simulator.num_sms
     return torch.cuda.get_device_properties(device.index).multi_processor_count
 
 
