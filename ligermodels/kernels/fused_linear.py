@@ -39,6 +39,16 @@ def _linear_backward(
     return grad_weight, grad_bias
 
 
+def _returns_sum(residual: Tensor | None) -> bool:
+    """Whether a Function returns the sum x + residual, so that backward adds its gradient.
+
+    Without a residual the sum is x. If x is the output of the Function, too, the kernel adds both
+    gradients of x in float32, as it does with a residual. The compiler does not trace a Function
+    that returns its input; autograd then adds the gradients.
+    """
+    return residual is not None or not torch.compiler.is_compiling()
+
+
 def _norm_linear_forward(
     ctx: Any,
     x: Tensor,
@@ -93,7 +103,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         output, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
         ctx.save_for_backward(*saved)
-        return (output,) if residual is None else (output, saved[0])
+        return (output, saved[0]) if _returns_sum(residual) else (output,)
 
     @staticmethod
     def backward(
@@ -123,7 +133,7 @@ class _NormQKVRope(torch.autograd.Function):
         qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
-        return heads_of_qkv if residual is None else (*heads_of_qkv, saved[0])
+        return (*heads_of_qkv, saved[0]) if _returns_sum(residual) else heads_of_qkv
 
     @staticmethod
     def backward(
@@ -179,7 +189,7 @@ def norm_linear(
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
         outputs = _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
-    return (outputs[0], x) if residual is None else outputs
+    return outputs if _returns_sum(residual) else (outputs[0], x)
 
 
 def norm_qkv_rope(
@@ -214,7 +224,7 @@ def norm_qkv_rope(
         outputs = _NormQKVRope.apply(
             x, residual, norm_weight, weight, bias, cos, sin, heads, options
         )
-    return (*outputs, x) if residual is None else outputs
+    return outputs if _returns_sum(residual) else (*outputs, x)
 
 
 class _GLULinear(torch.autograd.Function):

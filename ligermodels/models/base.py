@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers import (
@@ -30,6 +30,8 @@ from ligermodels.layers.attention_mask import (
 )
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions
+from ligermodels.layers.recompute import run_layer, set_keep
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
@@ -49,7 +51,7 @@ class DecoderModel(HFModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self._checkpoint_every = 0  # the blocks whose index it divides; 0 for no block
+        self._memory_plan: MemoryPlan | None = None
 
     def build(
         self,
@@ -157,15 +159,10 @@ class DecoderModel(HFModel):
 
     def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        every = self._checkpoint_every if torch.is_grad_enabled() else 0
+        plan = self._memory_plan
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
-            context = contexts[rope]
-            if every and index % every == 0:
-                # Adding the pair first leaves one tensor to keep for backward instead of two.
-                x, residual = x if residual is None else x + residual, None
-                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
-            else:
-                x, residual = layer(x, residual, context)
+            keep = "all" if plan is None else plan.layers[index].keep
+            x, residual = run_layer(layer, x, residual, contexts[rope], keep)
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
     @property
@@ -284,16 +281,17 @@ class DecoderModel(HFModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Keep only one tensor per block for backward, which recomputes the block from it.
+        """Keep only the input of each block for backward, which computes the block again.
 
-        The arguments are those of transformers.
+        The arguments are those of transformers. They become a memory plan: see `set_memory_plan`.
 
         Args:
             activation_checkpointing_kwargs: None or {"use_reentrant": False}.
             every_n_layers: backward recomputes the blocks whose index is a multiple of this.
-            offload: only False is accepted, because offload to host memory is not implemented.
+            offload: whether the inputs of these blocks are kept in host memory.
         Raises:
             ValueError: an argument asks for something that is not implemented.
+            ConfigError: offload is asked for where there is no pinned memory.
         """
         options = activation_checkpointing_kwargs or {}
         if not isinstance(options, dict):
@@ -310,22 +308,43 @@ class DecoderModel(HFModel):
                 "activation checkpointing: use_reentrant=True is not implemented; leave it out or "
                 "set it to False, which computes the same gradients"
             )
-        if offload:
-            raise ValueError(
-                "activation checkpointing: offload=True is not implemented; pass offload=False"
-            )
-        self._checkpoint_every = check_count(
-            "activation checkpointing", "every_n_layers", every_n_layers, 1
+        every = check_count("activation checkpointing", "every_n_layers", every_n_layers, 1)
+        recomputed, kept = LayerPlan("input", host=offload), LayerPlan()
+        count = len(self.layers)
+        self.set_memory_plan(
+            MemoryPlan(tuple(kept if i % every else recomputed for i in range(count)))
         )
 
     def activation_checkpointing_disable(self) -> None:
         """Keep the activations of every block for backward."""
-        self._checkpoint_every = 0
+        self.set_memory_plan(None)
 
     @property
     def is_activation_checkpointing(self) -> bool:
         """Whether backward recomputes some blocks."""
-        return self._checkpoint_every > 0
+        return self._memory_plan is not None and self._memory_plan.recomputes
+
+    def set_memory_plan(self, plan: MemoryPlan | None) -> None:
+        """Choose what each layer keeps for backward, from the next forward on.
+
+        Args: plan: a plan for this number of layers. None means that every layer keeps all.
+        Raises:
+            ConfigError: the plan has another number of layers.
+        """
+        count = len(self.layers)
+        if plan is not None and len(plan.layers) != count:
+            raise ConfigError(
+                f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make "
+                "a plan with model.plan_memory"
+            )
+        self._memory_plan = plan
+        for index, layer in enumerate(self.layers):
+            set_keep(layer, "all" if plan is None else plan.layers[index].keep)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """The plan in use, or None if every layer keeps all."""
+        return self._memory_plan
 
     def gradient_checkpointing_enable(
         self,

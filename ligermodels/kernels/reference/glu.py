@@ -37,7 +37,11 @@ def glu_backward(
         activated, slope = _gelu_and_derivative(gate, activation == "gelu_tanh")
         grad_gate = grad * up * slope
     grad_gate_up = torch.cat((grad_gate, grad * activated), -1)
-    out = cast(activated * up, gate_up.dtype) if recompute_output else None
+    out = None
+    if recompute_output:
+        # The output must have the bits of forward's, and F.gelu rounds unlike x * phi(x).
+        silu = activation == "silu"
+        out = cast(activated * up, gate_up.dtype) if silu else glu_forward(gate_up, activation)
     return cast(grad_gate_up, gate_up.dtype), out
 
 

@@ -1,0 +1,1 @@
+"""Memory plans: what each layer keeps for backward, and where."""
