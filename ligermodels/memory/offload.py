@@ -103,6 +103,7 @@ class Offloader:
         self.copies = copies
         self.hold = check_count("offload", "hold", hold, 1)
         self.on_copy = on_copy
+        self.host_budget = host_budget
         self.pool = _Pool(host_budget, copies.slab)
         self._refused = 0
         self._pass = _Pass(())
@@ -119,6 +120,10 @@ class Offloader:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         return _CudaCopies(self.device)
+
+    def __reduce__(self) -> Any:
+        # A copy of the model that owns this gets an offloader of its own.
+        return Offloader, (self.device, self.host_budget)
 
     def forward_pass(self, shared: Iterable[Tensor] = ()) -> None:
         """Begin a new forward pass. Earlier passes may still have their backward before them.
