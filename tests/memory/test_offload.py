@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS, run_layer
+from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory import offload
 from ligermodels.memory.offload import MIB, Offloader, Part, _pairs
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
-from ligermodels.models import base
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 from tests.models.pairs import gradients
@@ -447,37 +446,18 @@ def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
     assert pool.free_bytes() == pool.held and len(pool._free) == len(slabs)
 
 
-@pytest.fixture
-def run_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Tensor]]]:
-    """Return a function that runs a step of a model, with its layers in an offloader."""
-    offloader: Offloader | None = None
-    layers: list[nn.Module] = []
-    plan = MemoryPlan(())
-
-    def offloaded(layer: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if offloader is None:
-            return run_layer(layer, *args, **options)
-        index = layers.index(layer)
-        with offloader.layer(index, plan.layers[index].host):
-            return run_layer(layer, *args, **(options | {"store": offloader}))
-
-    monkeypatch.setattr(base, "run_layer", offloaded)
-
-    def step(
-        model: DecoderModel, new_plan: MemoryPlan, new_offloader: Offloader | None, **inputs: Any
-    ) -> dict[str, Tensor]:
-        nonlocal offloader, layers, plan
-        offloader, layers, plan = new_offloader, list(model.layers), new_plan
-        if offloader is not None:
-            offloader.forward_pass(shared=[*model.parameters(), *model.buffers()])
-        model.set_memory_plan(MemoryPlan.of(layer.keep for layer in plan.layers))
-        model.zero_grad()
-        ids, labels = batch()
-        device = next(model.parameters()).device
-        model(ids.to(device), labels=labels.to(device), **inputs).loss.backward()
-        return gradients(model)
-
-    yield step
+def run_with(
+    model: DecoderModel, plan: MemoryPlan, offloader: Offloader | None, **inputs: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of a step whose kept tensors go to an offloader."""
+    model.apply_memory_plan(plan)
+    device = next(model.parameters()).device
+    if offloader is not None:
+        model._offloaders[device] = offloader
+    model.zero_grad()
+    ids, labels = batch()
+    model(ids.to(device), labels=labels.to(device), **inputs).loss.backward()
+    return gradients(model)
 
 
 PACKED = {"position_ids": torch.tensor([[*range(5), *range(6), *range(3)]] * 2)}
@@ -489,7 +469,7 @@ PLANS = [MemoryPlan.uniform(3, keep, host=True) for keep in KEEPS] + [MIXED]
 
 @pytest.mark.parametrize("family", OWN)
 def test_gradients_of_models_are_bitwise_equal(
-    family: str, run_with: Callable, wiped: None, subtests: pytest.Subtests
+    family: str, wiped: None, subtests: pytest.Subtests
 ) -> None:
     model = make(family)
     for name, inputs in (("plain", {}), ("packed", PACKED)):
@@ -504,7 +484,7 @@ def test_gradients_of_models_are_bitwise_equal(
                     assert stats.in_use == 0 < stats.peak <= stats.pinned
 
 
-def test_autocast(run_with: Callable, wiped: None) -> None:
+def test_autocast(wiped: None) -> None:
     model = make("llama")
     with torch.autocast("cpu", torch.bfloat16):
         expected = run_with(model, MemoryPlan.uniform(3, "all"), None)
@@ -530,7 +510,7 @@ def test_a_simulation_copies_the_same_bytes_in_the_same_order(budget: int) -> No
     assert found[0] == found[1] and found[0][0]
 
 
-def test_a_model_on_meta_tensors(run_with: Callable) -> None:
+def test_a_model_on_meta_tensors() -> None:
     for plan in PLANS:
         offloader = Offloader("meta", 2 * MIB)
         run_with(make("llama").to("meta"), plan, offloader)
