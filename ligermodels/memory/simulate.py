@@ -393,27 +393,45 @@ def _stand_in(x: Tensor) -> Tensor:
 
 @contextmanager
 def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
-    """Tell the tracker when a layer or the head begins its forward or its backward."""
+    """Tell the tracker when a layer or the head begins its forward or its backward.
+
+    The modules have hooks only in forward. A recomputation that stops early raises an exception,
+    and through a module with hooks it would keep its tensors alive until the garbage
+    collector runs.
+    """
     parts = [(f"layer {i}", x) for i, x in enumerate(getattr(model, "layers", ()))]
     if isinstance(head := getattr(model, "head", None), nn.Module):
         parts.append(("head", head))
 
-    def begin(part: str) -> None:
-        in_forward = tracker.work is tracker.forward
-        tracker.enter(f"{'forward' if in_forward else 'backward'} of {part}")
+    def began(part: str) -> None:
+        tracker.enter(f"forward of {part}")
 
     def ended(part: str, out: Any) -> None:
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.requires_grad and tracker.work is tracker.forward:
-                x.register_hook(lambda _: begin(part))
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda _: tracker.enter(f"backward of {part}"))
 
     with ExitStack() as stack:
         for part, module in parts:
-            before = module.register_forward_pre_hook(lambda *_, part=part: begin(part))
+            before = module.register_forward_pre_hook(lambda *_, part=part: began(part))
             after = module.register_forward_hook(lambda *given, part=part: ended(part, given[-1]))
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
+
+
+class _Step(nn.Module):
+    """A model with a step as its forward.
+
+    `functional_call` replaces parameters only during a call, and recomputation needs them, too.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self) -> None:
+        self.step(self.model)
 
 
 def run_step(
@@ -440,16 +458,27 @@ def run_step(
         for x in leaves:
             x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     tracker.hold(x for x in (input_ids, *inputs.values()) if isinstance(x, Tensor))
-    before = tracker.bytes
-    with tracker, _phases(model, tracker):
-        out = torch.func.functional_call(model, state, (input_ids,), inputs)
+    before, kept_bytes = tracker.bytes, 0
+
+    def step(model: nn.Module) -> None:
+        nonlocal kept_bytes
+        with _phases(model, tracker):
+            out = model(input_ids, **inputs)
         on_forward_end()
         loss = out if isinstance(out, Tensor) else out[0]
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
             tracker.work = tracker.backward
             tracker.enter("backward")
-            torch.autograd.backward(loss, None if loss.dim() == 0 else torch.empty_like(loss))
+            gradient = torch.ones_like(loss)
+            # torch.autograd.backward would suspend the mode that stands for autocast.
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                (loss,), (gradient,), False, False, (), True, True
+            )
+
+    with tracker:
+        whole = {f"model.{name}": x for name, x in state.items()}
+        torch.func.functional_call(_Step(model, step), whole, ())
     grads = [x.grad for x in leaves if x.grad is not None]
     return Simulation(
         peak_bytes=max(tracker.peaks.values()),
