@@ -33,6 +33,7 @@ Row = dict[str, Any]
 
 HF, LIGER, OURS = "transformers", "transformers + liger", "ligermodels"
 GIB = 2**30
+RESERVE = 0.03  # the part of free memory that a plan for "auto" leaves for fragmentation
 # The fields that name a row. A new row replaces an older one of the same name.
 KEYS = {"rows": ("work", "setting"), "levels": ("level",), "predictions": ("case",)}
 
@@ -301,17 +302,22 @@ def applied(
 ) -> Iterator[Row]:
     """Let the model's blocks keep what the setting says. The value is what the planner says."""
     if setting.keeps == "plan":
+        # Peaks of allocated bytes are compared, so only "auto" leaves a reserve for fragmentation.
+        reserve = RESERVE if setting.budget is None else 0.0
         start = time.perf_counter()
         plan = model.plan_memory(
             work.batch,
             work.seq,
             budget="auto" if setting.budget is None else round(setting.budget * GIB),
             host_budget=round(setting.host * GIB),
-            optimizer=optimizer,
+            reserve=reserve,
+            optimizer_bytes=0 if optimizer is None else optimizer,
         )
+        prediction = plan.prediction
         said = {
             "planning s": time.perf_counter() - start,
-            "predicted GiB": plan.peak_bytes / GIB,
+            "predicted GiB": (prediction.peak_bytes - int(reserve * prediction.budget)) / GIB,
+            "predicted ms": prediction.seconds * 1e3,  # without the optimizer
             "plan": str(plan),
         }
         model.set_memory_plan(plan)
