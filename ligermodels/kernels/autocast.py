@@ -5,11 +5,16 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.simulation import simulator_of
+
 
 def autocast_is_on(x: Tensor) -> bool:
     """Whether autocast is enabled for x's device."""
     kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    if kind == "meta":
+        simulator = simulator_of(x.device)
+        return simulator is not None and simulator.autocast is not None
+    return torch.is_autocast_enabled(kind)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -17,9 +22,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
     Return None if autocast is disabled or x is float64.
     """
-    if autocast_is_on(x) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return None
+    if not autocast_is_on(x) or x.dtype == torch.float64:
+        return None
+    simulator = simulator_of(x.device)
+    return torch.get_autocast_dtype(x.device.type) if simulator is None else simulator.autocast
 
 
 def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -32,6 +38,9 @@ def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast is disabled for x's device."""
-    if autocast_is_on(x):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
+    if not autocast_is_on(x):
+        return nullcontext()
+    simulator = simulator_of(x.device)
+    if simulator is not None:
+        return simulator.without_autocast()
+    return torch.autocast(x.device.type, enabled=False)

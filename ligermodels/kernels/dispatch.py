@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels import reference
+from ligermodels.kernels.simulation import real_device
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton reads as true
@@ -33,7 +34,7 @@ def choose(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[st
             return forced, f"{ENVIRONMENT_VARIABLE}={forced}"
     if dtype == torch.float64:
         return "torch", "the Triton kernels compute in float32"
-    if device.type != "cuda":
+    if device.type != "cuda" and (device := real_device(device)).type != "cuda":
         return "torch", f"{device.type} tensors use plain PyTorch"
     if not HAS_TRITON:
         return "torch", "triton is not installed"

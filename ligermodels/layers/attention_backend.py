@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.simulation import real_device, simulator_of
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 
 Backend = Literal["sdpa", "varlen", "flex", "dense"]
@@ -47,7 +48,7 @@ def choose_backend(
     """
     if softcap is None and mask.is_causal(window):
         return "sdpa"
-    on_gpu = device.type == "cuda" and dtype != torch.float64
+    on_gpu = real_device(device).type == "cuda" and dtype != torch.float64
     if not on_gpu or mask.mask is not None or mask.queries == 1:
         return "dense"
     if (
@@ -94,6 +95,11 @@ def attend(
     backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
     if key_positions is not None and backend in ("sdpa", "varlen"):
         backend = "dense"  # sdpa and varlen need the keys in order; a cache may reorder them
+    simulator = simulator_of(q.device)
+    if simulator is not None:
+        return simulator.attend(
+            backend, q, k, v, mask=mask, scale=scale, window=window, softcap=softcap
+        )
     if backend == "sdpa":
         # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
         causal = True if q.shape[2] > 1 else False
@@ -133,7 +139,7 @@ def prepare(
     not have side effects, so it could not cache the mask itself.
     """
     backend = choose_backend(mask, window, softcap, device, dtype, head_dim, batch * heads)
-    if backend == "flex":
+    if backend == "flex" and simulator_of(device) is None:
         mask.block_mask(window, batch, device)
     elif backend == "dense" and not mask.hides_nothing(window):
         mask.dense(window, device)

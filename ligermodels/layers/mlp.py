@@ -66,7 +66,10 @@ class GatedMLP(nn.Module):
     def _run(self, x: Tensor | PreNormed) -> tuple[Tensor, Tensor | None]:
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
+        # A plain linear does not save its output, so backward may overwrite it.
+        owned = is_plain(self.gate_up_proj, nn.Linear)
         if self.keep == "all" and is_plain(down, nn.Linear):
-            return kernels.glu_linear(gate_up, down.weight, down.bias, activation), total
+            out = kernels.glu_linear(gate_up, down.weight, down.bias, activation, consume=owned)
+            return out, total
         # A recomputation stops before the last product, because `down` saves its input first.
-        return down(kernels.glu(gate_up, activation)), total
+        return down(kernels.glu(gate_up, activation, consume=owned)), total

@@ -31,6 +31,33 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the planner says of a plan.
+
+    Attributes:
+        batch, seq: the shape of the batch.
+        budget: bytes on the GPU.
+        peak_bytes: the most bytes at any time of a step.
+        fixed_bytes: the part of them that is the optimizer's states and the reserve.
+        weight_bytes, grad_bytes: the part of parameters, and of their gradients.
+        host_bytes: bytes in pinned host memory.
+        seconds: of forward and backward.
+        gains: (further bytes, seconds) for larger budgets that make the step faster.
+    """
+
+    batch: int
+    seq: int
+    budget: int
+    peak_bytes: int
+    fixed_bytes: int
+    weight_bytes: int
+    grad_bytes: int
+    host_bytes: int
+    seconds: float
+    gains: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What each layer keeps for backward.
 
@@ -41,11 +68,13 @@ class MemoryPlan:
         layers: one `LayerPlan` for each layer.
         mlp_tile: the tokens that the MLP of a layer handles at once. None means all.
         host_budget: the most bytes of pinned host memory.
+        prediction: what the planner says of the plan, or None if the plan was written by hand.
     """
 
     layers: tuple[LayerPlan, ...]
     mlp_tile: int | None = None
     host_budget: int = 0
+    prediction: Prediction | None = None
 
     @classmethod
     def uniform(cls, num_layers: int, keep: Keep, *, host: bool = False, **options: Any) -> Self:
@@ -68,6 +97,29 @@ class MemoryPlan:
         """Whether some layers keep their tensors in host memory."""
         return any(layer.host for layer in self.layers)
 
+    def __str__(self) -> str:
+        """Return a table of the layers by level, then the prediction."""
+        groups: dict[LayerPlan, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            groups.setdefault(layer, []).append(index)
+        lines = [f"{len(at):4} layers keep {plan}: {ranges(at)}" for plan, at in groups.items()]
+        if self.mlp_tile is not None:
+            lines.append(f"MLPs handle {self.mlp_tile} tokens at once")
+        if (said := self.prediction) is not None:
+            gib = 2**30
+            lines += [
+                f"batch {said.batch} x seq {said.seq}: predicted peak {said.peak_bytes / gib:.2f} "
+                f"GiB of {said.budget / gib:.2f} GiB (weights {said.weight_bytes / gib:.2f}, "
+                f"gradients {said.grad_bytes / gib:.2f}, optimizer and reserve "
+                f"{said.fixed_bytes / gib:.2f}), host memory {said.host_bytes / gib:.2f} GiB",
+                f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms",
+            ]
+            lines += [
+                f"  with {more / gib:.0f} GiB more: {seconds * 1e3:.0f} ms"
+                for more, seconds in said.gains
+            ]
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values. `from_dict` reads them."""
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
@@ -81,6 +133,21 @@ class MemoryPlan:
         """
         try:
             layers = tuple(LayerPlan(**layer) for layer in values["layers"])
-            return cls(**(values | {"layers": layers}))
-        except (KeyError, TypeError) as fault:
+            prediction = values.get("prediction")
+            if prediction is not None:
+                gains = tuple((more, seconds) for more, seconds in prediction["gains"])
+                prediction = Prediction(**(prediction | {"gains": gains}))
+            return cls(**(values | {"layers": layers, "prediction": prediction}))
+        except (KeyError, TypeError, ValueError) as fault:
             raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, such as "0-3, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

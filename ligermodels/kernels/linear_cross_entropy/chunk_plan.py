@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import choose
+from ligermodels.kernels.simulation import real_device
 
 DEFAULT_LOGITS_BYTES = 2**30
 """Default budget for logits. The float32 accumulator of the weight gradient is not part of it."""
@@ -32,7 +33,7 @@ def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
     if choose(hidden.device, hidden.dtype)[0] == "triton":
         return 0, 0  # the kernels overwrite the logits
     most = 7 + 2 * with_stats  # the most that any set of options needs
-    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+    if real_device(hidden.device).type != "cpu" or torch.compiler.is_compiling():
         return most, 0
     # On a CPU the reference computes blocks of at most a sixteenth of the chunk, or of one row.
     return 1, most - 1

@@ -32,6 +32,7 @@ from ligermodels.kernels.loss_options import (
     check_options,
     loss_divisor,
 )
+from ligermodels.kernels.simulation import real_device
 
 
 def linear_cross_entropy(
@@ -306,7 +307,9 @@ def _saves_logits_grad(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool
     gradient of the weight.
     """
     vocab, width = weight.shape
-    return needs_grad.weight and (weight.device.type == "cpu" or rows <= min(width, vocab))
+    return needs_grad.weight and (
+        real_device(weight.device).type == "cpu" or rows <= min(width, vocab)
+    )
 
 
 def _sizes(

@@ -10,6 +10,7 @@ from ligermodels.kernels.loss_options import (
     TokenStats,
     target_weight_sum,
 )
+from ligermodels.kernels.simulation import real_device
 
 
 def cross_entropy_rows(
@@ -87,7 +88,7 @@ def _rows_per_block(logits: Tensor) -> int:
     all of a block's temporary tensors together are smaller than the logits in `compute_dtype`.
     """
     rows, columns = logits.shape
-    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+    if real_device(logits.device).type != "cpu" or torch.compiler.is_compiling():
         return max(rows, 1)
     in_cache = torch.get_num_threads() * 2**17 // max(columns, 1)
     return max(1, min(in_cache, rows // 16))
