@@ -33,6 +33,7 @@ Row = dict[str, Any]
 
 HF, LIGER, OURS = "transformers", "transformers + liger", "ligermodels"
 GIB = 2**30
+RESERVE = 0.03  # the part of free memory that a plan for "auto" leaves for fragmentation
 # The fields that name a row. A new row replaces an older one of the same name.
 KEYS = {"rows": ("work", "setting"), "levels": ("level",), "predictions": ("case",)}
 
@@ -188,6 +189,7 @@ class Models:
             if work.adamw
         }
         self._theirs: dict[tuple[str, str], tuple[Any, torch.optim.Optimizer | None]] = {}
+        self.plans: dict[Setting, MemoryPlan] = {}
         self.liger_is_applied = False
         self.our_optimizer = self._optimizer(
             {p: self._states.get(name, {}) for name, p in self.ours.named_parameters()}
@@ -295,36 +297,45 @@ def recomputing(blocks: Iterable[nn.Module], keeps: str) -> Iterator[None]:
             block.__dict__.pop("forward", None)
 
 
-@contextlib.contextmanager
-def applied(
+def planned(
     model: Any, setting: Setting, work: Work, optimizer: torch.optim.Optimizer | None
-) -> Iterator[Row]:
-    """Let the model's blocks keep what the setting says. The value is what the planner says."""
+) -> tuple[MemoryPlan, Row]:
+    """Return the plan of a setting, and what it predicts."""
+    # Peaks of allocated bytes are compared, so only "auto" leaves a reserve for fragmentation.
+    reserve = RESERVE if setting.budget is None else 0.0
+    start = time.perf_counter()
+    plan = model.plan_memory(
+        work.batch,
+        work.seq,
+        budget="auto" if setting.budget is None else round(setting.budget * GIB),
+        host_budget=round(setting.host * GIB),
+        reserve=reserve,
+        optimizer_bytes=0 if optimizer is None else optimizer,
+    )
+    prediction = plan.prediction
+    return plan, {
+        "planning s": time.perf_counter() - start,
+        "predicted GiB": (prediction.peak_bytes - int(reserve * prediction.budget)) / GIB,
+        "predicted ms": prediction.seconds * 1e3,  # without the optimizer
+        "plan": str(plan),
+    }
+
+
+@contextlib.contextmanager
+def applied(model: Any, setting: Setting, plan: MemoryPlan | None) -> Iterator[None]:
+    """Let the model's blocks keep what the setting says, or for "plan" what the plan says."""
     if setting.keeps == "plan":
-        start = time.perf_counter()
-        plan = model.plan_memory(
-            work.batch,
-            work.seq,
-            budget="auto" if setting.budget is None else round(setting.budget * GIB),
-            host_budget=round(setting.host * GIB),
-            optimizer=optimizer,
-        )
-        said = {
-            "planning s": time.perf_counter() - start,
-            "predicted GiB": plan.peak_bytes / GIB,
-            "plan": str(plan),
-        }
         model.set_memory_plan(plan)
         try:
-            yield said
+            yield
         finally:
             model.set_memory_plan(None)
     elif setting.keeps == "all":
-        yield {}
+        yield
     else:
         blocks = model.layers if setting.implementation == OURS else model.model.layers
         with recomputing(blocks[: setting.blocks], setting.keeps):
-            yield {}
+            yield
 
 
 def host_bytes() -> int:
@@ -370,7 +381,10 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
     work = models.work
     model, optimizer = models.get(setting)
     ids = torch.randint(3, models.config.vocab_size, (work.batch, work.seq), device=models.device)
-    with applied(model, setting, work, optimizer) as said:
+    if setting.keeps == "plan" and setting not in models.plans:
+        models.plans[setting], said = planned(model, setting, work, optimizer)
+        row |= said
+    with applied(model, setting, models.plans.get(setting)):
         losses: list[float] = []
 
         def step() -> None:
@@ -384,7 +398,7 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
             "reserved GiB": torch.cuda.max_memory_reserved() / GIB,
             "host GiB": host_bytes() / GIB,
         }
-    row |= said | {name: max(value, row.get(name, 0)) for name, value in figures.items()}
+    row |= {name: max(value, row.get(name, 0)) for name, value in figures.items()}
     times = [ms for turn in row["turns"] for ms in turn]
     row["ms"] = statistics.median(times)
     row["ms spread"] = max(times) - min(times)

@@ -93,7 +93,7 @@ def test_checkpointed_blocks_give_the_same_gradients(implementation, keeps):
     work = tiny_work("llama")
     models = Models(work, torch.float32, "cpu")
     setting = Setting(implementation, keeps, blocks=3)
-    model, optimizer = models.get(setting)
+    model, _ = models.get(setting)
     ids = torch.randint(3, 64, (2, 16))
 
     def gradients() -> list[torch.Tensor]:
@@ -102,8 +102,7 @@ def test_checkpointed_blocks_give_the_same_gradients(implementation, keeps):
     expected = gradients()
     blocks = model.layers if implementation == OURS else model.model.layers
     counts = calls_of(blocks)
-    with memory.applied(model, setting, work, optimizer) as said:
-        assert said == {}
+    with memory.applied(model, setting, None):
         found = gradients()
     assert counts == [2, 2, 2, 1]
     for one, other in zip(expected, found):
