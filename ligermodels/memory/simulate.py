@@ -62,7 +62,6 @@ class Work:
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
-
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
 

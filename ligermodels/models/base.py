@@ -381,7 +381,10 @@ class DecoderModel(HFModel):
         self._memory_plan = plan
         self._offloaders.clear()
         for index, layer in enumerate(self.layers):
-            set_keep(layer, "all" if plan is None else plan.layers[index].keep)
+            if plan is None:
+                set_keep(layer, "all")
+            else:
+                set_keep(layer, plan.layers[index].keep, plan.mlp_tile)
 
     def plan_memory(
         self,
