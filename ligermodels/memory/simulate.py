@@ -247,7 +247,10 @@ class _Simulator:
         if backend == "dense" and not mask.hides_nothing(window):
             visible = mask.dense(window, q.device)
         if softcap is not None:
-            return attention_backend._capped(q, k, v, visible, scale, softcap)
+            with self.without_autocast():
+                return attention_backend._capped(q, k, v, visible, scale, softcap)
+        if self.autocast is not None:
+            q, k, v = (x.to(self.autocast) for x in (q, k, v))
         return self._sdpa(q, k, v, visible, scale)
 
     def _sdpa(
@@ -324,6 +327,7 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        torch.empty_like(lse)  # the largest score of each query
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
