@@ -8,6 +8,8 @@ from ligermodels.errors import ConfigError as ConfigError
 from ligermodels.errors import LigerError as LigerError
 from ligermodels.errors import SaveError as SaveError
 from ligermodels.layers.kv_cache import KVCache as KVCache
+from ligermodels.memory.plan import LayerPlan as LayerPlan
+from ligermodels.memory.plan import MemoryPlan as MemoryPlan
 from ligermodels.models.auto import AutoLiger as AutoLiger
 from ligermodels.models.auto import register as register
 from ligermodels.models.gemma import GemmaConfig as GemmaConfig

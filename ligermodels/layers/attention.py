@@ -1,5 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
+from functools import partial
 from typing import overload
 
 import torch
@@ -11,6 +12,7 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.recompute import Keep, attend_once
 
 
 class AttentionContext:
@@ -78,11 +80,15 @@ class Attention(nn.Module):
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         layer_index: index of this layer in a KV cache.
+    Attributes:
+        keep: what the layer keeps for backward; a memory plan sets it.
 
     Raises:
         ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
             does not divide num_heads, or sliding_window or softcap is not positive.
     """
+
+    keep: Keep = "all"
 
     def __init__(
         self,
@@ -150,16 +156,15 @@ class Attention(nn.Module):
             new = k.shape[2]
             k, v = context.cache.update(self.layer_index, k, v)
             key_positions = context.cache.key_positions(self.layer_index, new)
-        out = attend(
-            q,
-            k,
-            v,
-            context.mask,
+        attention = partial(
+            attend,
+            mask=context.mask,
             scale=self.scale,
             window=self.sliding_window,
             softcap=self.softcap,
             key_positions=key_positions,
         )
+        out = attend_once(attention, q, k, v) if self._keeps_output else attention(q, k, v)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
 
@@ -190,6 +195,11 @@ class Attention(nn.Module):
             k = k if k_norm is None else k_norm(k)
             qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
         return *kernels.rope(qkv, *angles, *heads), total
+
+    @property
+    def _keeps_output(self) -> bool:
+        # In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
+        return self.keep == "attention" and not torch.compiler.is_compiling()
 
     @property
     def fuses_head_norms(self) -> bool:

@@ -53,6 +53,11 @@ class PendingNorm(NamedTuple):
             return kernels.rms_norm(x, weight, **options), x
         return kernels.add_rms_norm(x, residual, weight, **options)
 
+    def of_the_sum(self) -> "PendingNorm":
+        """Return the same norm with x + residual as its x, computed now."""
+        x = self.x if self.residual is None else self.x + self.residual
+        return self._replace(x=x, residual=None)
+
 
 class AppliedNorm(NamedTuple):
     """The result of a norm that could not be fused: its output and the sum that it normalised."""

@@ -8,7 +8,7 @@ the bytes of the storages that are alive, as CUDA's caching allocator rounds the
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -63,6 +63,19 @@ class Work:
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass
+class Phase:
+    """A part of a step: its bytes and its work."""
+
+    before: int  # bytes that exist when it begins
+    peak: int = 0  # the most bytes in it
+    after: int = 0  # bytes that exist when it ends
+    work: Work = field(default_factory=Work)
+
 
 @dataclass
 class Simulation:
@@ -75,8 +88,13 @@ class Simulation:
     kept_bytes: int  # what forward leaves for backward, without weights and inputs
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    peaks: dict[str, int] = field(default_factory=dict)  # the peak of each phase, in their order
+    phases: dict[str, Phase] = field(default_factory=dict)  # in their order
     reserved_bytes: int = 0  # what CUDA's caching allocator reserves from the GPU for the step
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory when forward ends."""
+        return self.forward.to_host_bytes
 
 
 class _PlainSizes:
@@ -109,14 +127,22 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, Any] = {}  # by storage: a weak reference to it, and its block
         self.allocator: CachingAllocator | _PlainSizes
         self.allocator = CachingAllocator() if self.on_gpu else _PlainSizes()
-        self.phase = "forward"
-        self.peaks: dict[str, int] = {}
-        self.forward, self.backward = Work(), Work()
-        self.work = self.forward
+        self.phases: dict[str, Phase] = {}
+        self.phase = Phase(0)
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase; later peaks count for it."""
-        self.phase = phase
+    @property
+    def work(self) -> Work:
+        """The work of the phase that is running."""
+        return self.phase.work
+
+    def enter(self, name: str) -> None:
+        """Begin a phase; later peaks and work count for it."""
+        self.leave()
+        self.phase = self.phases.setdefault(name, Phase(self.bytes, self.bytes))
+
+    def leave(self) -> None:
+        """End the phase that is running."""
+        self.phase.after = self.bytes
 
     def hold(self, tensors: Iterable[Tensor]) -> int:
         """Count the storages of tensors that exist already; return their bytes."""
@@ -150,8 +176,7 @@ class Tracker(TorchDispatchMode):
 
     def _peak(self, extra: int = 0) -> None:
         block = self.allocator.allocate(extra) if extra else None
-        if self.bytes > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = self.bytes
+        self.phase.peak = max(self.phase.peak, self.bytes)
         if block is not None:
             self.allocator.free(block)
 
@@ -497,7 +522,6 @@ def run_step(
         loss = out if isinstance(out, Tensor) else out[0]
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
-            tracker.work = tracker.backward
             tracker.enter("backward")
             gradient = torch.ones_like(loss)
             # torch.autograd.backward would suspend the mode that stands for autocast.
@@ -505,19 +529,26 @@ def run_step(
                 (loss,), (gradient,), False, False, (), True, True
             )
 
+    tracker.enter("forward")
     with tracker:
         whole = {f"model.{name}": x for name, x in state.items()}
         torch.func.functional_call(_Step(model, step), whole, ())
+    tracker.leave()
+    phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
+
+    def work(direction: str) -> Work:
+        return sum((p.work for name, p in phases.items() if name.startswith(direction)), Work())
+
     return Simulation(
-        peak_bytes=max(tracker.peaks.values()),
-        peak_phase=max(tracker.peaks, key=tracker.peaks.__getitem__),
+        peak_bytes=max(phase.peak for phase in phases.values()),
+        peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
         grad_bytes=sum(map(tracker.block_bytes, grads)),
         kept_bytes=kept_bytes,
-        forward=tracker.forward,
-        backward=tracker.backward,
-        peaks=tracker.peaks,
+        forward=work("forward"),
+        backward=work("backward"),
+        phases=phases,
         reserved_bytes=tracker.allocator.reserved,
     )
 

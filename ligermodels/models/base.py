@@ -1,16 +1,18 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import (
     AttentionContext,
     HeadOutput,
@@ -30,6 +32,10 @@ from ligermodels.layers.attention_mask import (
 )
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions
+from ligermodels.layers.recompute import run_layer, set_keep
+from ligermodels.memory import fit
+from ligermodels.memory.offload import Offloader
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
@@ -49,7 +55,8 @@ class DecoderModel(HFModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self._checkpoint_every = 0  # the blocks whose index it divides; 0 for no block
+        self._memory_plan: MemoryPlan | None = None
+        self._offloaders: dict[torch.device, Offloader] = {}
 
     def build(
         self,
@@ -157,16 +164,37 @@ class DecoderModel(HFModel):
 
     def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        every = self._checkpoint_every if torch.is_grad_enabled() else 0
+        plan = self._memory_plan
+        store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
-            context = contexts[rope]
-            if every and index % every == 0:
-                # Adding the pair first leaves one tensor to keep for backward instead of two.
-                x, residual = x if residual is None else x + residual, None
-                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
-            else:
-                x, residual = layer(x, residual, context)
+            choice = LayerPlan() if plan is None else plan.layers[index]
+            with nullcontext() if store is None else store.layer(index, choice.host):
+                kept_in = store if choice.host else None
+                x, residual = run_layer(layer, x, residual, contexts[rope], choice.keep, kept_in)
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
+
+    def _offloader(
+        self, device: torch.device, contexts: dict[str, AttentionContext]
+    ) -> Offloader | None:
+        """Return the offloader of a device at the start of a forward, or None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():
+            raise ConfigError(
+                "memory plan: a compiled model cannot keep tensors in host memory; compile its "
+                "layers instead: for layer in model.layers: layer.compile()"
+            )
+        assert self._memory_plan is not None
+        budget, simulator = self._memory_plan.host_budget, simulator_of(device)
+        if simulator is not None:
+            store = Offloader(device, budget, on_copy=simulator.copied)
+        else:
+            # Its pinned memory is used again in every step.
+            store = self._offloaders.get(device) or Offloader(device, budget)
+            self._offloaders[device] = store
+        shared = [x for context in contexts.values() for x in (context.cos, context.sin)]
+        store.forward_pass([*shared, *self.parameters()])
+        return store
 
     @property
     def ropes(self) -> list[str]:
@@ -284,16 +312,17 @@ class DecoderModel(HFModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Keep only one tensor per block for backward, which recomputes the block from it.
+        """Keep only the input of each block for backward, which computes the block again.
 
-        The arguments are those of transformers.
+        The arguments are those of transformers. They become a memory plan: see `set_memory_plan`.
 
         Args:
             activation_checkpointing_kwargs: None or {"use_reentrant": False}.
             every_n_layers: backward recomputes the blocks whose index is a multiple of this.
-            offload: only False is accepted, because offload to host memory is not implemented.
+            offload: whether the inputs of these blocks are kept in host memory.
         Raises:
             ValueError: an argument asks for something that is not implemented.
+            ConfigError: offload is asked for where there is no pinned memory.
         """
         options = activation_checkpointing_kwargs or {}
         if not isinstance(options, dict):
@@ -310,22 +339,84 @@ class DecoderModel(HFModel):
                 "activation checkpointing: use_reentrant=True is not implemented; leave it out or "
                 "set it to False, which computes the same gradients"
             )
-        if offload:
-            raise ValueError(
-                "activation checkpointing: offload=True is not implemented; pass offload=False"
-            )
-        self._checkpoint_every = check_count(
-            "activation checkpointing", "every_n_layers", every_n_layers, 1
+        every = check_count("activation checkpointing", "every_n_layers", every_n_layers, 1)
+        recomputed, kept = LayerPlan("input", host=offload), LayerPlan()
+        count = len(self.layers)
+        self.set_memory_plan(
+            MemoryPlan(tuple(kept if i % every else recomputed for i in range(count)))
         )
 
     def activation_checkpointing_disable(self) -> None:
         """Keep the activations of every block for backward."""
-        self._checkpoint_every = 0
+        self.set_memory_plan(None)
 
     @property
     def is_activation_checkpointing(self) -> bool:
         """Whether backward recomputes some blocks."""
-        return self._checkpoint_every > 0
+        return self._memory_plan is not None and self._memory_plan.recomputes
+
+    def set_memory_plan(self, plan: MemoryPlan | None) -> None:
+        """Choose what each layer keeps for backward, from the next forward on.
+
+        Args: plan: a plan for this number of layers. None means that every layer keeps all.
+        Raises:
+            ConfigError: the plan has another number of layers.
+        """
+        count = len(self.layers)
+        if plan is not None and len(plan.layers) != count:
+            raise ConfigError(
+                f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make "
+                "a plan with model.plan_memory"
+            )
+        device = self.embed_tokens.weight.device
+        if plan is not None and plan.uses_host and device.type not in ("cuda", "meta"):
+            raise ConfigError(
+                f"memory plan: it keeps tensors in host memory, but the model is on {device}, "
+                "which has no pinned memory to copy to; use a plan without host memory"
+            )
+        self.apply_memory_plan(plan)
+
+    def apply_memory_plan(self, plan: MemoryPlan | None) -> None:
+        """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
+        self._memory_plan = plan
+        self._offloaders.clear()
+        for index, layer in enumerate(self.layers):
+            if plan is None:
+                set_keep(layer, "all")
+            else:
+                set_keep(layer, plan.layers[index].keep, plan.mlp_tile)
+
+    def plan_memory(
+        self,
+        batch: int,
+        seq: int,
+        budget: int | str = "auto",
+        host_budget: int | str = 0,
+        **step: Any,
+    ) -> MemoryPlan:
+        """Return the fastest memory plan with which a training step fits a budget.
+
+        `print(plan)` shows it, and `set_memory_plan(plan)` uses it. The arguments are those of
+        `ligermodels.memory.fit.plan_memory`: the largest batch, bytes of GPU memory ("auto": all
+        that is free) and of host memory, the optimizer's bytes, and what else a step consists of.
+
+        Raises:
+            ConfigError: the budget is too small; the message names the least bytes.
+        """
+        return fit.plan_memory(self, batch, seq, budget, host_budget, **step)
+
+    def largest_batch(self, seq: int, budget: int | str = "auto", **step: Any) -> int:
+        """Return the largest batch with which a training step fits, or 0; see `plan_memory`."""
+        return fit.largest_batch(self, seq, budget, **step)
+
+    def largest_seq(self, batch: int, budget: int | str = "auto", **step: Any) -> int:
+        """Return the longest rows with which a step fits, within 2%, or 0; see `plan_memory`."""
+        return fit.largest_seq(self, batch, budget, **step)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """The plan in use, or None if every layer keeps all."""
+        return self._memory_plan
 
     def gradient_checkpointing_enable(
         self,

@@ -1,0 +1,226 @@
+"""What a layer keeps for backward, and the recomputation of the rest.
+
+| level | kept tensors | what backward computes again |
+| --- | --- | --- |
+| `all` | both residual sums, q, k, v, attention's output, gate_up | norm outputs, the activation |
+| `no_gate_up` | all of these but gate_up | also the first projection of the MLP |
+| `attention` | the block's input, attention's output and log-sum-exp | all but attention itself |
+| `input` | the block's input | the whole block |
+
+No level computes the block's last product again, because no gradient needs it. In eager mode
+`torch.utils.checkpoint` stops the second forward when the last saved tensor exists, and saves the
+inputs of a product before it computes the product.
+
+Each level gives bitwise the same gradients as the others, as far as attention's own backward is
+deterministic.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Keep = Literal["all", "no_gate_up", "attention", "input"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)  # from the most memory to the least
+
+
+class Store(Protocol):
+    """Holds kept tensors elsewhere, for example in host memory, between forward and backward."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor; return a handle for it."""
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Return the tensor of a handle."""
+
+
+def run_layer(
+    layer: nn.Module,
+    x: Tensor,
+    residual: Tensor | None,
+    context: Any,
+    keep: Keep,
+    store: Store | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Call `layer(x, residual, context)` so that it keeps the tensors of a level for backward.
+
+    Args:
+        x, residual: (batch, seq, hidden). Their sum is the layer's input.
+        keep: the level. `set_keep` must have given the same level to the layer's modules.
+        store: where kept outputs of attention go at the level "attention". By default they stay.
+    Returns: (x, residual), whose sum is the layer's output.
+    """
+    if keep in ("all", "no_gate_up") or not torch.is_grad_enabled():
+        return layer(x, residual, context)
+    # Adding the pair first leaves one tensor to keep for backward instead of two.
+    x = x if residual is None else x + residual
+    options: dict[str, Any] = {}
+    if keep == "attention":
+        if torch.compiler.is_compiling():
+            ops = _attention_ops()
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, ops)
+        else:
+            kept = _KeptOutputs(store)
+            options["context_fn"] = lambda: (
+                _Activate(kept, replays=False),
+                _Activate(kept, replays=True),
+            )
+    return checkpoint(layer, x, None, context, use_reentrant=False, **options)
+
+
+def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
+    """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
+    for module in layer.modules():
+        if hasattr(module, "keep"):
+            module.keep = keep  # type: ignore[assignment]
+        if hasattr(module, "tile"):
+            module.tile = mlp_tile  # type: ignore[assignment]
+
+
+def _attention_ops() -> list[Any]:
+    """Return the attention ops of torch, for a compiled layer that keeps their outputs."""
+    aten, higher = torch.ops.aten, torch.ops.higher_order
+    ops = [
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        higher.flex_attention,
+    ]
+    if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
+        ops.append(torch.ops.torch_attn._varlen_attn.default)
+    return ops
+
+
+class _KeptOutputs:
+    """Attention's outputs of one layer, from its forward until its backward."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
+        self.outputs: list[Any] = []  # handles of the store, in the order of the calls
+        self.replayed = 0  # how many of them the recomputation has taken
+
+    def pack(self, tensor: Tensor) -> Any:
+        return tensor if self.store is None else self.store.pack(tensor)
+
+    def unpack(self, handle: Any) -> Tensor:
+        return handle if self.store is None else self.store.unpack(handle)
+
+    def next(self) -> Tensor:
+        self.replayed += 1
+        return self.unpack(self.outputs[self.replayed - 1])
+
+
+class _Active(threading.local):
+    """The layer that this thread computes now. Backward has threads of its own."""
+
+    kept: _KeptOutputs | None = None
+    replays = False
+
+
+_active = _Active()
+
+
+class _Activate:
+    """The context of a layer's first forward, or of its recomputation; it may be entered again."""
+
+    def __init__(self, kept: _KeptOutputs, *, replays: bool) -> None:
+        self.now = kept, replays
+        self.before: list[tuple[_KeptOutputs | None, bool]] = []
+
+    def __enter__(self) -> None:
+        self.before.append((_active.kept, _active.replays))
+        _active.kept, _active.replays = self.now
+        self.now[0].replayed = 0
+
+    def __exit__(self, *_: object) -> None:
+        _active.kept, _active.replays = self.before.pop()
+
+
+def attend_once(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Return attend(q, k, v), but compute it only in the first forward of a recomputed layer.
+
+    Attention's backward needs q, k, v, the output and the log-sum-exp. The first forward keeps the
+    last two, and backward computes q, k and v again.
+
+    Args: attend, a differentiable function of (batch, heads, seq, head_dim) tensors.
+    """
+    kept = _active.kept
+    if kept is None:
+        return attend(q, k, v)
+    if _active.replays:
+        return _Replay.apply(q, k, v, kept.next())
+    q, k, v = _Hold.apply(q, k, v)
+    held = q.grad_fn
+    if held is None:  # nothing before attention needs a gradient
+        out = attend(q, k, v)
+    else:
+        inputs = {x.untyped_storage()._cdata: i for i, x in enumerate((q, k, v))}
+        count = 0  # of the views of q, k and v that attention saves
+        again: list[Tensor] = []  # q, k and v, until backward has taken all of these views
+        taken = 0
+
+        def pack(tensor: Tensor) -> Any:
+            nonlocal count
+            index = inputs.get(tensor.untyped_storage()._cdata)
+            if index is None:
+                return _Kept(kept.pack(tensor))
+            count += 1
+            return index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(handle: Any) -> Tensor:
+            nonlocal taken
+            if isinstance(handle, _Kept):
+                return kept.unpack(handle.handle)
+            index, dtype, shape, stride, offset = handle
+            if not again:
+                # This makes the checkpoint compute them. It gives them out only once.
+                again.extend(held.saved_tensors)  # type: ignore[attr-defined]
+            x = again[index]
+            taken += 1
+            if taken == count:
+                again.clear()
+                taken = 0
+            assert x.dtype == dtype
+            return x.as_strided(shape, stride, offset)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = attend(q, k, v)
+    kept.outputs.append(kept.pack(out.detach()))
+    return out
+
+
+class _Kept(NamedTuple):
+    handle: Any  # of the store
+
+
+class _Hold(torch.autograd.Function):
+    """Return q, k and v, and save them, so that the checkpoint can give them back."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+class _Replay(torch.autograd.Function):
+    """Return the kept output, and save q, k and v where the first forward saved them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AssertionError("no gradient flows through the graph of a recomputation")

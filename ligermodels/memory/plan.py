@@ -1,0 +1,153 @@
+"""The memory plan: what each layer of a model keeps for backward, and where it keeps it."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from typing_extensions import Self
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.recompute import KEEPS, Keep
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer keeps for backward.
+
+    Attributes:
+        keep: the level; the table in `ligermodels.layers.recompute` says what each one keeps.
+        host: whether the kept tensors are in pinned host memory until backward.
+    """
+
+    keep: Keep = "all"
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep not in KEEPS:
+            raise ConfigError(f"memory plan: keep={self.keep!r}; expected one of {KEEPS}")
+
+    def __str__(self) -> str:
+        return f"{self.keep}, in host memory" if self.host else self.keep
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of a plan.
+
+    Attributes:
+        batch, seq: the shape of the batch.
+        budget: bytes on the GPU.
+        peak_bytes: the most bytes at any time of a step.
+        fixed_bytes: the part of them that is the optimizer's states and the reserve.
+        weight_bytes, grad_bytes: the part of parameters, and of their gradients.
+        host_bytes: bytes in pinned host memory.
+        seconds: of forward and backward.
+        gains: (further bytes, seconds) for larger budgets that make the step faster.
+    """
+
+    batch: int
+    seq: int
+    budget: int
+    peak_bytes: int
+    fixed_bytes: int
+    weight_bytes: int
+    grad_bytes: int
+    host_bytes: int
+    seconds: float
+    gains: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each layer keeps for backward.
+
+    No plan changes a gradient, except that `mlp_tile` changes the order of the sums in the weight
+    gradients of the MLPs.
+
+    Attributes:
+        layers: one `LayerPlan` for each layer.
+        mlp_tile: the tokens that the MLP of a layer handles at once. None means all.
+        host_budget: the most bytes of pinned host memory.
+        prediction: what the planner says of the plan, or None if the plan was written by hand.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    mlp_tile: int | None = None
+    host_budget: int = 0
+    prediction: Prediction | None = None
+
+    @classmethod
+    def uniform(cls, num_layers: int, keep: Keep, *, host: bool = False, **options: Any) -> Self:
+        """Return the plan in which all layers have the same level."""
+        return cls((LayerPlan(keep, host),) * num_layers, **options)
+
+    @classmethod
+    def of(cls, keeps: Iterable[Keep | LayerPlan], **options: Any) -> Self:
+        """Return a plan from the levels, or the plans, of the layers."""
+        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in keeps)
+        return cls(tuple(layers), **options)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes some layers again."""
+        return any(layer.keep != "all" for layer in self.layers)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether some layers keep their tensors in host memory."""
+        return any(layer.host for layer in self.layers)
+
+    def __str__(self) -> str:
+        """Return a table of the layers by level, then the prediction."""
+        groups: dict[LayerPlan, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            groups.setdefault(layer, []).append(index)
+        lines = [f"{len(at):4} layers keep {plan}: {ranges(at)}" for plan, at in groups.items()]
+        if self.mlp_tile is not None:
+            lines.append(f"MLPs handle {self.mlp_tile} tokens at once")
+        if (said := self.prediction) is not None:
+            gib = 2**30
+            lines += [
+                f"batch {said.batch} x seq {said.seq}: predicted peak {said.peak_bytes / gib:.2f} "
+                f"GiB of {said.budget / gib:.2f} GiB (weights {said.weight_bytes / gib:.2f}, "
+                f"gradients {said.grad_bytes / gib:.2f}, optimizer and reserve "
+                f"{said.fixed_bytes / gib:.2f}), host memory {said.host_bytes / gib:.2f} GiB",
+                f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms",
+            ]
+            lines += [
+                f"  with {more / gib:.0f} GiB more: {seconds * 1e3:.0f} ms"
+                for more, seconds in said.gains
+            ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values. `from_dict` reads them."""
+        return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the plan that `to_dict` has written.
+
+        Raises:
+            ConfigError: the values are not those of a plan.
+        """
+        try:
+            layers = tuple(LayerPlan(**layer) for layer in values["layers"])
+            prediction = values.get("prediction")
+            if prediction is not None:
+                gains = tuple((more, seconds) for more, seconds in prediction["gains"])
+                prediction = Prediction(**(prediction | {"gains": gains}))
+            return cls(**(values | {"layers": layers, "prediction": prediction}))
+        except (KeyError, TypeError, ValueError) as fault:
+            raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, such as "0-3, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,199 @@
+"""Levels of recomputation: every family, bitwise the gradients of a model that keeps all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ligermodels.layers import attention, recompute
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import MemoryPlan
+from ligermodels.models.base import DecoderModel
+from tests.families import OWN
+from tests.models.pairs import gradients, relative
+from tests.models.test_families import batch, make
+
+RECOMPUTED = [keep for keep in KEEPS if keep != "all"]
+MIXED = ("attention", "all", "no_gate_up")
+
+
+def run(model: DecoderModel, plan: MemoryPlan | None, **inputs: Any) -> tuple[Tensor, dict]:
+    ids, labels = batch()
+    model.zero_grad()
+    model.set_memory_plan(plan)
+    out = model(ids, labels=labels, **inputs)
+    out.loss.backward()
+    return out.loss.detach(), gradients(model)
+
+
+def assert_same(model: DecoderModel, plan: MemoryPlan, **inputs: Any) -> None:
+    loss, expected = run(model, None, **inputs)
+    found_loss, found = run(model, plan, **inputs)
+    assert torch.equal(found_loss, loss) and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def packed() -> dict[str, Tensor]:
+    return {"position_ids": torch.tensor([[*range(5), *range(6), *range(3)]] * 2)}
+
+
+def padded() -> dict[str, Tensor]:
+    mask = torch.ones(2, 14, dtype=torch.int64)
+    mask[0, :4] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_gradients_are_bitwise_those_of_no_plan(family: str, subtests: pytest.Subtests) -> None:
+    model = make(family)
+    for inputs in ({}, packed(), padded()):
+        for keep in RECOMPUTED:
+            with subtests.test(f"{keep} {list(inputs)}"):
+                assert_same(model, MemoryPlan.uniform(3, keep), **inputs)
+        with subtests.test(f"mixed {list(inputs)}"):
+            assert_same(model, MemoryPlan.of(MIXED), **inputs)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_tiles_change_only_the_order_of_a_sum(family: str) -> None:
+    model = make(family)
+    _, expected = run(model, None)
+    for keep in KEEPS:
+        _, found = run(model, MemoryPlan.uniform(3, keep, mlp_tile=5))
+        for name, grad in expected.items():
+            assert relative(found[name], grad) <= 1e-6, (keep, name)
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    calls: list[int] = []
+    original = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+class Products(TorchDispatchMode):
+    """Counts the products x W^T that are really computed, by the name of the projection."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.untyped_storage()._cdata: n for n, p in layers.named_parameters()}
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            weight = args[-1]
+            name = self.names.get(weight.untyped_storage()._cdata)
+            if name is not None and weight.stride(0) == 1:  # W^T; backward uses W
+                self.count[name.rsplit(".", 2)[-2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_what_backward_computes_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the calls of attention, and the products of a layer's first and last projection."""
+    model = make(family)
+    attends = calls_of(monkeypatch, attention, "attend")
+    # The norm after the MLP needs the last product in backward.
+    last = 2 if family == "gemma2" else 1
+    for keep, attention_calls, qkv, gate_up, down in (
+        ("all", 1, 1, 1, 1),
+        ("no_gate_up", 1, 1, 2, 1),
+        ("attention", 1, 2, 2, last),
+        ("input", 2, 2, 2, last),
+    ):
+        attends.clear()
+        with Products(model.layers) as products:
+            run(model, MemoryPlan.uniform(3, keep))
+        assert len(attends) == 3 * attention_calls, keep
+        found = tuple(products.count[f"{name}_proj"] / 3 for name in ("qkv", "gate_up", "down"))
+        assert found == (qkv, gate_up, down), keep
+
+
+def test_backward_twice_and_no_backward() -> None:
+    model = make("llama")
+    ids, labels = batch()
+    _, expected = run(model, None)
+    for keep in RECOMPUTED:
+        model.set_memory_plan(MemoryPlan.uniform(3, keep))
+        model.zero_grad()
+        model(ids, labels=labels)  # without backward
+        loss = model(ids, labels=labels).loss
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        assert all(torch.equal(g, expected[name]) for name, g in gradients(model).items()), keep
+        assert recompute._active.kept is None
+
+
+@pytest.mark.parametrize("frozen", ["qkv_proj", "down_proj", "layers.0", "layers", "embed_tokens"])
+def test_frozen_parameters(frozen: str) -> None:
+    model = make("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    for keep in RECOMPUTED:
+        assert_same(model, MemoryPlan.uniform(3, keep))
+
+
+class LowRank(nn.Module):
+    """A swapped projection with dropout, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(self.dropout(x)))
+
+
+def test_swapped_projections_with_dropout() -> None:
+    torch.manual_seed(0)
+    model = make("qwen2")
+    for layer in model.layers:
+        layer.self_attn.qkv_proj = LowRank(layer.self_attn.qkv_proj)
+        layer.mlp.down_proj = LowRank(layer.mlp.down_proj)
+    torch.manual_seed(1)
+    _, expected = run(model, None)
+    for keep in RECOMPUTED:
+        torch.manual_seed(1)
+        _, found = run(model, MemoryPlan.uniform(3, keep))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), keep
+
+
+@pytest.mark.parametrize("keep", RECOMPUTED)
+def test_autocast(keep: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(make("llama"), MemoryPlan.uniform(3, keep))
+
+
+@pytest.mark.parametrize("per_block", [False, True], ids=["whole", "per block"])
+@pytest.mark.parametrize("keep", RECOMPUTED)
+def test_compiled(keep: str, per_block: bool) -> None:
+    model = make("llama")
+    _, expected = run(model, None)
+    ids, labels = batch()
+    model.zero_grad()
+    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    torch._dynamo.reset()
+    if per_block:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        model(ids, labels=labels).loss.backward()
+    else:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(
+            ids, labels=labels
+        ).loss.backward()
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
