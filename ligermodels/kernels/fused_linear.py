@@ -22,6 +22,7 @@ from ligermodels.kernels.checks import (
     check_rope,
 )
 from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.glu import glu_backward
 from ligermodels.kernels.rms_norm import grads_of_summands
 from ligermodels.kernels.rope import split_qkv
 
@@ -39,16 +40,6 @@ def _linear_backward(
     return grad_weight, grad_bias
 
 
-def _returns_sum(residual: Tensor | None) -> bool:
-    """Whether a Function returns the sum x + residual, so that backward adds its gradient.
-
-    Without a residual the sum is x. If x is the output of the Function, too, the kernel adds both
-    gradients of x in float32, as it does with a residual. The compiler does not trace a Function
-    that returns its input; autograd then adds the gradients.
-    """
-    return residual is not None or not torch.compiler.is_compiling()
-
-
 def _norm_linear_forward(
     ctx: Any,
     x: Tensor,
@@ -57,34 +48,45 @@ def _norm_linear_forward(
     weight: Tensor,
     bias: Tensor | None,
     options: NormOptions,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the linear's output and the tensors to save for `_norm_linear_backward`."""
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Return the linear's output, the sum, and the tensors to save for `_norm_linear_backward`.
+
+    The Functions return the sum even if it is x itself. Backward then receives its gradient, and
+    the kernel adds it, which saves a tensor of its size and a rounding.
+    """
+    ctx.set_materialize_grads(False)
     ctx.ops, ctx.options = select("rms_norm", x, residual), options
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
-    return F.linear(y, weight, bias), (s, norm_weight, rstd, weight)
+    saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
+    if not any(ctx.needs_input_grad[:3]):
+        saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
+    return F.linear(y, weight, bias), s, saved
 
 
 def _norm_linear_backward(
     ctx: Any,
-    grad_output: Tensor,
+    grad_output: Tensor | None,
     grad_s: Tensor | None,
-    s: Tensor,
-    norm_weight: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
+    saved: tuple[Any, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, residual, norm_weight, weight and bias."""
+    """Return the gradients of x, residual, norm_weight, weight and bias.
+
+    If the norm's inputs are all frozen, only the linear's input y was saved, if anything.
+    """
+    if grad_output is None:
+        return *grads_of_summands(ctx, grad_s), None, None, None
     needs_grad = ctx.needs_input_grad
-    grad = grad_norm_weight = y = None
-    with without_autocast(s):
+    s, norm_weight, rstd, weight, y = saved
+    grad = grad_norm_weight = None
+    with without_autocast(grad_output):
         if any(needs_grad[:3]):
             grad_y = grad_output @ weight
             grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
                 grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
             )
             del grad_y
-        elif needs_grad[3]:
+        elif needs_grad[3] and y is None:
             y, _, _ = ctx.ops.rms_norm_forward(s, None, norm_weight, ctx.options, weight.dtype)
         grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
     return *grads_of_summands(ctx, grad), grad_norm_weight, grad_weight, grad_bias
@@ -101,16 +103,18 @@ class _NormLinear(torch.autograd.Function):
         bias: Tensor | None,
         options: NormOptions,
     ) -> tuple[Tensor, ...]:
-        output, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
+        output, s, saved = _norm_linear_forward(
+            ctx, x, residual, norm_weight, weight, bias, options
+        )
         ctx.save_for_backward(*saved)
-        return (output, saved[0]) if _returns_sum(residual) else (output,)
+        return output, s
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: Tensor, grad_s: Tensor | None = None
+        ctx: Any, grad_output: Tensor | None, grad_s: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_linear")
-        grads = _norm_linear_backward(ctx, grad_output, grad_s, *ctx.saved_tensors)
+        grads = _norm_linear_backward(ctx, grad_output, grad_s, ctx.saved_tensors)
         return *grads, None
 
 
@@ -128,21 +132,29 @@ class _NormQKVRope(torch.autograd.Function):
         heads: tuple[int, int],
         options: NormOptions,
     ) -> tuple[Tensor, ...]:
-        qkv, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
+        qkv, s, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
         # Rotate in place: no other code holds the new tensor `qkv`.
         qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
-        return (*heads_of_qkv, saved[0]) if _returns_sum(residual) else heads_of_qkv
+        ctx.shapes = [x.shape for x in heads_of_qkv]
+        return *heads_of_qkv, s
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_s: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads_of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_qkv_rope")
         *saved, cos, sin = ctx.saved_tensors
-        grad_qkv = select("rope", saved[0]).rope_backward(grad_q, grad_k, grad_v, cos, sin)
-        grads = _norm_linear_backward(ctx, grad_qkv, grad_s, *saved)
+        *grad_heads, grad_s = grads_of_outputs
+        grad_qkv = None
+        for known in grad_heads:
+            if known is not None:
+                upstream = [
+                    known.new_zeros(shape) if grad is None else grad
+                    for grad, shape in zip(grad_heads, ctx.shapes)
+                ]
+                grad_qkv = select("rope", known).rope_backward(*upstream, cos, sin)
+                break
+        grads = _norm_linear_backward(ctx, grad_qkv, grad_s, saved)
         return *grads, *[None] * 4
 
 
@@ -188,8 +200,7 @@ def norm_linear(
     _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
-        outputs = _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
-    return outputs if _returns_sum(residual) else (outputs[0], x)
+        return _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
 
 
 def norm_qkv_rope(
@@ -221,49 +232,59 @@ def norm_qkv_rope(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        outputs = _NormQKVRope.apply(
-            x, residual, norm_weight, weight, bias, cos, sin, heads, options
-        )
-    return outputs if _returns_sum(residual) else (*outputs, x)
+        return _NormQKVRope.apply(x, residual, norm_weight, weight, bias, cos, sin, heads, options)
 
 
 class _GLULinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+        ctx: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        consume: bool,
     ) -> Tensor:
         ctx.ops = select("glu", gate_up)
-        ctx.save_for_backward(gate_up, weight)
-        ctx.activation = activation
+        ctx.activation, ctx.consume = activation, consume
         y = ctx.ops.glu_forward(gate_up, activation).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gate_up, weight, None)
+        else:
+            ctx.save_for_backward(None, None, y if ctx.needs_input_grad[1] else None)
         return F.linear(y, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("glu_linear")
-        gate_up, weight = ctx.saved_tensors
-        ops, activation, needs_grad = ctx.ops, ctx.activation, ctx.needs_input_grad
-        grad_gate_up = y = None
-        with without_autocast(gate_up):
+        gate_up, weight, y = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad
+        grad_gate_up = None
+        with without_autocast(grad_output):
             if needs_grad[0]:
                 grad_y = grad_output @ weight
-                grad_gate_up, y = ops.glu_backward(gate_up, grad_y, activation, needs_grad[1])
+                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1])
                 del grad_y
-            elif needs_grad[1]:
-                y = ops.glu_forward(gate_up, activation)
-            if y is not None:
-                y = y.to(weight.dtype)
+            elif needs_grad[1] and y is None:
+                y = ctx.ops.glu_forward(gate_up, ctx.activation).to(weight.dtype)
             grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[1], needs_grad[2])
-        return grad_gate_up, grad_weight, grad_bias, None
+        return grad_gate_up, grad_weight, grad_bias, None, None
 
 
 def glu_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
+    gate_up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    *,
+    consume: bool = False,
 ) -> Tensor:
     """Return linear(glu(gate_up, activation)); save only gate_up for backward.
 
-    Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation:
-        as in `glu`.
+    If gate_up needs no gradient, it saves the activation's output instead, which is half as large.
+
+    Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation,
+        consume: as in `glu`.
     Returns: (..., out) in weight's dtype.
     Raises: ValueError as `glu`, or if shapes do not fit, weight is not floating point, or bias and
         weight differ in dtype.
@@ -272,4 +293,4 @@ def glu_linear(
     width = gate_up.shape[-1] // 2
     weight, bias = _linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
-        return _GLULinear.apply(gate_up, weight, bias, activation)
+        return _GLULinear.apply(gate_up, weight, bias, activation, consume)

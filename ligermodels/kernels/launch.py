@@ -6,6 +6,7 @@ The configs are at the top of each file of `kernels.triton`.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ligermodels.kernels.simulation import simulator_of
 
@@ -59,6 +60,14 @@ def num_sms(device: torch.device) -> int:
         simulator = simulator_of(device)
         return 2 if simulator is None else simulator.num_sms
     return torch.cuda.get_device_properties(device.index).multi_processor_count
+
+
+def reusable(x: Tensor) -> Tensor:
+    """Return an output like x: x itself, which its kernel reads before it writes, or a new tensor.
+
+    torch.compile plans the memory of what it traces, and would copy a tensor that is overwritten.
+    """
+    return torch.empty_like(x) if torch.compiler.is_compiling() else x
 
 
 def cdiv(length: int, block: int) -> int:

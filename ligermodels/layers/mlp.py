@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels import kernels
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.recompute import Keep
+from ligermodels.layers.tiled_mlp import tiled
 
 
 class GatedMLP(nn.Module):
@@ -21,9 +22,12 @@ class GatedMLP(nn.Module):
         activation: activation of the gate: "silu", "gelu_tanh" or "gelu".
     Attributes:
         keep: what the layer keeps for backward; a memory plan sets it.
+        tile: the number of tokens that are computed at once; a memory plan sets it. By default all
+            are. With tiles, only the input is kept for backward.
     """
 
     keep: Keep = "all"
+    tile: int | None = None
 
     def __init__(
         self,
@@ -50,9 +54,13 @@ class GatedMLP(nn.Module):
         Args: x (..., hidden), or what `pre_norm` returns.
         Returns: the output (..., hidden); for an x from `pre_norm`, (the output, x + residual).
         """
-        if self.keep == "no_gate_up" and torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        if grad and isinstance(x, PendingNorm) and (self.tile or self.keep == "no_gate_up"):
             # The norm gets only one input, the sum, which is kept for backward.
-            x = x.of_the_sum() if isinstance(x, PendingNorm) else x
+            x = x.of_the_sum()
+        if grad and self.tile is not None:
+            out, total = self._run_tiles(x, self.tile)
+        elif grad and self.keep == "no_gate_up":
             # The tensors are arguments themselves, so that checkpoint saves them as autograd does.
             parts = (None, x) if isinstance(x, Tensor) else (type(x), *x)
             out, total = checkpoint(self._run_parts, *parts, use_reentrant=False)
@@ -60,13 +68,30 @@ class GatedMLP(nn.Module):
             out, total = self._run(x)
         return out if isinstance(x, Tensor) else (out, total)
 
+    def _run_tiles(self, x: Tensor | PreNormed, tile: int) -> tuple[Tensor, Tensor | None]:
+        if isinstance(x, PendingNorm):
+            options = x.options
+
+            def with_norm(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+                out, total = self._run(PendingNorm(rows, None, weight, options))
+                assert total is not None
+                return out, total
+
+            return tiled(self, with_norm, x.x, tile, [x.weight])
+        y, total = (x, None) if isinstance(x, Tensor) else x.apply()
+        out, _ = tiled(self, lambda rows: (self._run(rows)[0], rows), y, tile)
+        return out, total
+
     def _run_parts(self, kind: type[PreNormed] | None, *parts: Any) -> tuple[Tensor, Tensor | None]:
         return self._run(parts[0] if kind is None else kind(*parts))
 
     def _run(self, x: Tensor | PreNormed) -> tuple[Tensor, Tensor | None]:
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
+        # A plain linear does not save its output, so backward may overwrite it.
+        owned = is_plain(self.gate_up_proj, nn.Linear)
         if self.keep == "all" and is_plain(down, nn.Linear):
-            return kernels.glu_linear(gate_up, down.weight, down.bias, activation), total
+            out = kernels.glu_linear(gate_up, down.weight, down.bias, activation, consume=owned)
+            return out, total
         # A recomputation stops before the last product, because `down` saves its input first.
-        return down(kernels.glu(gate_up, activation)), total
+        return down(kernels.glu(gate_up, activation, consume=owned)), total

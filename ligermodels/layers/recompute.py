@@ -72,11 +72,13 @@ def run_layer(
     return checkpoint(layer, x, None, context, use_reentrant=False, **options)
 
 
-def set_keep(layer: nn.Module, keep: Keep) -> None:
-    """Give a level to the modules in a layer that choose what they keep."""
+def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
+    """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
     for module in layer.modules():
         if hasattr(module, "keep"):
             module.keep = keep  # type: ignore[assignment]
+        if hasattr(module, "tile"):
+            module.tile = mlp_tile  # type: ignore[assignment]
 
 
 def _attention_ops() -> list[Any]:

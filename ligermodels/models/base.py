@@ -1,6 +1,7 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import Unpack
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import (
     AttentionContext,
     HeadOutput,
@@ -32,6 +34,7 @@ from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer, set_keep
 from ligermodels.memory import fit
+from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
@@ -53,6 +56,7 @@ class DecoderModel(HFModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self._memory_plan: MemoryPlan | None = None
+        self._offloaders: dict[torch.device, Offloader] = {}
 
     def build(
         self,
@@ -161,10 +165,36 @@ class DecoderModel(HFModel):
     def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         plan = self._memory_plan
+        store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
-            keep = "all" if plan is None else plan.layers[index].keep
-            x, residual = run_layer(layer, x, residual, contexts[rope], keep)
+            choice = LayerPlan() if plan is None else plan.layers[index]
+            with nullcontext() if store is None else store.layer(index, choice.host):
+                kept_in = store if choice.host else None
+                x, residual = run_layer(layer, x, residual, contexts[rope], choice.keep, kept_in)
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
+
+    def _offloader(
+        self, device: torch.device, contexts: dict[str, AttentionContext]
+    ) -> Offloader | None:
+        """Return the offloader of a device at the start of a forward, or None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():
+            raise ConfigError(
+                "memory plan: a compiled model cannot keep tensors in host memory; compile its "
+                "layers instead: for layer in model.layers: layer.compile()"
+            )
+        assert self._memory_plan is not None
+        budget, simulator = self._memory_plan.host_budget, simulator_of(device)
+        if simulator is not None:
+            store = Offloader(device, budget, on_copy=simulator.copied)
+        else:
+            # Its pinned memory is used again in every step.
+            store = self._offloaders.get(device) or Offloader(device, budget)
+            self._offloaders[device] = store
+        shared = [x for context in contexts.values() for x in (context.cos, context.sin)]
+        store.forward_pass([*shared, *self.parameters()])
+        return store
 
     @property
     def ropes(self) -> list[str]:
@@ -338,9 +368,23 @@ class DecoderModel(HFModel):
                 f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make "
                 "a plan with model.plan_memory"
             )
+        device = self.embed_tokens.weight.device
+        if plan is not None and plan.uses_host and device.type not in ("cuda", "meta"):
+            raise ConfigError(
+                f"memory plan: it keeps tensors in host memory, but the model is on {device}, "
+                "which has no pinned memory to copy to; use a plan without host memory"
+            )
+        self.apply_memory_plan(plan)
+
+    def apply_memory_plan(self, plan: MemoryPlan | None) -> None:
+        """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
+        self._offloaders.clear()
         for index, layer in enumerate(self.layers):
-            set_keep(layer, "all" if plan is None else plan.layers[index].keep)
+            if plan is None:
+                set_keep(layer, "all")
+            else:
+                set_keep(layer, plan.layers[index].keep, plan.mlp_tile)
 
     def plan_memory(
         self,

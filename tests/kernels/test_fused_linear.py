@@ -13,6 +13,8 @@ import torch
 from ligermodels.kernels import glu_linear, norm_linear, norm_qkv_rope
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.scratch import peak_scratch
 
 CONSTANT = ("cos", "sin")
 
@@ -119,6 +121,85 @@ def test_what_is_kept_for_backward(compiled_place) -> None:
     leaves = {name: make(value) for name, value in glu_inputs((rows, width), out).items()}
     kept = saved_bytes(lambda: glu_linear(**leaves)) - leaves["weight"].nbytes
     assert kept == rows * 2 * width * size
+
+
+def test_what_is_kept_with_frozen_inputs(compiled_place) -> None:
+    """Only what a gradient that is wanted needs: nothing, or the linear's input."""
+    device, dtype = compiled_place
+    rows, width, out = 64, 32, 16
+
+    def kept(op, inputs, *trained) -> int:
+        made = {
+            name: x.to(device, dtype).requires_grad_(name in trained)
+            if isinstance(x, torch.Tensor)
+            else x
+            for name, x in inputs.items()
+        }
+        return saved_bytes(lambda: op(**made)) // dtype.itemsize
+
+    norm, glu = norm_inputs((rows, width), out), glu_inputs((rows, width), out)
+    assert kept(norm_linear, norm) == kept(glu_linear, glu) == 0
+    assert kept(norm_linear, norm, "bias") == kept(glu_linear, glu, "bias") == 0
+    assert kept(norm_linear, norm, "weight", "bias") == rows * width
+    assert kept(glu_linear, glu, "weight", "bias") == rows * width
+    assert kept(glu_linear, glu, "gate_up") == rows * 2 * width + out * width
+
+
+def test_what_backward_makes_for_frozen_weights(place, monkeypatch) -> None:
+    """No activation product and no norm output is made for a weight's gradient."""
+    from ligermodels.kernels.dispatch import select
+
+    device, dtype = place
+    made: dict[str, list[torch.Tensor | None]] = {"glu": [], "rms_norm": []}
+    for op, into in made.items():
+        implementation = select(op, torch.empty(1, device=device, dtype=dtype))
+        original = getattr(implementation, f"{op}_backward")
+
+        def backward(*args, original=original, into=into):
+            result = original(*args)
+            into.append(result[-1])
+            return result
+
+        monkeypatch.setattr(implementation, f"{op}_backward", backward)
+    for trained in (True, False):
+        for op, inputs in (
+            (norm_linear, norm_inputs((3, 8), 5)),
+            (norm_qkv_rope, qkv_inputs()),
+            (glu_linear, glu_inputs((3, 8), 5)),
+        ):
+            leaves = {k: x.to(device, dtype) for k, x in inputs.items() if torch.is_tensor(x)}
+            for name in ("x", "gate_up", *(["weight"] if trained else [])):
+                if name in leaves:
+                    leaves[name].requires_grad_()
+            out = op(**inputs | leaves)
+            (out if torch.is_tensor(out) else out[0]).sum().backward()
+        assert [x is not None for x in made["glu"]] == [trained]
+        assert [x is not None for x in made["rms_norm"]] == [trained] * 2
+        made["glu"].clear()
+        made["rms_norm"].clear()
+
+
+def test_the_peak_of_backward(float32_place) -> None:
+    """The gradient of gate_up takes its memory, and the product that of the product's gradient."""
+    rows, width, out = 64, 32, 16
+    inputs = {
+        k: x.float().to(float32_place.device) for k, x in glu_inputs((rows, width), out).items()
+    }
+    weight = inputs["weight"].requires_grad_()
+    leaf = inputs["gate_up"].requires_grad_()
+
+    def peak(consume: bool) -> int:
+        def forward() -> torch.Tensor:
+            return glu_linear(leaf * 1.0, weight, consume=consume)
+
+        return peak_scratch(forward, (leaf, weight))[1]
+
+    gate_up = rows * 2 * width * 4
+    apart, inside = peak(False), peak(True)
+    assert inside <= apart - gate_up
+    if INTERPRETING:  # The reference makes tensors of its own.
+        product = gate_up // 2  # The interpreter still holds the one of forward.
+        assert inside <= gate_up + 2 * product + 8
 
 
 def test_refusals() -> None:

@@ -114,10 +114,15 @@ def test_glu(activation) -> None:
     out = glu.glu_forward(gate_up, activation)
     equal(out, formulas.glu(gate_up, activation))
     (expected,) = torch.autograd.grad(out, gate_up, grad)
-    got, again = glu.glu_backward(gate_up, grad, activation, True)
+    got, again = glu.glu_backward(gate_up, grad, activation, True, False)
     equal(got, expected)
     equal(again, out)
-    assert glu.glu_backward(gate_up, grad, activation, False)[1] is None
+    assert glu.glu_backward(gate_up, grad, activation, False, False)[1] is None
+    buffer = gate_up.detach().clone()
+    got, again = glu.glu_backward(buffer, grad, activation, True, True)
+    equal(got, expected)
+    equal(again, out)
+    assert got.data_ptr() == buffer.data_ptr()
 
 
 @pytest.mark.parametrize("name", OPTIONS)

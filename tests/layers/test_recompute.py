@@ -15,7 +15,7 @@ from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
-from tests.models.pairs import gradients
+from tests.models.pairs import gradients, relative
 from tests.models.test_families import batch, make
 
 RECOMPUTED = [keep for keep in KEEPS if keep != "all"]
@@ -57,6 +57,16 @@ def test_gradients_are_bitwise_those_of_no_plan(family: str, subtests: pytest.Su
                 assert_same(model, MemoryPlan.uniform(3, keep), **inputs)
         with subtests.test(f"mixed {list(inputs)}"):
             assert_same(model, MemoryPlan.of(MIXED), **inputs)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_tiles_change_only_the_order_of_a_sum(family: str) -> None:
+    model = make(family)
+    _, expected = run(model, None)
+    for keep in KEEPS:
+        _, found = run(model, MemoryPlan.uniform(3, keep, mlp_tile=5))
+        for name, grad in expected.items():
+            assert relative(found[name], grad) <= 1e-6, (keep, name)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:

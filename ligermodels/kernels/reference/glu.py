@@ -24,9 +24,19 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
+    gate_up: Tensor,
+    grad_output: Tensor,
+    activation: str,
+    recompute_output: bool,
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of `glu_forward` (..., 2 * intermediate), and its output or None."""
+    """Compute the gradient of `glu_forward`; recompute its output if asked to.
+
+    Args: overwrite: whether to write the gradient into gate_up instead of a new tensor.
+    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, and the output, rounded to
+        gate_up's dtype, in grad_output's dtype or None. The output may take the memory of
+        grad_output.
+    """
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
     grad = cast(grad_output, dtype)
@@ -36,13 +46,16 @@ def glu_backward(
     else:
         activated, slope = _gelu_and_derivative(gate, activation == "gelu_tanh")
         grad_gate = grad * up * slope
-    grad_gate_up = torch.cat((grad_gate, grad * activated), -1)
     out = None
     if recompute_output:
         # The output must have the bits of forward's, and F.gelu rounds unlike x * phi(x).
         silu = activation == "silu"
         out = cast(activated * up, gate_up.dtype) if silu else glu_forward(gate_up, activation)
-    return cast(grad_gate_up, gate_up.dtype), out
+        out = cast(out, grad_output.dtype)
+    parts = grad_gate, grad * activated
+    if overwrite:
+        return torch.cat(parts, -1, out=gate_up), out
+    return cast(torch.cat(parts, -1), gate_up.dtype), out
 
 
 def _gelu_and_derivative(x: Tensor, tanh_approximation: bool) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ def rms_norm_backward(
     grad_s is the upstream gradient of the output s. It is added to the gradient of s.
 
     Returns: grad of s in s's dtype, grad of weight or None, y recomputed in grad_y's dtype or None.
+        y may take the memory of grad_y.
     """
     dtype = compute_dtype(s)
     normed = cast(s, dtype) * rstd.view(*s.shape[:-1], 1)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
 
 # Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
 # elements for each lane make that enough for 2^35 elements.
@@ -60,7 +60,11 @@ def glu_backward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one block of one row. If out_ptr is given, it recomputes the output."""
+    """Each program handles one block of one row. If out_ptr is given, it recomputes the output.
+
+    A program reads its elements before it writes any, so grad_gate_up may be gate_up and out may be
+    grad_output.
+    """
     row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
@@ -74,7 +78,7 @@ def glu_backward_kernel(
     tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), mask=mask)
     tl.store(grad_gate_up_ptr + at + width, (grad * activation).to(dtype), mask=mask)
     if out_ptr is not None:
-        out = (activation * up).to(out_ptr.dtype.element_ty)
+        out = (activation * up).to(dtype).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * width + column, out, mask=mask)
 
 
@@ -99,13 +103,17 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    gate_up: Tensor, grad_output: Tensor, activation: str, recompute_output: bool
+    gate_up: Tensor,
+    grad_output: Tensor,
+    activation: str,
+    recompute_output: bool,
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
     width = grad_output.shape[-1]
-    grad_gate_up = torch.empty_like(gate_up)
-    out = gate_up.new_empty(grad_output.shape) if recompute_output else None
+    grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
+    out = reusable(grad_output) if recompute_output else None
     if grad_output.numel() == 0:
         return grad_gate_up, out
     setting = launch(GLU, width)

@@ -9,7 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
-from ligermodels.kernels.launch import Launch, Launches, Table, cdiv, launch, num_programs
+from ligermodels.kernels.launch import (
+    Launch,
+    Launches,
+    Table,
+    cdiv,
+    launch,
+    num_programs,
+    reusable,
+)
 from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
@@ -108,6 +116,8 @@ def rms_norm_backward_kernel(
     The input grad_s and the outputs y and partial may be None. With PREFETCH, the program loads the
     next tile while it waits for the reduction of this one. With RELOAD, it reads the tile again
     after the reduction, from the cache, because the sums need its registers.
+
+    A program reads its rows before it writes them, so y may be grad_y.
     """
     offset = tl.cast(offset, tl.float32)  # torch.compile passes Python floats as float64
     # With different policies, the compiler also does not merge the two reads into one.
@@ -223,7 +233,7 @@ def rms_norm_backward(
     columns = s.shape[-1]
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
-    y = torch.empty_like(grad_y) if recompute_y else None
+    y = reusable(grad_y) if recompute_y else None
     if rows == 0:
         return grad_x, torch.zeros_like(weight) if needs_weight_grad else None, y
     setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)

@@ -1,0 +1,172 @@
+"""Tabulate and draw memory.json, without a GPU: python -m benchmarks.memory_plot [--results FOLDER]
+
+This writes memory.md and memory.png beside memory.json.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, table
+from benchmarks.memory import HF, LIGER, OURS
+
+Row = dict[str, Any]
+
+# The colours are those of the other plots: see benchmarks/plots.py.
+STYLES = {HF: ("#999999", "s"), LIGER: ("#E69F00", "D"), OURS: ("#D55E00", "o")}
+
+
+def groups(rows: list[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows by the values of some fields, in the order of their first rows."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def work_table(rows: list[Row]) -> str:
+    """Return the table of one work on one GPU, with times as shares of Liger's checkpointing."""
+    whole = f"{LIGER}: every block checkpointed"
+    baseline = next((row.get("ms") for row in rows if row["setting"] == whole), None)
+    lines = []
+    for row in rows:
+        line = {"setting": row["setting"]}
+        if "error" in row:
+            line["ms"] = "out of memory" if "OutOfMemory" in row["error"] else row["error"]
+        else:
+            line |= {
+                "ms": number(row["ms"], 0),
+                "tokens/s": number(row["tokens/s"], 0),
+                "peak GiB": number(row["peak GiB"]),
+                "predicted GiB": number(row.get("predicted GiB")),
+                "reserved GiB": number(row["reserved GiB"]),
+                "host GiB": number(row["host GiB"]),
+            }
+            if baseline:
+                line["time / Liger's"] = number(row["ms"] / baseline, 3)
+        lines.append(line)
+    columns = ["setting", "ms", "time / Liger's", "tokens/s", "peak GiB", "predicted GiB"]
+    return table(lines, [*columns, "reserved GiB", "host GiB"])
+
+
+def levels_table(rows: list[Row]) -> str:
+    """Return the table of what a layer keeps at each level and what that costs."""
+    lines = []
+    for row in rows:
+        line = {"level": row["level"]}
+        if "error" in row:
+            line["extra ms"] = row["error"]
+        else:
+            line |= {
+                "KiB per token and layer": number(row["bytes per token"] / 1024),
+                "in host memory": number(row["host bytes per token"] / 1024),
+                "ms of a layer": number(row["ms of a layer"], 2),
+                "extra ms": number(row["extra ms"], 2),
+            }
+        lines.append(line)
+    columns = ["level", "KiB per token and layer", "in host memory", "ms of a layer", "extra ms"]
+    return table(lines, columns)
+
+
+def prediction_text(rows: list[Row]) -> str:
+    """Return how far the predicted peaks are from the measured ones, and which were not measured.
+
+    The ratio is predicted / measured.
+    """
+    ratios = sorted(row["ratio"] for row in rows if "ratio" in row)
+    text = f"{len(ratios)} of {len(rows)} cases were measured."
+    if ratios:
+        near = sum(0.99 <= ratio <= 1.03 for ratio in ratios)
+        text += (
+            f" Predicted / measured peak: from {ratios[0]:.4f} to {ratios[-1]:.4f}, median "
+            f"{ratios[len(ratios) // 2]:.4f}; {near} are between 0.99 and 1.03."
+        )
+    return text
+
+
+def prediction_table(rows: list[Row]) -> str:
+    lines = [
+        {
+            "case": row["case"],
+            "predicted GiB": number(row.get("predicted GiB"), 3),
+            "measured GiB": number(row.get("measured GiB"), 3),
+            "ratio": number(row.get("ratio"), 4) or row.get("error", ""),
+        }
+        for row in rows
+    ]
+    return table(lines, ["case", "predicted GiB", "measured GiB", "ratio"])
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return all tables as Markdown."""
+    parts = ["# Memory plans\n"]
+    for (gpu, work), rows in groups(result.get("rows", []), "gpu", "work").items():
+        parts.append(f"## {work}, on one {gpu}\n\n{work_table(rows)}\n")
+    for (gpu,), rows in groups(result.get("levels", []), "gpu").items():
+        parts.append(f"## Levels, on one {gpu}\n\n{levels_table(rows)}\n")
+    for (gpu,), rows in groups(result.get("predictions", []), "gpu").items():
+        texts = prediction_text(rows), prediction_table(rows)
+        parts.append(f"## Predicted peaks, on one {gpu}\n\n{texts[0]}\n\n{texts[1]}\n")
+    return "\n".join(parts)
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw tokens/s against the measured peak: one panel for each work and GPU."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = [row for row in result.get("rows", []) if "error" not in row]
+    panels = groups(measured, "gpu", "work")
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False, layout="constrained"
+    )
+    for axis, ((gpu, work), rows) in zip(axes[0], panels.items()):
+        for name, (color, marker) in STYLES.items():
+            own = [row for row in rows if row["implementation"] == name]
+            for with_host in (False, True):
+                points = sorted(
+                    (row["peak GiB"], row["tokens/s"])
+                    for row in own
+                    if (row["host GiB"] > 0) == with_host
+                )
+                if points:
+                    label = f"{name}, with host memory" if with_host else name
+                    face = "none" if with_host else color
+                    # Only the plans are one family of settings, so only they are joined.
+                    line = "-" if name == OURS and not with_host else "none"
+                    axis.plot(
+                        *zip(*points),
+                        color=color,
+                        marker=marker,
+                        markerfacecolor=face,
+                        linestyle=line,
+                        label=label,
+                    )
+        axis.set(title=f"{work}\n{gpu}", xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of memory.json")
+    folder = parser.parse_args(arguments).results
+    result = json.loads((folder / "memory.json").read_text())
+    (folder / "memory.md").write_text(page(result))
+    draw(result, folder / "memory.png")
+
+
+if __name__ == "__main__":
+    main()

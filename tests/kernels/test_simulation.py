@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ligermodels.kernels import dispatch, reference
+from ligermodels.kernels.launch import num_sms
+from ligermodels.kernels.simulation import real_device, simulating, simulator_of
+
+CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+SIMULATOR = SimpleNamespace(device=GPU, num_sms=7, autocast=None)
+
+
+def test_only_meta_tensors_stand_for_a_device() -> None:
+    with simulating(SIMULATOR):
+        assert real_device(META) == GPU
+        assert real_device(CPU) == CPU
+        assert simulator_of(CPU) is None
+    assert real_device(META) == META
+
+
+def test_only_in_the_thread_that_simulates() -> None:
+    seen = []
+    with simulating(SIMULATOR):
+        thread = threading.Thread(target=lambda: seen.append(real_device(META)))
+        thread.start()
+        thread.join()
+    assert seen == [META]
+
+
+def test_an_error_ends_the_simulation() -> None:
+    with pytest.raises(KeyError), simulating(SIMULATOR):
+        raise KeyError
+    assert simulator_of(META) is None
+
+
+def test_launchers_of_the_simulated_gpu(monkeypatch) -> None:
+    launchers = pytest.importorskip("ligermodels.kernels.triton")
+    monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
+    x = torch.ones(1, device=META)
+    assert dispatch.select("glu", x) is reference.glu
+    with simulating(SIMULATOR):
+        assert dispatch.select("glu", x) is launchers.glu
+        assert num_sms(META) == 7

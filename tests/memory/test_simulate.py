@@ -1,0 +1,197 @@
+"""A simulated step makes the allocations of a real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
+from ligermodels.memory.simulate import Tracker, run_step, simulate
+from ligermodels.models.auto import families
+from tests.families import DECODERS, OWN
+from tests.tiny_models import VOCAB, random_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+BATCH, SEQ = 2, 24
+
+
+def real_step(model, **inputs):
+    """Run a real step on the CPU under the tracker."""
+    model.zero_grad()
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # The host can see that all targets of a chunk count; a simulation cannot.
+    labels = torch.full((BATCH, SEQ), -100)
+    return run_step(
+        model,
+        Tracker("cpu", seen="cpu"),
+        state,
+        torch.randint(VOCAB, (BATCH, SEQ)),
+        labels=labels,
+        **inputs,
+    )
+
+
+def freeze_half(model) -> None:
+    for index, p in enumerate(model.parameters()):
+        p.requires_grad_(index % 2 == 1)
+
+
+CASES = ["plain", "packed", "frozen", "tied", "autocast", "no_gate_up", "attention", "input"]
+CASES += ["input autocast", "attention autocast"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_step_on_the_cpu(family, case) -> None:
+    tied = {"tie_word_embeddings": case == "tied"}
+    model = random_model(family, **OWN[family] | tied)
+    inputs = {}
+    if case == "packed":
+        inputs["position_ids"] = (torch.arange(SEQ) % 7).expand(BATCH, -1).contiguous()
+    elif case == "frozen":
+        freeze_half(model)
+    level = case.partition(" ")[0]
+    if level in KEEPS:
+        model.set_memory_plan(MemoryPlan((LayerPlan(level),) * len(model.layers)))
+    autocast = torch.bfloat16 if "autocast" in case else None
+    simulated = simulate(model, BATCH, SEQ, device=CPU, packed=case == "packed", autocast=autocast)
+    if autocast is not None:
+        model.forward = torch.autocast("cpu", autocast)(model.forward)
+    real = real_step(model, **inputs)
+    assert bytes_of(simulated) == bytes_of(real)
+    for name, phase in real.phases.items():
+        made = simulated.phases[name].work
+        assert made.product_flops == phase.work.product_flops
+        # The real step also looks at its targets.
+        assert made.moved_bytes == pytest.approx(phase.work.moved_bytes, rel=0.02, abs=2000)
+
+
+def bytes_of(made) -> tuple[object, ...]:
+    phases = [(name, x.before, x.peak, x.after) for name, x in made.phases.items()]
+    counts = made.weight_bytes, made.grad_bytes, made.kept_bytes, made.reserved_bytes
+    return made.peak_bytes, made.peak_phase, counts, phases
+
+
+@pytest.fixture
+def triton():
+    return pytest.importorskip("ligermodels.kernels.triton")
+
+
+def real_size(preset: str):
+    """A model of real size in bfloat16, without memory."""
+    cls = families()[preset.partition("-")[0]]
+    with torch.device("meta"):
+        return cls(cls.config_class(**cls.config_class.presets[preset])).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "preset, batch, seq, measured",
+    [
+        ("llama-3-8b", 8, 2048, 96.3),
+        ("llama-3-8b", 1, 8192, 71.1),
+        ("gemma-7b", 16, 512, 83.9),
+        ("qwen2-7b", 16, 512, 68.9),
+    ],
+)
+def test_peaks_that_were_measured(triton, preset, batch, seq, measured) -> None:
+    """The peaks in GiB of steps with AdamW on an H200, without a plan."""
+    made = simulate(real_size(preset), batch, seq, device=GPU)
+    peak = (made.peak_bytes + 2 * made.weight_bytes) / 2**30
+    assert peak == pytest.approx(measured, rel=0.003)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_bytes_that_go_to_the_host_and_come_back(triton, keep) -> None:
+    model = real_size("llama-3.2-1b")
+    count = len(model.layers)
+    made = []
+    for host in (False, True):
+        plan = MemoryPlan.uniform(count, keep, host=host, host_budget=2**40)
+        model.set_memory_plan(plan)
+        made.append(simulate(model, 1, 8192, device=GPU))
+    kept, offloaded = made
+    assert kept.host_bytes == 0 < offloaded.host_bytes
+    # The last layer's tensors are still on the GPU when its backward begins.
+    assert offloaded.backward.from_host_bytes == offloaded.host_bytes * (count - 1) // count
+    freed = kept.kept_bytes - offloaded.kept_bytes
+    # The last layers may still be on their way when forward ends.
+    assert offloaded.host_bytes * (count - 3) / count <= freed <= offloaded.host_bytes * 1.01
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packed": True},
+        {"packed": True, "max_seqlen": 8},
+        {"autocast": torch.bfloat16},
+        {"head_options": {"skip_ignored": True}},
+        {"head_options": {"reduction": "sum", "max_scratch_bytes": 2**16}},
+        {"labels": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_step_on_a_gpu(triton, family, options, checkpointed) -> None:
+    model = random_model(family, **OWN[family])
+    if checkpointed:
+        model.activation_checkpointing_enable()
+    made = simulate(model, 1, SEQ, device=GPU, **options)
+    assert made.peak_bytes > made.weight_bytes + made.kept_bytes
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if options.get("labels") is False and not model.config.tie_word_embeddings:
+        trained = [p for p in trained if p is not model.head.proj.weight]
+    assert made.grad_bytes == sum(-(-p.nbytes // 512) * 512 for p in trained)
+    assert made.forward.attention_flops > 0
+
+
+def test_gradients_that_exist_or_are_freed(triton) -> None:
+    model = real_size("llama-3.2-1b")
+    new, kept, freed = (
+        simulate(model, 1, 512, device=GPU, gradients=x) for x in ("new", "kept", "freed")
+    )
+    assert freed.grad_bytes == 0
+    assert new.grad_bytes == pytest.approx(kept.grad_bytes, rel=0.01)
+    assert new.peak_bytes <= new.reserved_bytes
+    assert freed.peak_bytes < new.peak_bytes < kept.peak_bytes
+
+
+def test_work_of_a_step(triton) -> None:
+    model = real_size("llama-3-8b")
+    made = simulate(model, 2, 1024, device=GPU)
+    config, tokens = model.config, 2 * 1024
+    in_layers = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    head = config.vocab_size * config.hidden_size
+    # The head computes its gradients in forward, or one of them in backward.
+    total = made.forward.product_flops + made.backward.product_flops
+    assert total == 6 * tokens * (in_layers + head)
+    pairs = 2 * config.num_attention_heads * 1024 * 1025 // 2
+    attention = 4 * pairs * config.head_dim * config.num_hidden_layers
+    assert made.forward.attention_flops == attention
+    assert made.backward.attention_flops == attention * 5 // 2
+
+
+def test_a_window_has_less_work(triton) -> None:
+    wide, narrow = (
+        simulate(random_model("mistral", sliding_window=w), 1, 64, device=GPU) for w in (64, 4)
+    )
+    assert narrow.forward.attention_flops < wide.forward.attention_flops / 4
+
+
+def test_the_model_stays_as_it_was(triton) -> None:
+    model = random_model("llama")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    kernel = triton.glu.glu_forward_kernel
+    simulate(model, 1, 8, device=GPU)
+    assert triton.glu.glu_forward_kernel is kernel
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None and p.device == CPU for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_without_gradients(triton) -> None:
+    with torch.no_grad():
+        made = simulate(real_size("llama-3-8b"), 1, 2048, device=GPU)
+    assert made.grad_bytes == 0 and made.backward.product_flops == 0
+    assert made.peak_bytes < made.weight_bytes + 2**31
