@@ -24,7 +24,8 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) int64 and return (..., embedding_dim) in the weight's dtype."""
         rows = super().forward(input)
-        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+        # In place: the rows are new, and the lookup does not save them.
+        return rows.mul_(torch.full((), self.scale, dtype=rows.dtype, device=rows.device))
 
     def extra_repr(self) -> str:
         """Show the scale in addition to what nn.Embedding shows."""
