@@ -40,16 +40,6 @@ def _linear_backward(
     return grad_weight, grad_bias
 
 
-def _returns_sum(residual: Tensor | None) -> bool:
-    """Whether a Function returns the sum x + residual, so that backward adds its gradient.
-
-    Without a residual the sum is x. If x is the output of the Function, too, the kernel adds both
-    gradients of x in float32, as it does with a residual. The compiler does not trace a Function
-    that returns its input; autograd then adds the gradients.
-    """
-    return residual is not None or not torch.compiler.is_compiling()
-
-
 def _norm_linear_forward(
     ctx: Any,
     x: Tensor,
@@ -59,7 +49,12 @@ def _norm_linear_forward(
     bias: Tensor | None,
     options: NormOptions,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Return the linear's output, the sum, and the tensors to save for `_norm_linear_backward`."""
+    """Return the linear's output, the sum, and the tensors to save for `_norm_linear_backward`.
+
+    The Functions return the sum even if it is x itself. Backward then receives its gradient, and
+    the kernel adds it, which saves a tensor of its size and a rounding.
+    """
+    ctx.set_materialize_grads(False)
     ctx.ops, ctx.options = select("rms_norm", x, residual), options
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
@@ -71,7 +66,7 @@ def _norm_linear_forward(
 
 def _norm_linear_backward(
     ctx: Any,
-    grad_output: Tensor,
+    grad_output: Tensor | None,
     grad_s: Tensor | None,
     saved: tuple[Any, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -79,6 +74,8 @@ def _norm_linear_backward(
 
     If the norm's inputs are all frozen, only the linear's input y was saved, if anything.
     """
+    if grad_output is None:
+        return *grads_of_summands(ctx, grad_s), None, None, None
     needs_grad = ctx.needs_input_grad
     s, norm_weight, rstd, weight, y = saved
     grad = grad_norm_weight = None
@@ -110,11 +107,11 @@ class _NormLinear(torch.autograd.Function):
             ctx, x, residual, norm_weight, weight, bias, options
         )
         ctx.save_for_backward(*saved)
-        return (output, s) if _returns_sum(residual) else (output,)
+        return output, s
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: Tensor, grad_s: Tensor | None = None
+        ctx: Any, grad_output: Tensor | None, grad_s: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_linear")
         grads = _norm_linear_backward(ctx, grad_output, grad_s, ctx.saved_tensors)
@@ -140,15 +137,23 @@ class _NormQKVRope(torch.autograd.Function):
         qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
-        return (*heads_of_qkv, s) if _returns_sum(residual) else heads_of_qkv
+        ctx.shapes = [x.shape for x in heads_of_qkv]
+        return *heads_of_qkv, s
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_s: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads_of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("norm_qkv_rope")
         *saved, cos, sin = ctx.saved_tensors
-        grad_qkv = select("rope", grad_q).rope_backward(grad_q, grad_k, grad_v, cos, sin)
+        *grad_heads, grad_s = grads_of_outputs
+        grad_qkv = None
+        for known in grad_heads:
+            if known is not None:
+                upstream = [
+                    known.new_zeros(shape) if grad is None else grad
+                    for grad, shape in zip(grad_heads, ctx.shapes)
+                ]
+                grad_qkv = select("rope", known).rope_backward(*upstream, cos, sin)
+                break
         grads = _norm_linear_backward(ctx, grad_qkv, grad_s, saved)
         return *grads, *[None] * 4
 
@@ -195,8 +200,7 @@ def norm_linear(
     _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
-        outputs = _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
-    return outputs if _returns_sum(residual) else (outputs[0], x)
+        return _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
 
 
 def norm_qkv_rope(
@@ -228,10 +232,7 @@ def norm_qkv_rope(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        outputs = _NormQKVRope.apply(
-            x, residual, norm_weight, weight, bias, cos, sin, heads, options
-        )
-    return outputs if _returns_sum(residual) else (*outputs, x)
+        return _NormQKVRope.apply(x, residual, norm_weight, weight, bias, cos, sin, heads, options)
 
 
 class _GLULinear(torch.autograd.Function):

@@ -4,9 +4,9 @@ The step makes the same allocations as on the device. It launches nothing and ha
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ class Simulator(Protocol):
     def without_autocast(self) -> AbstractContextManager[object]:
         """Return a context in which autocast is disabled."""
 
-    def attend(self, backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Make the allocations of an attention backend; options as in `layers.attend`."""
-
-    def block_mask(self, rows: int, queries: int, keys: int) -> Any:
-        """Make the allocations of FlexAttention's block mask."""
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """A function (backend, q, k, v, options of `attend`) with a backend's allocations."""
 
     def copied(self, to_host: bool, size: int) -> None:
         """Count `size` bytes that go to the host or come back from it."""

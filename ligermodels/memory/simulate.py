@@ -8,7 +8,7 @@ the bytes of the storages that are alive, as CUDA's caching allocator rounds the
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -63,6 +63,20 @@ class Work:
     from_host_bytes: int = 0
 
 
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass
+class Phase:
+    """A part of a step: its bytes and its work."""
+
+    before: int  # bytes that exist when it begins
+    peak: int = 0  # the most bytes in it
+    after: int = 0  # bytes that exist when it ends
+    work: Work = field(default_factory=Work)
+
+
 @dataclass
 class Simulation:
     """What a training step takes on one device, without the optimizer and its states."""
@@ -74,7 +88,12 @@ class Simulation:
     kept_bytes: int  # what forward leaves for backward, without weights and inputs
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    peaks: dict[str, int] = field(default_factory=dict)  # the peak of each phase, in their order
+    phases: dict[str, Phase] = field(default_factory=dict)  # in their order
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory when forward ends."""
+        return self.forward.to_host_bytes
 
 
 class Tracker(TorchDispatchMode):
@@ -91,14 +110,22 @@ class Tracker(TorchDispatchMode):
         self.on_gpu, self.seen = device_type == "cuda", seen
         self.live: dict[int, tuple[Any, int]] = {}  # by storage: a weak reference, and its bytes
         self.bytes = 0
-        self.phase = "forward"
-        self.peaks: dict[str, int] = {}
-        self.forward, self.backward = Work(), Work()
-        self.work = self.forward
+        self.phases: dict[str, Phase] = {}
+        self.phase = Phase(0)
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase; later peaks count for it."""
-        self.phase = phase
+    @property
+    def work(self) -> Work:
+        """The work of the phase that is running."""
+        return self.phase.work
+
+    def enter(self, name: str) -> None:
+        """Begin a phase; later peaks and work count for it."""
+        self.leave()
+        self.phase = self.phases.setdefault(name, Phase(self.bytes, self.bytes))
+
+    def leave(self) -> None:
+        """End the phase that is running."""
+        self.phase.after = self.bytes
 
     def hold(self, tensors: Iterable[Tensor]) -> int:
         """Count the storages of tensors that exist already; return their bytes."""
@@ -126,9 +153,7 @@ class Tracker(TorchDispatchMode):
         self.bytes -= size
 
     def _peak(self, extra: int = 0) -> None:
-        total = self.bytes + extra
-        if total > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = total
+        self.phase.peak = max(self.phase.peak, self.bytes + extra)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -393,27 +418,45 @@ def _stand_in(x: Tensor) -> Tensor:
 
 @contextmanager
 def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
-    """Tell the tracker when a layer or the head begins its forward or its backward."""
+    """Tell the tracker when a layer or the head begins its forward or its backward.
+
+    The modules have hooks only in forward. A recomputation that stops early raises an exception,
+    and through a module with hooks it would keep its tensors alive until the garbage
+    collector runs.
+    """
     parts = [(f"layer {i}", x) for i, x in enumerate(getattr(model, "layers", ()))]
     if isinstance(head := getattr(model, "head", None), nn.Module):
         parts.append(("head", head))
 
-    def begin(part: str) -> None:
-        in_forward = tracker.work is tracker.forward
-        tracker.enter(f"{'forward' if in_forward else 'backward'} of {part}")
+    def began(part: str) -> None:
+        tracker.enter(f"forward of {part}")
 
     def ended(part: str, out: Any) -> None:
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.requires_grad and tracker.work is tracker.forward:
-                x.register_hook(lambda _: begin(part))
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda _: tracker.enter(f"backward of {part}"))
 
     with ExitStack() as stack:
         for part, module in parts:
-            before = module.register_forward_pre_hook(lambda *_, part=part: begin(part))
+            before = module.register_forward_pre_hook(lambda *_, part=part: began(part))
             after = module.register_forward_hook(lambda *given, part=part: ended(part, given[-1]))
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
+
+
+class _Step(nn.Module):
+    """A model with a step as its forward.
+
+    `functional_call` replaces parameters only during a call, and recomputation needs them, too.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self) -> None:
+        self.step(self.model)
 
 
 def run_step(
@@ -440,26 +483,43 @@ def run_step(
         for x in leaves:
             x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     tracker.hold(x for x in (input_ids, *inputs.values()) if isinstance(x, Tensor))
-    before = tracker.bytes
-    with tracker, _phases(model, tracker):
-        out = torch.func.functional_call(model, state, (input_ids,), inputs)
+    before, kept_bytes = tracker.bytes, 0
+
+    def step(model: nn.Module) -> None:
+        nonlocal kept_bytes
+        with _phases(model, tracker):
+            out = model(input_ids, **inputs)
         on_forward_end()
         loss = out if isinstance(out, Tensor) else out[0]
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
-            tracker.work = tracker.backward
             tracker.enter("backward")
-            torch.autograd.backward(loss, None if loss.dim() == 0 else torch.empty_like(loss))
+            gradient = torch.ones_like(loss)
+            # torch.autograd.backward would suspend the mode that stands for autocast.
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                (loss,), (gradient,), False, False, (), True, True
+            )
+
+    tracker.enter("forward")
+    with tracker:
+        whole = {f"model.{name}": x for name, x in state.items()}
+        torch.func.functional_call(_Step(model, step), whole, ())
+    tracker.leave()
+    phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
+
+    def work(direction: str) -> Work:
+        return sum((p.work for name, p in phases.items() if name.startswith(direction)), Work())
+
     return Simulation(
-        peak_bytes=max(tracker.peaks.values()),
-        peak_phase=max(tracker.peaks, key=tracker.peaks.__getitem__),
+        peak_bytes=max(phase.peak for phase in phases.values()),
+        peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
         grad_bytes=sum(tracker.rounded(x.untyped_storage().nbytes()) for x in grads),
         kept_bytes=kept_bytes,
-        forward=tracker.forward,
-        backward=tracker.backward,
-        peaks=tracker.peaks,
+        forward=work("forward"),
+        backward=work("backward"),
+        phases=phases,
     )
 
 

@@ -1,0 +1,517 @@
+"""Tests of the offloader with copies on the CPU that run as late as the events allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory import offload
+from ligermodels.memory.offload import MIB, Offloader, Part, _pairs
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
+from ligermodels.models.base import DecoderModel
+from tests.families import OWN
+from tests.models.pairs import gradients
+from tests.models.test_families import batch, make
+
+GARBAGE = 255  # a byte; float32 numbers of it are NaN
+
+
+class Queue:
+    """A stream: copies run in order, but none before a stream waits for it."""
+
+    def __init__(self) -> None:
+        self.copies: list[Callable[[], None]] = []
+        self.done = 0
+
+    def add(self, copy: Callable[[], None]) -> tuple[Queue, int]:
+        self.copies.append(copy)
+        return self, len(self.copies)
+
+    def run_until(self, position: int) -> None:
+        while self.done < position:
+            self.copies[self.done]()
+            self.done += 1
+
+
+class LateCopies:
+    """Copies on the CPU. A copy fails if its tensor was released before any stream waited."""
+
+    def __init__(self) -> None:
+        self.outward, self.inward = Queue(), Queue()
+        self.slabs: list[Tensor] = []
+
+    def slab(self, nbytes: int) -> Tensor:
+        self.slabs.append(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
+        return self.slabs[-1]
+
+    def to_host(self, source: Tensor, parts: list[Part]) -> Any:
+        reloads, ref = len(self.inward.copies), weakref.ref(source)
+
+        def copy() -> None:
+            self.inward.run_until(reloads)
+            for device_part, host_part in _pairs(alive(ref), parts):
+                host_part.copy_(device_part)
+
+        return self.outward.add(copy)
+
+    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> Any:
+        target.fill_(GARBAGE)
+        ref = weakref.ref(target)
+
+        def copy() -> None:
+            self.wait(None, after)
+            for device_part, host_part in _pairs(alive(ref), parts):
+                # The version was read when the copy was issued, as on a GPU.
+                with torch.autograd._unsafe_preserve_version_counter(device_part):
+                    device_part.copy_(host_part)
+
+        return self.inward.add(copy)
+
+    def stream(self) -> None:
+        return None
+
+    def wait(self, stream: None, event: Any) -> None:
+        queue, position = event
+        queue.run_until(position)
+
+
+def alive(ref: weakref.ref[Tensor]) -> Tensor:
+    tensor = ref()
+    assert tensor is not None, "released while a copy was under way"
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill pinned memory with garbage when it is given back."""
+    give_back = offload._Pool.give_back
+
+    def wipe(pool: Any, pieces: list) -> None:
+        for slab, offset, size in pool.parts(pieces):
+            slab[offset : offset + size] = GARBAGE
+        give_back(pool, pieces)
+
+    monkeypatch.setattr(offload._Pool, "give_back", wipe)
+
+
+def make_offloader(budget: int = 64 * MIB, **options: Any) -> Offloader:
+    return Offloader("cpu", budget, copies=LateCopies(), **options)
+
+
+class Chain(nn.Module):
+    """Layers x -> sin(weight * x). Each one saves x, and weight * x."""
+
+    def __init__(self, layers: int = 5, width: int = 1000) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.rand(width, generator=generator) + 0.5) for _ in range(layers)
+        )
+        self.products: list[weakref.ref[Tensor]] = []  # of the latest forward
+
+    def forward(
+        self, x: Tensor, offloader: Offloader | None = None, host: Callable = lambda i: True
+    ) -> Tensor:
+        self.products = []
+        if offloader is not None:
+            offloader.forward_pass()
+        for i, weight in enumerate(self.weights):
+            if offloader is None:
+                x = self.run(x, weight)
+            else:
+                with offloader.layer(i, host=host(i)):
+                    x = self.run(x, weight)
+        return x.sum()
+
+    def run(self, x: Tensor, weight: Tensor) -> Tensor:
+        product = weight * x
+        self.products.append(weakref.ref(product.untyped_storage()))
+        return torch.sin(product)
+
+    def on_device(self) -> list[int]:
+        return [i for i, ref in enumerate(self.products) if ref() is not None]
+
+    def expected(self, *inputs: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(sum(self(x) for x in inputs), list(self.weights)))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+X = torch.linspace(-1, 1, 1000)
+
+
+def test_tensors_leave_when_the_next_layer_ends() -> None:
+    chain, offloader = Chain(), make_offloader()
+    seen = []
+    run = chain.run
+
+    def observed(x: Tensor, weight: Tensor) -> Tensor:
+        out = run(x, weight)
+        seen.append(chain.on_device())
+        return out
+
+    chain.run = observed
+    loss = chain(X, offloader)
+    assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4]] and chain.on_device() == [4]
+    loss.backward()
+    assert offloader.stats().in_use == 0
+    seen.clear()
+    later = make_offloader(hold=2)
+    chain(X, later)
+    assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
+    copied: list[tuple[str, int]] = []
+    chain = Chain()
+    offloader = make_offloader(
+        on_copy=lambda to_host, nbytes: copied.append(("out" if to_host else "back", nbytes))
+    )
+    loss = chain(X, offloader)
+    assert copied == [("out", 4000)] * 10  # the first x, five products, four other inputs
+    visits = []
+    for i, weight in enumerate(chain.weights):
+        weight.register_post_accumulate_grad_hook(
+            lambda _, i=i: visits.append((i, sum(way == "back" for way, _ in copied)))
+        )
+    loss.backward()
+    # The last layer never left. While it runs, the layer below it returns, and so on.
+    assert visits == [(4, 2), (3, 4), (2, 6), (1, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("host", [lambda i: True, lambda i: i % 2 == 0, lambda i: i < 3])
+def test_gradients_are_exact_and_memory_is_constant(host: Callable, wiped: None) -> None:
+    chain, offloader = Chain(), make_offloader()
+    found = []
+    for step in range(5):
+        x = X + step
+        grads = torch.autograd.grad(chain(x, offloader, host), list(chain.weights))
+        assert_equal(grads, chain.expected(x))
+        assert offloader.stats().in_use == 0
+        found.append(offloader.stats())
+    assert len(set(found)) == 1 and found[0].peak > 0
+
+
+def test_backward_may_run_again(wiped: None) -> None:
+    chain, offloader = Chain(), make_offloader()
+    loss = chain(X, offloader)
+    expected = chain.expected(X)
+    loss = chain(X, offloader)
+    for keep in (True, True, False):
+        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=keep)
+        assert_equal(grads, expected)
+        assert len(offloader._pass.resident) <= 2, "what was used is still on the GPU"
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, list(chain.weights))
+    assert offloader.stats().in_use == 0
+
+
+def test_a_tensor_that_backward_overwrote_is_loaded_again() -> None:
+    class Overwrites(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return x.mul_(2).mul_(grad)
+
+    offloader = make_offloader()
+    x = torch.rand(100, requires_grad=True)
+    offloader.forward_pass()
+    with offloader.layer(0):
+        y = Overwrites.apply(x * 1)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(grad, 2 * x)
+
+
+def test_passes_may_overlap(wiped: None) -> None:
+    chain, offloader = Chain(), make_offloader()
+    first, second = X + 1, X + 2
+    losses = [chain(first, offloader), chain(second, offloader)]
+    assert_equal(
+        torch.autograd.grad(sum(losses), list(chain.weights)), chain.expected(first, second)
+    )
+    losses = [chain(first, offloader), chain(second, offloader)]
+    for loss, x in zip(losses, (first, second)):
+        assert_equal(torch.autograd.grad(loss, list(chain.weights)), chain.expected(x))
+    assert offloader.stats().in_use == 0
+
+
+def test_a_forward_without_backward_leaves_nothing() -> None:
+    chain, offloader = Chain(), make_offloader()
+    loss = chain(X, offloader)
+    with torch.no_grad():
+        chain(X, offloader)
+    assert chain.on_device() == [], "an evaluation keeps a tensor"
+    assert_equal(torch.autograd.grad(loss, list(chain.weights)), chain.expected(X))
+    loss = chain(X, offloader)
+    assert offloader.stats().in_use > 0
+    del loss
+    assert offloader.stats().in_use == 0
+
+
+def test_an_exception_leaves_nothing() -> None:
+    chain, offloader = Chain(), make_offloader()
+
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        if weight is chain.weights[3]:
+            raise KeyError
+        return Chain.run(chain, x, weight)
+
+    chain.run = fails
+    with pytest.raises(KeyError):
+        chain(X, offloader)
+    assert offloader.stats().in_use == 0 and chain.on_device() == []
+    del chain.run
+    assert_equal(torch.autograd.grad(chain(X, offloader), list(chain.weights)), chain.expected(X))
+
+
+def test_backward_may_visit_some_layers_only(wiped: None) -> None:
+    chain, offloader = Chain(), make_offloader()
+    expected = chain.expected(X)
+    loss = chain(X, offloader)
+    for some in ([4], [2, 3], [0], [1, 4]):
+        grads = torch.autograd.grad(loss, [chain.weights[i] for i in some], retain_graph=True)
+        assert_equal(grads, [expected[i] for i in some])
+    del loss
+    assert offloader.stats().in_use == 0
+
+
+def test_backward_may_run_in_another_thread() -> None:
+    chain, offloader = Chain(), make_offloader()
+    expected = chain.expected(X)
+    loss = chain(X, offloader)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert_equal([weight.grad for weight in chain.weights], expected)
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("layers_after", [0, 3])
+def test_a_change_in_place_raises(host: bool, layers_after: int) -> None:
+    """Also after the tensor has left the GPU, as autograd itself would."""
+    offloader = make_offloader()
+    offloader.forward_pass()
+    x = torch.ones(100, requires_grad=True)
+    with offloader.layer(0, host):
+        y = x.exp()
+    for i in range(layers_after):
+        with offloader.layer(i + 1, host):
+            x.sin()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is at version 1"):
+        y.sum().backward()
+
+
+def test_what_was_changed_between_two_uses_is_stored_twice() -> None:
+    offloader = make_offloader()
+    offloader.forward_pass()
+    x, y = torch.ones(100), torch.ones(100, requires_grad=True)
+    with offloader.layer(0):
+        first = x * y
+        x.add_(1)
+        second = x * y
+    (grad,) = torch.autograd.grad(second.sum(), y)
+    assert torch.equal(grad, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+def test_views_share_one_copy_and_keep_their_form() -> None:
+    copied: list[int] = []
+    offloader = make_offloader(on_copy=lambda _, nbytes: copied.append(nbytes))
+    offloader.forward_pass()
+    packed = torch.randn(6, 20, dtype=torch.complex64)
+    views = [packed[1:3, ::2], packed.t(), packed, torch.view_as_real(packed), packed[:, 5:]]
+    with offloader.layer(0):
+        handles = [offloader.pack(view) for view in views]
+        assert copied == [packed.nbytes]
+    with offloader.layer(1), offloader.layer(2):
+        pass
+    for handle, view in zip(handles, views):
+        found = offloader.unpack(handle)
+        assert torch.equal(found, view) and found.stride() == view.stride()
+        assert found.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr()
+    assert copied == [packed.nbytes] * 2
+
+
+def test_what_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 4000)
+    offloader = make_offloader()
+    angles, half = torch.randn(1000), torch.randn(1000)
+    offloader.forward_pass(shared=[angles])
+    weight = nn.Parameter(torch.randn(10, 100), requires_grad=False)
+    stay = [weight, weight.t(), weight[2:], torch.randn(999), angles, angles[3:]]
+    stay += [torch.randn(1000).to_sparse(), torch.randn(1000, dtype=torch.complex64).conj()]
+    with offloader.layer(0, host=False):
+        stay.append(half)
+        handles = [offloader.pack(tensor) for tensor in stay]
+    with offloader.layer(1):
+        handles += [offloader.pack(tensor) for tensor in stay[:-1]]
+        assert offloader.stats().in_use == 0
+        offloader.pack(half)
+        assert offloader.stats().in_use == 0, "a handle that is gone still takes memory"
+        handle = offloader.pack(half)
+        assert offloader.stats().in_use == 4096
+    for kept, tensor in zip(handles, stay + stay):
+        found = offloader.unpack(kept)
+        assert found.data_ptr() == tensor.data_ptr() if not tensor.is_sparse else True
+    assert torch.equal(offloader.unpack(handle), half)
+
+
+def test_outside_of_a_layer_nothing_leaves() -> None:
+    offloader = make_offloader()
+    x = torch.randn(1000)
+    assert offloader.unpack(offloader.pack(x)).data_ptr() == x.data_ptr()
+    assert offloader.stats().pinned == 0
+
+
+def test_what_exceeds_the_budget_stays(wiped: None) -> None:
+    chain = Chain(layers=5, width=75_000)  # 300,000 bytes a tensor, three in a MiB
+    x = torch.linspace(-1, 1, 75_000)
+    expected = chain.expected(x)
+    offloader = make_offloader(MIB + 1000)
+    for _ in range(3):
+        loss = chain(x, offloader)
+        stats = offloader.stats()
+        assert stats.pinned == MIB and stats.refused == 7 * 300_000
+        assert stats.in_use == stats.peak == 3 * -(-300_000 // 512) * 512
+        assert_equal(torch.autograd.grad(loss, list(chain.weights)), expected)
+    assert offloader.stats().in_use == 0
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu has no pinned host memory"):
+        Offloader("cpu", MIB)
+    with pytest.raises(ConfigError, match="host_budget=1000 bytes"):
+        make_offloader(1000)
+    with pytest.raises(ValueError, match="hold=0"):
+        make_offloader(hold=0)
+
+
+def test_without_a_gpu_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="cuda has no pinned host memory"):
+        Offloader("cuda", MIB)
+
+
+def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
+    choose = random.Random(0)
+    budget = 700 * MIB
+    slabs: list[int] = []
+    pool = offload._Pool(budget, lambda nbytes: slabs.append(nbytes))
+    taken: list[tuple[int, list]] = []
+    for _ in range(3000):
+        if taken and choose.random() < 0.5:
+            pool.give_back(taken.pop(choose.randrange(len(taken)))[1])
+            continue
+        nbytes = choose.randint(1, 60 * MIB)
+        pieces = pool.take(nbytes)
+        if pieces is None:
+            assert budget - sum(-(-n // 512) * 512 for n, _ in taken) < nbytes
+        else:
+            taken.append((nbytes, pieces))
+            assert sum(size for _, _, size in pieces) >= nbytes
+        used = sorted(piece for _, pieces in taken for piece in pieces)
+        for (slab, offset, size), (other, start, _) in pairwise(used):
+            assert slab != other or offset + size <= start
+        assert pool.held - pool.free_bytes() == sum(size for _, _, size in used)
+    assert sum(slabs) == pool.held <= budget
+    assert all(size & (size - 1) == 0 for size in slabs), "PyTorch would round it up"
+    while taken:
+        pool.give_back(taken.pop()[1])
+    assert pool.free_bytes() == pool.held and len(pool._free) == len(slabs)
+
+
+def run_with(
+    model: DecoderModel, plan: MemoryPlan, offloader: Offloader | None, **inputs: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of a step whose kept tensors go to an offloader."""
+    model.apply_memory_plan(plan)
+    device = next(model.parameters()).device
+    if offloader is not None:
+        model._offloaders[device] = offloader
+    model.zero_grad()
+    ids, labels = batch()
+    model(ids.to(device), labels=labels.to(device), **inputs).loss.backward()
+    return gradients(model)
+
+
+PACKED = {"position_ids": torch.tensor([[*range(5), *range(6), *range(3)]] * 2)}
+MIXED = MemoryPlan.of(
+    [LayerPlan("attention", True), LayerPlan("no_gate_up"), LayerPlan("all", True)]
+)
+PLANS = [MemoryPlan.uniform(3, keep, host=True) for keep in KEEPS] + [MIXED]
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_gradients_of_models_are_bitwise_equal(
+    family: str, wiped: None, subtests: pytest.Subtests
+) -> None:
+    model = make(family)
+    for name, inputs in (("plain", {}), ("packed", PACKED)):
+        expected = run_with(model, MemoryPlan.uniform(3, "all"), None, **inputs)
+        for plan in PLANS:
+            with subtests.test(f"{name} {plan.layers[0]}, {plan.layers[1]}"):
+                offloader = make_offloader()
+                for _ in range(3):
+                    found = run_with(model, plan, offloader, **inputs)
+                    assert_equal(list(found.values()), list(expected.values()))
+                    stats = offloader.stats()
+                    assert stats.in_use == 0 < stats.peak <= stats.pinned
+
+
+def test_autocast(wiped: None) -> None:
+    model = make("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run_with(model, MemoryPlan.uniform(3, "all"), None)
+        for plan in PLANS:
+            found = run_with(model, plan, make_offloader())
+            assert_equal(list(found.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("budget", [64 * MIB, MIB])
+def test_a_simulation_copies_the_same_bytes_in_the_same_order(budget: int) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        counted: list[tuple[bool, int]] = []
+        options = {"copies": LateCopies()} if device == "cpu" else {}
+        offloader = Offloader(
+            device, budget, on_copy=lambda *copy, to=counted: to.append(copy), **options
+        )
+        chain = Chain(layers=5, width=75_000).to(device)
+        loss = chain(torch.ones(75_000, device=device), offloader)
+        on_device, stats = chain.on_device(), offloader.stats()
+        loss.backward()
+        found.append((counted, on_device, stats, offloader.stats()))
+    assert found[0] == found[1] and found[0][0]
+
+
+def test_a_model_on_meta_tensors() -> None:
+    for plan in PLANS:
+        offloader = Offloader("meta", 2 * MIB)
+        run_with(make("llama").to("meta"), plan, offloader)
+        assert offloader.stats().in_use == 0 < offloader.stats().peak
