@@ -14,7 +14,7 @@ from ligermodels.training.config import FinetuneConfig, option_types
 HELP = "fine-tune a checkpoint on text or JSONL files"
 OUT_OF_MEMORY = (
     " (try a smaller --batch-size with more --gradient-accumulation-steps, "
-    "--activation-checkpointing, or a shorter --seq-len)"
+    "a smaller --memory, or a shorter --seq-len)"
 )
 
 # --help shows the options of FinetuneConfig in these groups.
@@ -23,12 +23,12 @@ GROUPS = {
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm seed",
-    "machine": "device precision activation_checkpointing compile",
+    "machine": "device precision memory activation_checkpointing compile",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
     "export_dtype max_shard_size",
     "hub": "revision",
 }
-METAVARS = {"output_dir": "DIR", "separator": "LINE"}
+METAVARS = {"output_dir": "DIR", "separator": "LINE", "memory": "auto|SIZE|off"}
 REQUIRED = {"model": "MODEL", "train_files": "--train-files", "output_dir": "--output-dir"}
 
 

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ligermodels.errors import ConfigError
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
-
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -48,14 +48,9 @@ def loading_options(given: argparse.Namespace) -> dict[str, Any]:
 
 def byte_size(text: str) -> int:
     """Return the number of bytes in a size such as "5GB", "512MiB" or "1000"."""
-    number, unit = text.strip().upper(), 1
-    for name, factor in UNITS.items():
-        if number.endswith(name):
-            number, unit = number[: -len(name)], factor
-            break
     try:
-        found = int(float(number) * unit)
-    except (ValueError, OverflowError):
+        found = parse_bytes(text, "size")
+    except ConfigError:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(

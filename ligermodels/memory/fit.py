@@ -1,73 +1,41 @@
 """Plan a model's memory: measure the device, simulate, search, and agree among ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.memory.planner import find_plan, largest, parse_bytes
+from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.simulate import Simulation, simulate
 
 # The allocator's blocks do not fit together exactly: this part of a budget is not planned for.
 RESERVE = 0.03
-_TILES = (16384, 8192, 4096, 2048)
+_TILES = (8192, 2048)  # tokens
 
 
-class Planned(Protocol):
-    """A model that takes a memory plan."""
-
-    layers: nn.ModuleList
-    memory_plan: Any
-
-    def set_memory_plan(self, plan: MemoryPlan | None) -> None:
-        """Choose what each layer keeps for backward."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a training step consists of besides the model; `plan_memory` explains each."""
-
-    optimizer_bytes: int | torch.optim.Optimizer | None = None
-    autocast: torch.dtype | None = None
-    packed: bool = False
-    max_seqlen: int | None = None
-    head_options: dict[str, Any] | None = None
-    gradients: Literal["new", "kept", "freed"] = "new"
-
-
-def plan_memory(
-    model: Any,
-    batch: int,
-    seq: int,
-    budget: int | str = "auto",
-    host_budget: int | str = 0,
-    *,
-    reserve: float = RESERVE,
-    rates: Rates | None = None,
-    device: torch.device | str | None = None,
-    **step: Any,
-) -> MemoryPlan:
-    """Return the fastest memory plan with which a training step fits a budget.
+class Planner:
+    """Plans training steps of a model.
 
     Call it on every rank of a distributed run. Rank 0 measures the device, the smallest budget of
-    all ranks counts, and every rank gets the same plan.
+    all ranks counts, and every rank gets the same answers.
 
     Args:
         model: a model that takes memory plans; its parameters and frozen parts count as they are.
-        batch, seq: the shape of the largest batch; smaller ones, evaluation among them, need less.
         budget: bytes of GPU memory for everything in this process, as an int or a text such as
             "40GiB"; "auto" is the memory that is free, and what this process already holds.
         host_budget: bytes of pinned host memory, for this rank.
         reserve: the part of the budget that is left for fragmentation.
         rates: the device's rates. By default they are measured, or come from a data sheet if the
             device is not a GPU of this machine.
-        device: the device to plan for. By default it is that of the parameters.
+        device: the device to plan for. By default it is that of the parameters, and for a model on
+            the meta device a GPU.
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself. By default they
             are twice the bytes of the parameters that need gradients, as for AdamW.
         autocast: the dtype of torch.autocast, if forward runs under it.
@@ -77,78 +45,136 @@ def plan_memory(
         gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
-        ConfigError: the budget is too small; the message names the least bytes. Or a number of
-            bytes cannot be read, or host memory is asked for where there is no GPU.
+        ConfigError: a number of bytes cannot be read, or "auto" is asked for without a GPU.
     """
-    target = _device(model, device)
-    options = Step(**step)
-    allowed = _smallest_on_all_ranks(_budget(budget, target))
-    host = parse_bytes(host_budget, "host_budget")
-    fixed = _optimizer_bytes(model, options.optimizer_bytes) + int(reserve * allowed)
-    if rates is None:
-        rates = _from_rank_0(lambda: rates_of(target, _dtype(model, options)))
-    known = rates
-    return _from_rank_0(
-        lambda: find_plan(
-            lambda plan: simulated(model, plan, batch, seq, target, options),
-            len(model.layers),
-            known,
-            budget=allowed,
-            host_budget=host,
-            fixed_bytes=fixed,
-            tiles=[tile for tile in _TILES if tile < batch * seq],
-            batch=batch,
-            seq=seq,
+
+    def __init__(
+        self,
+        model: Any,
+        budget: int | str = "auto",
+        host_budget: int | str = 0,
+        *,
+        reserve: float = RESERVE,
+        rates: Rates | None = None,
+        device: torch.device | str | None = None,
+        optimizer_bytes: int | torch.optim.Optimizer | None = None,
+        autocast: torch.dtype | None = None,
+        packed: bool = False,
+        max_seqlen: int | None = None,
+        head_options: dict[str, Any] | None = None,
+        gradients: Literal["new", "kept", "freed"] = "new",
+    ) -> None:
+        self.model, self.reserve = model, reserve
+        self.device = _device(model, device)
+        self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
+        self.host_budget = parse_bytes(host_budget, "host_budget")
+        self.optimizer_bytes = _optimizer_bytes(model, optimizer_bytes)
+        dtype = autocast or next(model.parameters()).dtype
+        self._rates = cache(lambda: rates or rates_of(self.device, dtype))
+        self._simulate = partial(
+            simulate,
+            device=self.device,
+            autocast=autocast,
+            packed=packed,
+            max_seqlen=max_seqlen,
+            head_options=head_options,
+            gradients=gradients,
         )
-    )
+        self._spaces = cache(self._new_spaces)
+
+    def plan(self, batch: int, seq: int) -> MemoryPlan:
+        """Return the fastest plan that fits the budget.
+
+        Args: batch, seq: the shape of the largest batch; smaller ones, evaluation among them, need
+            less.
+        Raises:
+            ConfigError: the budget is too small; the message names the least bytes.
+        """
+        return _from_rank_0(
+            lambda: find_plan(
+                self._spaces(batch, seq),
+                budget=self.budget,
+                optimizer_bytes=self.optimizer_bytes,
+                reserve=self.reserve,
+                batch=batch,
+                seq=seq,
+            )
+        )
+
+    def least_bytes(self, batch: int, seq: int) -> int:
+        """Return the smallest budget with which the step fits."""
+
+        def least() -> int:
+            peak = min(space.least_bytes for space in self._spaces(batch, seq))
+            return least_budget(peak, self.optimizer_bytes, self.reserve)
+
+        return _from_rank_0(least)
+
+    def largest_batch(self, seq: int) -> int:
+        """Return the largest batch that fits, within 2%, or 0."""
+        return _from_rank_0(lambda: largest(lambda batch: self._fits(batch, seq)))
+
+    def largest_seq(self, batch: int) -> int:
+        """Return the longest rows that fit, within 2%, or 0."""
+        return _from_rank_0(lambda: largest(lambda seq: self._fits(batch, seq), start=128))
+
+    def _fits(self, batch: int, seq: int) -> bool:
+        usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
+        # Small tiles take the least memory.
+        return any(space.fits(usable) for space in reversed(self._spaces(batch, seq)))
+
+    def _new_spaces(self, batch: int, seq: int) -> list[Space]:
+        """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
+        tiles = [tile for tile in _TILES if 2 * tile <= batch * seq]
+        return [
+            Space(
+                partial(self._simulated, batch, seq),
+                len(self.model.layers),
+                self._rates(),
+                self.host_budget,
+                tile,
+            )
+            for tile in (None, *tiles)
+        ]
+
+    def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
+        """Simulate a step under a plan, and give the model its own plan back."""
+        before = self.model.memory_plan
+        self.model.set_memory_plan(plan)
+        try:
+            return self._simulate(self.model, batch, seq)
+        finally:
+            self.model.set_memory_plan(before)
+
+
+def plan_memory(
+    model: Any,
+    batch: int,
+    seq: int,
+    budget: int | str = "auto",
+    host_budget: int | str = 0,
+    **options: Any,
+) -> MemoryPlan:
+    """Return the fastest plan with which a training step fits a budget; see `Planner`."""
+    return Planner(model, budget, host_budget, **options).plan(batch, seq)
 
 
 def largest_batch(model: Any, seq: int, budget: int | str = "auto", **options: Any) -> int:
-    """Return the largest batch with which a step fits. The arguments are those of `plan_memory`."""
-    return largest(lambda batch: _fits(model, batch, seq, budget, options))
+    """Return the largest batch with which a step fits, within 2%, or 0; see `Planner`."""
+    return Planner(model, budget, **options).largest_batch(seq)
 
 
 def largest_seq(model: Any, batch: int, budget: int | str = "auto", **options: Any) -> int:
-    """Return the longest rows with which a step fits, within 2%; see `plan_memory`."""
-    return largest(lambda seq: _fits(model, batch, seq, budget, options), start=128)
-
-
-def _fits(model: Any, batch: int, seq: int, budget: int | str, options: dict[str, Any]) -> bool:
-    try:
-        plan_memory(model, batch, seq, budget, **options)
-    except ConfigError:
-        return False
-    return True
-
-
-def simulated(
-    model: Any, plan: MemoryPlan, batch: int, seq: int, device: torch.device, step: Step
-) -> Simulation:
-    """Simulate a step under a plan, and give the model its own plan back."""
-    before = model.memory_plan
-    model.set_memory_plan(plan)
-    try:
-        return simulate(
-            model,
-            batch,
-            seq,
-            device=device,
-            autocast=step.autocast,
-            packed=step.packed,
-            max_seqlen=step.max_seqlen,
-            head_options=step.head_options,
-            gradients=step.gradients,
-        )
-    finally:
-        model.set_memory_plan(before)
+    """Return the longest rows with which a step fits, within 2%, or 0; see `Planner`."""
+    return Planner(model, budget, **options).largest_seq(batch)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    return torch.device(device) if device is not None else next(model.parameters()).device
-
-
-def _dtype(model: nn.Module, step: Step) -> torch.dtype:
-    return step.autocast or next(model.parameters()).dtype
+    """Return the device to plan for; a model without data is planned for a GPU."""
+    if device is None:
+        device = next(model.parameters()).device
+    device = torch.device(device)
+    return torch.device("cuda") if device.type == "meta" else device
 
 
 def _budget(budget: int | str, device: torch.device) -> int:
@@ -195,16 +221,16 @@ def _smallest_on_all_ranks(budget: int) -> int:
 
 
 def _from_rank_0(compute: Callable[[], Any]) -> Any:
-    """Return what rank 0 computes, or raise its ConfigError on every rank."""
+    """Return what rank 0 computes, or raise its exception on every rank."""
     if not _distributed():
         return compute()
     made: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             made = [compute()]
-        except ConfigError as fault:
+        except Exception as fault:  # the other ranks wait for an answer
             made = [fault]
     dist.broadcast_object_list(made, src=0)
-    if isinstance(made[0], ConfigError):
+    if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

@@ -37,9 +37,11 @@ class Prediction:
     Attributes:
         batch, seq: the shape of the batch.
         budget: bytes on the GPU.
-        peak_bytes: the most bytes at any time of a step.
-        fixed_bytes: the part of them that is the optimizer's states and the reserve.
-        weight_bytes, grad_bytes: the part of parameters, and of their gradients.
+        peak_bytes: the most bytes at any time of a step, those of
+            `torch.cuda.max_memory_allocated`.
+        weight_bytes, grad_bytes, optimizer_bytes: the part of parameters and buffers, of all
+            gradients, and of the optimizer's states.
+        reserve_bytes: the part of the budget that is left free.
         host_bytes: bytes in pinned host memory.
         seconds: of forward and backward.
         gains: (further bytes, seconds) for larger budgets that make the step faster.
@@ -49,9 +51,10 @@ class Prediction:
     seq: int
     budget: int
     peak_bytes: int
-    fixed_bytes: int
     weight_bytes: int
     grad_bytes: int
+    optimizer_bytes: int
+    reserve_bytes: int
     host_bytes: int
     seconds: float
     gains: tuple[tuple[int, float], ...] = ()
@@ -110,8 +113,8 @@ class MemoryPlan:
             lines += [
                 f"batch {said.batch} x seq {said.seq}: predicted peak {said.peak_bytes / gib:.2f} "
                 f"GiB of {said.budget / gib:.2f} GiB (weights {said.weight_bytes / gib:.2f}, "
-                f"gradients {said.grad_bytes / gib:.2f}, optimizer and reserve "
-                f"{said.fixed_bytes / gib:.2f}), host memory {said.host_bytes / gib:.2f} GiB",
+                f"gradients {said.grad_bytes / gib:.2f}, optimizer "
+                f"{said.optimizer_bytes / gib:.2f}), host memory {said.host_bytes / gib:.2f} GiB",
                 f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms",
             ]
             lines += [

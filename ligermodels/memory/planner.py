@@ -1,254 +1,321 @@
 """Find the fastest memory plan that fits a budget.
 
-The step is simulated with each level in all layers. This gives what each layer keeps, what its
-backward needs besides, and its work, which `Rates` turn into seconds. While backward is in layer i,
-the kept tensors of the layers 0 to i and the gradients of the later layers exist. The fastest
-choice under these constraints, one for each layer, is found exactly by dynamic programming over the
-layers. The chosen plan is then simulated as a whole. If its peak exceeds the budget, the search is
-repeated with a budget that is smaller by the excess.
+The step is simulated with each level in all layers. This gives what each layer keeps, what exists
+besides at the worst time of its forward and backward, and its work, which `Rates` turn into
+seconds. While a layer runs, only the tensors that it and the layers before it keep exist. The
+fastest choice under these constraints, one for each layer, is found exactly by dynamic programming
+over the layers. The chosen plan is then simulated as a whole. If its peak exceeds the budget, the
+search is repeated with a budget that is smaller by the excess.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import numpy as np
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
 from ligermodels.memory.simulate import Phase, Simulation
 
-_STEPS = 8192  # into how many steps the search divides the budget
-_HOST_STEPS = 64
+# The search counts kept bytes, and bytes in host memory, in this many steps.
+_STEPS, _HOST_STEPS = 8192, 32
 _ROUNDS = 8
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-GIB = 2**30
+_MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
 Simulate = Callable[[MemoryPlan], Simulation]
 
 
-def parse_bytes(value: int | str, name: str) -> int:
-    """Return a number of bytes from an int or a text such as "40GiB" or "80 GB".
-
-    Raises:
-        ConfigError: the value is not a number of bytes.
-    """
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise ConfigError(
-        f'{name}={value!r}: expected a number of bytes, such as 42949672960, "40GiB" or "80GB"'
-    )
-
-
 @dataclass(frozen=True)
-class _Option:
-    """One level in one layer."""
+class Option:
+    """One level in one layer.
+
+    Attributes:
+        plan: the level, and where its tensors are.
+        kept: bytes on the GPU from the layer's forward to its backward.
+        host: bytes in host memory.
+        beside: the most bytes that exist, while the layer runs forward or backward, besides what
+            this layer and the layers before it keep.
+        seconds: of forward and backward.
+    """
 
     plan: LayerPlan
-    kept: int  # bytes on the GPU from the layer's forward to its backward
-    host: int  # bytes in host memory
-    transient: int  # bytes that the layer's backward needs besides what exists when it begins
-    seconds: float  # of forward and backward
-
-
-@dataclass(frozen=True)
-class _Layer:
-    others: int  # bytes that exist when the layer's backward begins, without any kept tensors
-    options: tuple[_Option, ...]
+    kept: int
+    host: int
+    beside: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search chooses from: the options of each layer, and the constraints."""
+    """What a search chooses from.
 
-    layers: tuple[_Layer, ...]
-    at_head: int  # bytes at the peak of the head, without any kept tensors
-    fixed_bytes: int  # optimizer states and the reserve, which the simulation does not count
-    fixed_seconds: float  # embedding, head and final norm
+    Attributes:
+        layers: the options of each layer.
+        at_head: the most bytes that exist between the layers' forward and their backward, besides
+            what the layers keep.
+        seconds: of the step outside the layers.
+    """
+
+    layers: tuple[tuple[Option, ...], ...]
+    at_head: int
+    seconds: float
+
+    def time(self, plan: MemoryPlan) -> float:
+        """Return the seconds of a step under a plan."""
+        return self.seconds + sum(
+            next(option.seconds for option in options if option.plan == layer)
+            for layer, options in zip(plan.layers, self.layers)
+        )
 
 
-def problem(
-    simulations: dict[str, Simulation], rates: Rates, fixed_bytes: int, *, host: bool
-) -> Problem:
+def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> Problem:
     """Return the problem that simulations of uniform plans describe.
 
     Args: simulations: level -> the step with this level in all layers; host: whether tensors may
         also be kept in host memory.
     """
-    first = simulations["all"]
-    count = sum(name.startswith("forward of layer") for name in first.phases)
-    layers = []
+    count = sum(name.startswith("forward of layer") for name in simulations["all"].phases)
+    layers: list[tuple[Option, ...]] = []
     for index in range(count):
-        others, options = 0, []
-        for keep in KEEPS:
-            phases = simulations[keep].phases
-            kept = [_kept(phases, i) for i in range(index + 1)]
-            back = phases[f"backward of layer {index}"]
-            others = max(others, back.before - sum(kept))
-            forward_s = rates.seconds(phases[f"forward of layer {index}"].work)
-            backward_s = rates.seconds(back.work)
-            transient, size = back.peak - back.before, kept[-1]
-            seconds = forward_s + backward_s
-            options.append(_Option(LayerPlan(keep), size, 0, transient, seconds))
+        options = []
+        for keep, simulation in simulations.items():
+            phases = simulation.phases
+            forward = phases[f"forward of layer {index}"]
+            # Backward has no such phase if nothing in or below the layer needs a gradient.
+            backward = phases.get(f"backward of layer {index}", Phase(0))
+            before = sum(_kept(phases, i) for i in range(index))
+            size = _kept(phases, index)
+            beside = max(forward.peak, backward.peak) - before - size
+            times = [rates.seconds(phase.work) for phase in (forward, backward)]
+            options.append(Option(LayerPlan(keep), size, 0, beside, sum(times)))
             if host:
-                # Copies overlap with the compute of the layer before or after.
-                copy = size / rates.host_bytes
-                stall = max(0.0, copy - forward_s) + max(0.0, copy - backward_s)
-                options.append(
-                    _Option(LayerPlan(keep, True), 0, size, transient + 2 * size, seconds + stall)
-                )
-        layers.append(_Layer(others, tuple(options)))
+                # Copies overlap with the compute of a neighbour, and two layers' tensors are
+                # on the GPU at a time.
+                stalls = (max(0.0, size / rates.host_bytes - seconds) for seconds in times)
+                moved = LayerPlan(keep, host=True)
+                options.append(Option(moved, 0, size, beside + 2 * size, sum(times) + sum(stalls)))
+        layers.append(tuple(options))
     at_head = max(
-        simulation.phases["head"].peak - sum(_kept(simulation.phases, i) for i in range(count))
+        phase.peak - sum(_kept(simulation.phases, i) for i in range(count))
         for simulation in simulations.values()
+        for name, phase in simulation.phases.items()
+        if "layer" not in name and name != "forward"
     )
-    elsewhere = [p for name, p in first.phases.items() if "layer" not in name]
-    return Problem(
-        tuple(layers), at_head, fixed_bytes, sum(rates.seconds(phase.work) for phase in elsewhere)
-    )
+    outside = [phase for name, phase in simulations["all"].phases.items() if "layer" not in name]
+    return Problem(tuple(layers), at_head, sum(rates.seconds(phase.work) for phase in outside))
 
 
 def _kept(phases: dict[str, Phase], index: int) -> int:
     phase = phases[f"forward of layer {index}"]
-    return phase.after - phase.before
+    return max(0, phase.after - phase.before)
 
 
-def search(task: Problem, budget: int, host_budget: int) -> tuple[list[LayerPlan], float] | None:
-    """Return the fastest choice for each layer and the seconds of a step, or None if none fits.
+def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] | None:
+    """Return the fastest choice for each layer that fits, or None if none fits.
 
-    The state is (bytes kept by the layers so far, bytes in host memory). Bytes are rounded up to
-    steps of the budget.
+    Kept bytes are rounded up, in steps that do not depend on the budget. The result is exact if
+    the layers keep at most as many bytes as there are steps.
+
+    Args: budget: bytes on the GPU; host_budget: bytes in host memory.
     """
-    budget -= task.fixed_bytes
-    if budget <= 0:
-        return None
-    unit = max(1, -(-budget // _STEPS))
+    unit = max(1, -(-sum(max(o.kept for o in options) for options in task.layers) // _STEPS))
     host_unit = max(1, -(-host_budget // _HOST_STEPS))
-    columns = host_budget // host_unit + 1 if host_budget else 1
-    best = np.full((_STEPS + 1, columns), np.inf)
+    rows = sum(max(-(-o.kept // unit) for o in options) for options in task.layers) + 1
+    columns = host_budget // host_unit + 1
+    # The least seconds of the layers so far, by the bytes that they keep on the GPU and the host.
+    best = np.full((rows, columns), np.inf)
     best[0, 0] = 0.0
-    choices: list[np.ndarray] = []
-    for layer in task.layers:
+    choices = []
+    for options in task.layers:
         after = np.full_like(best, np.inf)
         choice = np.full(best.shape, -1, np.int8)
-        for number, option in enumerate(layer.options):
-            rows = -(-option.kept // unit)
-            to_host = -(-option.host // host_unit)
-            limit = (budget - layer.others - option.transient) // unit  # on the kept bytes so far
-            last = min(limit, _STEPS)
-            if last < rows or to_host >= columns:
+        for number, option in enumerate(options):
+            row, column = -(-option.kept // unit), -(-option.host // host_unit)
+            stop = min((budget - option.beside) // unit + 1, rows)
+            if stop <= row or column >= columns:
                 continue
-            reached = best[: last + 1 - rows, : columns - to_host] + option.seconds
-            target = after[rows : last + 1, to_host:]
-            better = reached < target
-            target[better] = reached[better]
-            choice[rows : last + 1, to_host:][better] = number
+            seconds = best[: stop - row, : columns - column] + option.seconds
+            target = after[row:stop, column:]
+            faster = seconds < target
+            target[faster] = seconds[faster]
+            choice[row:stop, column:][faster] = number
         choices.append(choice)
         best = after
-    limit = min((budget - task.at_head) // unit, _STEPS)
-    if limit < 0 or not np.isfinite(best[: limit + 1]).any():
+    fitting = best[: max(0, min((budget - task.at_head) // unit + 1, rows))]
+    if not np.isfinite(fitting).any():
         return None
-    row, column = np.unravel_index(np.argmin(best[: limit + 1]), best[: limit + 1].shape)
-    seconds = float(best[row, column]) + task.fixed_seconds
-    chosen: list[LayerPlan] = []
-    for layer, choice in zip(reversed(task.layers), reversed(choices)):
-        option = layer.options[choice[row, column]]
+    row, column = np.unravel_index(np.argmin(fitting), fitting.shape)
+    chosen = []
+    for options, choice in zip(reversed(task.layers), reversed(choices)):
+        option = options[choice[row, column]]
         chosen.append(option.plan)
         row -= -(-option.kept // unit)
         column -= -(-option.host // host_unit)
-    return chosen[::-1], seconds
+    return chosen[::-1]
 
 
-def find_plan(
-    simulate: Simulate,
-    num_layers: int,
-    rates: Rates,
-    *,
-    budget: int,
-    host_budget: int = 0,
-    fixed_bytes: int = 0,
-    tiles: Sequence[int] = (),
-    batch: int,
-    seq: int,
-) -> MemoryPlan:
-    """Return the fastest plan whose simulated peak fits the budget, with its prediction.
+class Space:
+    """The plans that have one size of MLP tiles.
 
     Args:
         simulate: a function that simulates a step under a plan.
-        budget: bytes on the GPU for everything, `fixed_bytes` included.
+        num_layers: of the model.
+        rates: of the device.
         host_budget: bytes of pinned host memory.
-        fixed_bytes: optimizer states and the reserve.
-        tiles: sizes of MLP tiles to try if no plan without tiles fits, from the largest.
+        tile: tokens that an MLP handles at once; None for all.
+    """
+
+    def __init__(
+        self, simulate: Simulate, num_layers: int, rates: Rates, host_budget: int, tile: int | None
+    ) -> None:
+        self.simulate = cache(simulate)
+        self.host_budget, self.tile = host_budget, tile
+        self.uniform = {keep: self.plan([LayerPlan(keep)] * num_layers) for keep in KEEPS}
+        self.rates = rates
+
+    def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
+        """Return the plan with these layers."""
+        return MemoryPlan(tuple(layers), mlp_tile=self.tile, host_budget=self.host_budget)
+
+    def peak(self, plan: MemoryPlan) -> int:
+        """Return the simulated peak of a plan, in bytes."""
+        return self.simulate(plan).peak_bytes
+
+    @cached_property
+    def task(self) -> Problem:
+        """What a search chooses from."""
+        simulations = {keep: self.simulate(plan) for keep, plan in self.uniform.items()}
+        return problem(simulations, self.rates, host=self.host_budget > 0)
+
+    @cached_property
+    def fixed_plans(self) -> list[MemoryPlan]:
+        """Plans that are tried with every budget: the uniform ones, and that of the least bytes."""
+        low, high = 0, max(map(self.peak, self.uniform.values()))
+        while high - low > max(1, high // 1000):
+            middle = (low + high) // 2
+            fits = search(self.task, middle, self.host_budget) is not None
+            low, high = (low, middle) if fits else (middle, high)
+        leanest = search(self.task, high, self.host_budget)
+        return [*self.uniform.values(), *([] if leanest is None else [self.plan(leanest)])]
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The smallest peak of a plan."""
+        return min(map(self.peak, self.fixed_plans))
+
+    def fits(self, budget: int) -> bool:
+        """Return whether the plan that recomputes all layers fits, or one with host memory."""
+        if self.peak(self.uniform["input"]) <= budget:
+            return True
+        return self.host_budget > 0 and self.least_bytes <= budget
+
+    def fastest(self, budget: int) -> MemoryPlan | None:
+        """Return the fastest plan whose peak is within a budget in bytes, or None."""
+        plans = list(self.fixed_plans)
+        allowed = budget
+        for _ in range(_ROUNDS):
+            layers = search(self.task, allowed, self.host_budget)
+            if layers is None:
+                break
+            plans.append(self.plan(layers))
+            excess = self.peak(plans[-1]) - budget
+            if excess <= 0:
+                break
+            allowed -= excess
+        fitting = (plan for plan in plans if self.peak(plan) <= budget)
+        return min(fitting, key=self.task.time, default=None)
+
+    def gains(self, budget: int, seconds: float) -> Iterator[tuple[int, float]]:
+        """Yield (further bytes, seconds of a step) where more bytes make the step faster."""
+        for more in _MORE:
+            layers = search(self.task, budget + more * GIB, self.host_budget)
+            if layers and (faster := self.task.time(self.plan(layers))) < seconds * 0.999:
+                seconds = faster
+                yield more * GIB, seconds
+
+
+def find_plan(
+    spaces: Iterable[Space],
+    *,
+    budget: int,
+    optimizer_bytes: int = 0,
+    reserve: float = 0.0,
+    batch: int,
+    seq: int,
+) -> MemoryPlan:
+    """Return the fastest plan that fits a budget, with its prediction.
+
+    Args:
+        spaces: the plans to choose from, for each size of MLP tiles, without tiles first.
+        budget: bytes on the GPU.
+        optimizer_bytes: the part of it that the optimizer's states take.
+        reserve: the part of it that is left free, as a fraction.
         batch, seq: the shape, for the prediction.
     Raises:
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
+    usable = usable_bytes(budget, optimizer_bytes, reserve)
+    best: tuple[Space, MemoryPlan] | None = None
     least = None
-    for tile in (None, *tiles):
-        options = {"mlp_tile": tile, "host_budget": host_budget}
-        uniform = {
-            keep: simulate(MemoryPlan.uniform(num_layers, keep, **options)) for keep in KEEPS
-        }
-        task = problem(uniform, rates, fixed_bytes, host=host_budget > 0)
-        allowed = budget
-        for _ in range(_ROUNDS):
-            found = search(task, allowed, host_budget)
-            if found is None:
-                break
-            layers, seconds = found
-            plan = MemoryPlan.of(layers, **options)
-            simulation = simulate(plan)
-            peak = simulation.peak_bytes + fixed_bytes
-            if peak <= budget:
-                return replace(
-                    plan,
-                    prediction=Prediction(
-                        batch=batch,
-                        seq=seq,
-                        budget=budget,
-                        peak_bytes=peak,
-                        fixed_bytes=fixed_bytes,
-                        weight_bytes=simulation.weight_bytes,
-                        grad_bytes=simulation.grad_bytes,
-                        host_bytes=simulation.host_bytes,
-                        seconds=seconds,
-                        gains=_gains(task, budget, host_budget, seconds),
-                    ),
-                )
-            allowed -= peak - budget
-        smallest = uniform["input"].peak_bytes + fixed_bytes
-        least = smallest if least is None else min(least, smallest)
-    raise ConfigError(
-        f"memory plan: a budget of {budget / GIB:.2f} GiB is too small for batch {batch} and seq "
-        f"{seq}: the plan that needs the least takes {least} bytes ({(least or 0) / GIB:.2f} GiB); "
-        "raise the budget, or lower batch or seq"
+    for space in spaces:
+        plan = space.fastest(usable)
+        if plan is None:
+            least = min(space.least_bytes, least or space.least_bytes)
+        elif best is None or space.task.time(plan) < best[0].task.time(best[1]):
+            best = space, plan
+        if plan == space.uniform["all"]:
+            break  # no tiles are faster
+    if best is None:
+        needed = least_budget(least or 0, optimizer_bytes, reserve)
+        raise ConfigError(
+            f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
+            f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "
+            "needed; raise the budget, or lower batch or seq"
+        )
+    space, plan = best
+    simulation, seconds = space.simulate(plan), space.task.time(plan)
+    prediction = Prediction(
+        batch=batch,
+        seq=seq,
+        budget=budget,
+        peak_bytes=simulation.peak_bytes + optimizer_bytes,
+        optimizer_bytes=optimizer_bytes,
+        reserve_bytes=budget - usable - optimizer_bytes,
+        weight_bytes=simulation.weight_bytes,
+        grad_bytes=simulation.grad_bytes,
+        host_bytes=simulation.host_bytes,
+        seconds=seconds,
+        gains=tuple(space.gains(usable, seconds)),
     )
+    return replace(plan, prediction=prediction)
 
 
-def _gains(
-    task: Problem, budget: int, host_budget: int, seconds: float
-) -> tuple[tuple[int, float], ...]:
-    """Return (further bytes, seconds of a step) for budgets with which the step is faster."""
-    gains = []
-    for more in (1, 2, 4, 8, 16, 32, 64):
-        found = search(task, budget + more * GIB, host_budget)
-        if found is not None and found[1] < seconds * 0.999:
-            seconds = found[1]
-            gains.append((more * GIB, seconds))
-    return tuple(gains)
+def usable_bytes(budget: int, optimizer_bytes: int, reserve: float) -> int:
+    """Return what a budget leaves for forward and backward."""
+    return budget - int(budget * reserve) - optimizer_bytes
+
+
+def least_budget(peak_bytes: int, optimizer_bytes: int, reserve: float) -> int:
+    """Return the smallest budget that leaves `peak_bytes` for forward and backward."""
+    budget = int((peak_bytes + optimizer_bytes) / (1 - reserve))
+    while usable_bytes(budget, optimizer_bytes, reserve) < peak_bytes:
+        budget += 1
+    while usable_bytes(budget - 1, optimizer_bytes, reserve) >= peak_bytes:
+        budget -= 1
+    return budget
 
 
 def largest(fits: Callable[[int], bool], start: int = 1) -> int:
-    """Return the largest positive number for which `fits` is true, or 0. It is monotonic."""
+    """Return the largest positive number for which `fits` is true, or 0, within 2%.
+
+    `fits` is true up to some number, and false beyond it.
+    """
     if not fits(start):
-        return 0
+        return largest(fits, 1) if start > 1 else 0
     low, high = start, start * 2
     while fits(high):
         low, high = high, high * 2

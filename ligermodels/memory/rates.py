@@ -1,12 +1,14 @@
 """How fast a device computes and copies: measured on the device, or taken from its data sheet."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from ligermodels.errors import ConfigError
+from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.simulate import Work
 
 
@@ -38,17 +40,18 @@ class Rates:
 
 
 # From the data sheets: dense 16-bit FLOP/s, bytes/s of the GPU's memory, bytes/s of its PCIe link
-# each way. Matrix products reach about 0.7 of the first, attention about 0.55, other ops 0.85 of
-# the second, and copies 0.85 of the third.
-DATA_SHEETS = {
-    "H200": (989e12, 4.8e12, 64e9),
-    "H100": (989e12, 3.35e12, 64e9),
-    "A100": (312e12, 2.0e12, 32e9),
-    "L40S": (362e12, 0.864e12, 32e9),
-    "B200": (2250e12, 8.0e12, 64e9),
+# each way, and the GiB that torch can allocate on an empty GPU. Matrix products reach about 0.7 of
+# the first, attention about 0.55, other ops 0.85 of the second, and copies 0.85 of the third.
+_SHEETS = {
+    "H200": (989e12, 4.8e12, 64e9, 139),
+    "H100": (989e12, 3.35e12, 64e9, 78.5),
+    "A100": (312e12, 2.0e12, 32e9, 78.5),
+    "L40S": (362e12, 0.864e12, 32e9, 44),
+    "B200": (2250e12, 8.0e12, 64e9, 177),
 }
-_WARM_UP_RUNS = 2
-_RUNS = 5
+_WARM_UP_RUNS = 3
+_RUNS = 10
+_ROUNDS = 3
 
 
 def data_sheet(name: str, dtype: torch.dtype) -> Rates:
@@ -56,8 +59,8 @@ def data_sheet(name: str, dtype: torch.dtype) -> Rates:
 
     32-bit products are taken to run at a tenth of the 16-bit rate.
     """
-    known = next((key for key in DATA_SHEETS if key in name), "H100")
-    flops, memory, link = DATA_SHEETS[known]
+    known = _known(name) or "H100"
+    flops, memory, link, _ = _SHEETS[known]
     scale = 1.0 if dtype.itemsize == 2 else 0.1
     return Rates(
         0.7 * flops * scale,
@@ -68,14 +71,35 @@ def data_sheet(name: str, dtype: torch.dtype) -> Rates:
     )
 
 
+def gpu_bytes(name: str) -> int:
+    """Return the bytes that torch can allocate on a GPU that has a data sheet here.
+
+    Raises:
+        ConfigError: the GPU has none.
+    """
+    known = _known(name)
+    if known is None:
+        raise ConfigError(f"gpu: {name!r} is not known; expected one of {', '.join(_SHEETS)}")
+    return int(_SHEETS[known][3] * GIB)
+
+
+def _known(name: str) -> str | None:
+    return next((key for key in _SHEETS if key in name.upper()), None)
+
+
 def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:
-    """Measure the rates on a GPU. It takes about a tenth of a second and 0.6 GiB of memory."""
+    """Measure the rates on a GPU. It takes about a tenth of a second and 0.4 GiB of memory."""
     with torch.cuda.device(device):
-        x = torch.randn(8192, 4096, device=device).to(dtype)
-        weight = torch.randn(8192, 4096, device=device).to(dtype)
-        products = 2 * x.numel() * weight.shape[0] / _time(lambda: x @ weight.t())
-        q = torch.randn(1, 16, 4096, head_dim, device=device).to(dtype)
-        flops = 4 * 16 * 4096**2 * head_dim / 2
+        # A generator of its own leaves that of the caller unchanged.
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        x, weight, q = random(8192, 4096), random(8192, 4096), random(1, 32, 4096, head_dim)
+        flops = 2 * x.numel() * weight.shape[0]
+        products = flops / _time(lambda: x @ weight.t())
+        flops = 4 * q.shape[1] * q.shape[2] ** 2 * head_dim // 2
         attention = flops / _time(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
         memory = 2 * x.nbytes / _time(x.clone)
         host = torch.empty(x.shape, dtype=dtype, pin_memory=True)
@@ -85,16 +109,19 @@ def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Ra
 
 
 def _time(run: Callable[[], object]) -> float:
-    """Return the median seconds of a run on the current GPU."""
-    times = []
-    for number in range(_WARM_UP_RUNS + _RUNS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    """Return the seconds of a run on the current GPU, the median of several rounds."""
+    for _ in range(_WARM_UP_RUNS):
         run()
-        torch.cuda.synchronize()
-        if number >= _WARM_UP_RUNS:
-            times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    times = []
+    for _ in range(_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_RUNS):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / _RUNS)
+    return sorted(times)[_ROUNDS // 2]
 
 
 def rates_of(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:

@@ -14,8 +14,10 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligermodels.errors import ConfigError
+from ligermodels.memory.byte_sizes import parse_bytes
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
+MEMORY = ("auto", "off")  # or a number of bytes
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -117,6 +119,12 @@ class FinetuneConfig:
     activation_checkpointing: bool = _option(
         False, "recompute each block in backward to save memory"
     )
+    memory: str | None = _free_option(
+        None,
+        "memory of the GPU for the run, such as 40GiB, or auto for all that is free: choose what "
+        "each layer keeps for backward, so that the run fits and is fast; off keeps all "
+        "(default: auto on a GPU, off on a CPU)",
+    )
     compile: bool = _option(False, "run the model through torch.compile")
 
     save_steps: int = _free_option(500, "steps between checkpoints; 0 writes none", at_least=0)
@@ -144,6 +152,15 @@ class FinetuneConfig:
             raise ConfigError("train_files: at least one file is needed")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
+        if self.memory is not None:
+            self.memory = str(self.memory)
+            if self.memory not in MEMORY:
+                parse_bytes(self.memory, "memory")
+            if self.activation_checkpointing and self.memory != "off":
+                raise ConfigError(
+                    "activation_checkpointing and memory: choose one of the two; memory recomputes "
+                    "only as much as is needed"
+                )
         types = option_types()
         for option in fields(self):
             value = getattr(self, option.name)

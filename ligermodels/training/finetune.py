@@ -17,11 +17,14 @@ from tqdm import tqdm
 from ligermodels import __version__
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.kernels.dispatch import choose
+from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.data import Document, check_files, file_hashes, read_documents
+from ligermodels.training.memory import planner, summary, weight_dtype
 from ligermodels.training.packing import PackedRows, hold_out
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
@@ -128,6 +131,7 @@ class _Run:
         source = Path(resolve(config.model, revision=config.revision))
         rows, eval_rows = self._rows(source)
         model = self._model(source, rows, eval_rows)
+        self._plan_memory(model, rows, eval_rows, saved)
         trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision)
         self._start(rows, trainer, saved)
         trainer.train(self.run_dir, progress=self.progress)
@@ -182,8 +186,7 @@ class _Run:
         return rows
 
     def _model(self, source: Path, rows: PackedRows, eval_rows: PackedRows | None) -> DecoderModel:
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        model = AutoLiger.from_hf(source, dtype=dtype, device=self.device)
+        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=self.device)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -196,9 +199,37 @@ class _Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
-        if self.config.activation_checkpointing:
-            model.activation_checkpointing_enable()
         return model
+
+    def _plan_memory(
+        self,
+        model: DecoderModel,
+        rows: PackedRows,
+        eval_rows: PackedRows | None,
+        saved: dict[str, Any] | None,
+    ) -> None:
+        """Choose what the layers keep for backward; a resumed run keeps its plan."""
+        config = self.config
+        if config.activation_checkpointing:
+            model.activation_checkpointing_enable()
+        elif saved is not None and saved["settings"].get("memory") == config.memory:
+            plan = saved.get("memory_plan")
+            model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
+        elif (budget := self._budget()) != "off":
+            accumulates = config.gradient_accumulation_steps > 1
+            run = planner(model, budget, precision=self.precision, accumulates=accumulates)
+            width = max(packed.width for packed in (rows, eval_rows) if packed is not None)
+            plan = run.plan(config.batch_size, width)
+            model.set_memory_plan(plan)
+            self._note(f"memory: {summary(plan)}")
+
+    def _budget(self) -> str:
+        """Return "off", or the memory that the run may take."""
+        if self.config.memory is not None:
+            return self.config.memory
+        # A step on a GPU is simulated with the Triton kernels.
+        on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
+        return "auto" if on_gpu else "off"
 
     def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
         """Write the settings of a new run, or check that a resumed run has the same rows.
@@ -207,11 +238,13 @@ class _Run:
         """
         where = self.run_dir.path
         facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
+        in_use = trainer.model.memory_plan
+        plan = {"memory_plan": None if in_use is None else in_use.to_dict()}
         if saved is None:
             files = file_hashes(self.config.train_files)
             self.run_dir.clear()
             settings = {"settings": self._settings(), **facts, "files": files}
-            self.run_dir.write_settings({**settings, "ligermodels": __version__})
+            self.run_dir.write_settings({**settings, **plan, "ligermodels": __version__})
         elif saved.get("rows") != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
@@ -222,6 +255,9 @@ class _Run:
                 f"{where}: the run was started with {saved.get('steps')} steps and cannot be "
                 f"resumed with {facts['steps']}"
             )
+        elif saved["settings"].get("memory") != self.config.memory:
+            settings = {**saved["settings"], "memory": self.config.memory}
+            self.run_dir.write_settings({**saved, "settings": settings, **plan})
 
     def _finish(self, model: DecoderModel, trainer: Trainer) -> FinetuneResult:
         if self.config.export_dtype is not None:

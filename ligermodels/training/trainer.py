@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import LigerError
+from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.packing import Batch, PackedRows, row_order
 from ligermodels.training.run_dir import Metrics, RunDir, load_checkpoint
@@ -65,7 +66,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: DecoderModel,
         config: FinetuneConfig,
         rows: PackedRows,
         eval_rows: PackedRows | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels import AutoLiger
+from ligermodels import AutoLiger, MemoryPlan
 from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
@@ -333,3 +334,51 @@ def test_on_a_gpu_checkpointing_and_compilation_change_nothing(checkpoint, text,
     plain = run(checkpoint, text, tmp_path / "a", **given)
     other = run(checkpoint, text, tmp_path / "b", **given, **changes)
     assert other.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)
+
+
+def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, tmp_path):
+    """The plan is stored with the run, and a resumed run has it again."""
+    kept = run(checkpoint, text, tmp_path / "a", max_steps=2)
+    with pytest.raises(ConfigError, match="at least (?P<least>[0-9]+) bytes") as error:
+        run(checkpoint, text, tmp_path / "b", max_steps=2, memory="1MB")
+    assert not (tmp_path / "b" / "run.json").exists()
+    least = re.search(r"at least (\d+) bytes", str(error.value))[1]
+    less = run(checkpoint, text, tmp_path / "b", max_steps=2, memory=least)
+    assert same(tensors(kept.model_dir), tensors(less.model_dir))
+    plan = less.model.memory_plan
+    assert plan.recomputes and plan.prediction.batch == 2 and plan.prediction.budget == int(least)
+    assert any(note.startswith("memory: ") and "predicted peak" in note for note in less.notes)
+    saved = json.loads((tmp_path / "b" / "run.json").read_text())
+    assert MemoryPlan.from_dict(saved["memory_plan"]) == plan
+
+    again = run(checkpoint, text, tmp_path / "b", max_steps=2, memory=least, resume=True)
+    assert again.model.memory_plan == plan
+    other = run(checkpoint, text, tmp_path / "b", max_steps=2, memory="1GB", resume=True)
+    assert not other.model.memory_plan.recomputes
+    settings = resumed_settings(tmp_path / "b")
+    assert settings["memory"] == "1GB"
+    again = finetune(FinetuneConfig(**settings, resume=True), progress=False)
+    assert again.model.memory_plan == other.model.memory_plan
+
+
+def test_a_run_without_a_budget_has_no_plan_on_a_cpu(checkpoint, text, tmp_path):
+    for name, memory in (("a", None), ("b", "off")):
+        done = run(checkpoint, text, tmp_path / name, max_steps=1, memory=memory)
+        assert done.model.memory_plan is None
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        run(checkpoint, text, tmp_path / "c", memory="auto")
+
+
+def test_a_plan_covers_evaluation_and_accumulated_gradients(checkpoint, text, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a few words\n")
+    done = run(
+        checkpoint,
+        short,
+        tmp_path / "run",
+        eval_files=[text],
+        max_steps=1,
+        memory="1GB",
+        gradient_accumulation_steps=2,
+    )
+    assert done.model.memory_plan.prediction.seq == 64  # rows of evaluation are the longest

@@ -1,0 +1,28 @@
+"""Numbers of bytes as text. This module does not import torch."""
+
+import re
+from typing import Any
+
+from ligermodels.errors import ConfigError
+
+GIB = 2**30
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(value: Any, name: str) -> int:
+    """Return a number of bytes from an int or a text such as "40GiB" or "80 GB".
+
+    Args: name: what the number is, for the message.
+    Raises:
+        ConfigError: the value is not a number of bytes.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError(
+        f'{name}={value!r}: expected a number of bytes, such as 42949672960, "40GiB" or "80GB"'
+    )
