@@ -85,13 +85,14 @@ def scratch(operator: Any, arguments: tuple[Any, ...]) -> int:
     return 0
 
 
-def cublas_workspace() -> int:
-    """Return the bytes that cuBLAS takes once, for the threads of forward and of backward.
+def cublas_workspaces() -> tuple[int, int]:
+    """Return the bytes that cuBLAS keeps for the threads of forward and of backward.
 
-    Source: CublasHandlePool.cpp; Hopper takes 32 MiB and older GPUs 8.125 MiB in each thread.
+    Source: CublasHandlePool.cpp; Hopper takes 32 MiB and other GPUs 8.125 MiB.
     """
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
-    return 2 * (32 * 2**20 if hopper else 8519680)
+    size = 32 * 2**20 if hopper else 8519680
+    return size, size
 
 
 @cache

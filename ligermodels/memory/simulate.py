@@ -26,10 +26,11 @@ from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.memory.attention_buffers import (
     attention_pairs,
-    cublas_workspace,
+    cublas_workspaces,
     scratch,
     sdpa_backend,
 )
+from ligermodels.memory.caching_allocator import Block, CachingAllocator
 
 DEFAULT_SMS = 132  # multiprocessors of an H100 and an H200
 _aten = torch.ops.aten
@@ -80,7 +81,7 @@ class Phase:
 class Simulation:
     """What a training step takes on one device, without the optimizer and its states."""
 
-    peak_bytes: int  # the most at any time, with weights, buffers, inputs and gradients
+    peak_bytes: int  # the most allocated at any time, with weights, buffers, inputs and gradients
     peak_phase: str  # "forward of layer 3", "forward of head", "backward of layer 3", ...
     weight_bytes: int  # parameters and buffers
     grad_bytes: int  # gradients of all parameters when backward ends
@@ -88,11 +89,27 @@ class Simulation:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     phases: dict[str, Phase] = field(default_factory=dict)  # in their order
+    reserved_bytes: int = 0  # what CUDA's caching allocator reserves from the GPU for the step
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory when forward ends."""
         return self.forward.to_host_bytes
+
+
+class _PlainSizes:
+    """An allocator of a CPU: a block has the size of the request."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+
+    def allocate(self, size: int) -> Block:
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        return Block(0, size, False)
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
 
 
 class Tracker(TorchDispatchMode):
@@ -107,8 +124,9 @@ class Tracker(TorchDispatchMode):
     def __init__(self, device_type: str, seen: str = "meta") -> None:
         super().__init__()
         self.on_gpu, self.seen = device_type == "cuda", seen
-        self.live: dict[int, tuple[Any, int]] = {}  # by storage: a weak reference, and its bytes
-        self.bytes = 0
+        self.live: dict[int, Any] = {}  # by storage: a weak reference to it, and its block
+        self.allocator: CachingAllocator | _PlainSizes
+        self.allocator = CachingAllocator() if self.on_gpu else _PlainSizes()
         self.phases: dict[str, Phase] = {}
         self.phase = Phase(0)
 
@@ -133,26 +151,34 @@ class Tracker(TorchDispatchMode):
             self._allocate(x)
         return self.bytes - before
 
-    def rounded(self, size: int) -> int:
-        """Return the bytes of the block that CUDA's caching allocator gives for a request."""
-        return -(-size // 512) * 512 if self.on_gpu else size
+    @property
+    def bytes(self) -> int:
+        """The bytes that are allocated now."""
+        return self.allocator.allocated
+
+    def block_bytes(self, x: Tensor) -> int:
+        """Return the bytes that a tensor's storage takes."""
+        return self.live[x.untyped_storage()._cdata][1].size
 
     def _allocate(self, x: Tensor) -> None:
         if x.device.type != self.seen:
             return
         storage = x.untyped_storage()
-        key, size = storage._cdata, self.rounded(storage.nbytes())
+        key, size = storage._cdata, storage.nbytes()
         if key in self.live or size == 0:
             return
-        self.live[key] = weakref.ref(storage, lambda _: self._free(key)), size
-        self.bytes += size
+        reference = weakref.ref(storage, lambda _: self._free(key))
+        self.live[key] = reference, self.allocator.allocate(size)
 
     def _free(self, key: int) -> None:
-        _, size = self.live.pop(key)
-        self.bytes -= size
+        _, block = self.live.pop(key)
+        self.allocator.free(block)
 
     def _peak(self, extra: int = 0) -> None:
-        self.phase.peak = max(self.phase.peak, self.bytes + extra)
+        block = self.allocator.allocate(extra) if extra else None
+        self.phase.peak = max(self.phase.peak, self.bytes)
+        if block is not None:
+            self.allocator.free(block)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -168,7 +194,7 @@ class Tracker(TorchDispatchMode):
         self._count(func, args, given, made)
         for x in made:
             self._allocate(x)
-        self._peak(self.rounded(scratch(func, args)) if self.on_gpu else 0)
+        self._peak(scratch(func, args) if self.on_gpu else 0)
         return out
 
     def _count(
@@ -518,11 +544,12 @@ def run_step(
         peak_bytes=max(phase.peak for phase in phases.values()),
         peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
-        grad_bytes=sum(tracker.rounded(x.untyped_storage().nbytes()) for x in grads),
+        grad_bytes=sum(map(tracker.block_bytes, grads)),
         kept_bytes=kept_bytes,
         forward=work("forward"),
         backward=work("backward"),
         phases=phases,
+        reserved_bytes=tracker.allocator.reserved,
     )
 
 
@@ -592,7 +619,8 @@ def simulate(
 
     with ExitStack() as stack:
         if on_gpu:
-            tracker.bytes += cublas_workspace()
+            for size in cublas_workspaces():
+                tracker.allocator.allocate(size)
             stack.enter_context(_no_launches(tracker))
         stack.enter_context(simulating(simulator))
         stack.enter_context(_eagerly())

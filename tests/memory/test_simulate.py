@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.simulate import Tracker, run_step, simulate
 from ligermodels.models.auto import families
 from tests.families import DECODERS, OWN
@@ -37,7 +37,8 @@ def freeze_half(model) -> None:
         p.requires_grad_(index % 2 == 1)
 
 
-CASES = ["plain", "packed", "frozen", "tied", "checkpointed", "autocast", "checkpointed autocast"]
+CASES = ["plain", "packed", "frozen", "tied", "autocast", "no_gate_up", "attention", "input"]
+CASES += ["input autocast", "attention autocast"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,19 +51,26 @@ def test_a_step_on_the_cpu(family, case) -> None:
         inputs["position_ids"] = (torch.arange(SEQ) % 7).expand(BATCH, -1).contiguous()
     elif case == "frozen":
         freeze_half(model)
-    if "checkpointed" in case:
-        model.activation_checkpointing_enable()
+    level = case.partition(" ")[0]
+    if level in KEEPS:
+        model.set_memory_plan(MemoryPlan((LayerPlan(level),) * len(model.layers)))
     autocast = torch.bfloat16 if "autocast" in case else None
     simulated = simulate(model, BATCH, SEQ, device=CPU, packed=case == "packed", autocast=autocast)
     if autocast is not None:
         model.forward = torch.autocast("cpu", autocast)(model.forward)
     real = real_step(model, **inputs)
-    for made, measured in ((simulated.forward, real.forward), (simulated.backward, real.backward)):
-        assert made.product_flops == measured.product_flops
+    assert bytes_of(simulated) == bytes_of(real)
+    for name, phase in real.phases.items():
+        made = simulated.phases[name].work
+        assert made.product_flops == phase.work.product_flops
         # The real step also looks at its targets.
-        assert made.moved_bytes == pytest.approx(measured.moved_bytes, rel=0.01)
-    work = {"forward": real.forward, "backward": real.backward}
-    assert dataclasses.replace(simulated, **work) == real
+        assert made.moved_bytes == pytest.approx(phase.work.moved_bytes, rel=0.02, abs=2000)
+
+
+def bytes_of(made) -> tuple[object, ...]:
+    phases = [(name, x.before, x.peak, x.after) for name, x in made.phases.items()]
+    counts = made.weight_bytes, made.grad_bytes, made.kept_bytes, made.reserved_bytes
+    return made.peak_bytes, made.peak_phase, counts, phases
 
 
 @pytest.fixture
@@ -78,27 +86,37 @@ def real_size(preset: str):
 
 
 @pytest.mark.parametrize(
-    "preset, batch, seq, checkpointed, states, measured",
+    "preset, batch, seq, measured",
     [
-        ("llama-3-8b", 8, 2048, False, 2, 96.3),
-        ("llama-3-8b", 1, 8192, False, 2, 71.1),
-        ("llama-3-8b", 8, 2048, True, 2, 61.8),
-        ("llama-3-8b", 1, 32768, True, 0, 35.2),
-        ("llama-3-8b", 1, 131072, True, 0, 73.6),
-        ("gemma-7b", 16, 512, False, 2, 83.9),
-        ("qwen2-7b", 16, 512, False, 2, 68.9),
+        ("llama-3-8b", 8, 2048, 96.3),
+        ("llama-3-8b", 1, 8192, 71.1),
+        ("gemma-7b", 16, 512, 83.9),
+        ("qwen2-7b", 16, 512, 68.9),
     ],
 )
-def test_peaks_that_were_measured(
-    triton, preset, batch, seq, checkpointed, states, measured
-) -> None:
-    """The peaks in GiB of training steps on an H200, with so many optimizer states."""
-    model = real_size(preset)
-    if checkpointed:
-        model.activation_checkpointing_enable()
-    made = simulate(model, batch, seq, device=GPU)
-    peak = (made.peak_bytes + states * made.weight_bytes) / 2**30
+def test_peaks_that_were_measured(triton, preset, batch, seq, measured) -> None:
+    """The peaks in GiB of steps with AdamW on an H200, without a plan."""
+    made = simulate(real_size(preset), batch, seq, device=GPU)
+    peak = (made.peak_bytes + 2 * made.weight_bytes) / 2**30
     assert peak == pytest.approx(measured, rel=0.003)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_bytes_that_go_to_the_host_and_come_back(triton, keep) -> None:
+    model = real_size("llama-3.2-1b")
+    count = len(model.layers)
+    made = []
+    for host in (False, True):
+        plan = MemoryPlan.uniform(count, keep, host=host, host_budget=2**40)
+        model.set_memory_plan(plan)
+        made.append(simulate(model, 1, 8192, device=GPU))
+    kept, offloaded = made
+    assert kept.host_bytes == 0 < offloaded.host_bytes
+    # The last layer's tensors are still on the GPU when its backward begins.
+    assert offloaded.backward.from_host_bytes == offloaded.host_bytes * (count - 1) // count
+    freed = kept.kept_bytes - offloaded.kept_bytes
+    # The last layers may still be on their way when forward ends.
+    assert offloaded.host_bytes * (count - 3) / count <= freed <= offloaded.host_bytes * 1.01
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -133,7 +151,9 @@ def test_gradients_that_exist_or_are_freed(triton) -> None:
     new, kept, freed = (
         simulate(model, 1, 512, device=GPU, gradients=x) for x in ("new", "kept", "freed")
     )
-    assert freed.grad_bytes == 0 and new.grad_bytes == kept.grad_bytes > 0
+    assert freed.grad_bytes == 0
+    assert new.grad_bytes == pytest.approx(kept.grad_bytes, rel=0.01)
+    assert new.peak_bytes <= new.reserved_bytes
     assert freed.peak_bytes < new.peak_bytes < kept.peak_bytes
 
 

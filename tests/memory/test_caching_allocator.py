@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ligermodels.memory.caching_allocator import CachingAllocator
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "size, allocated, reserved",
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB, 12 * MIB),  # a rest of at most 1 MiB stays in the block
+        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
+    ],
+)
+def test_one_block(size, allocated, reserved) -> None:
+    allocator = CachingAllocator()
+    block = allocator.allocate(size)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+    allocator.free(block)
+    assert (allocator.allocated, allocator.reserved) == (0, reserved)
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 30)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(18 * MIB).address == blocks[1].address
+    assert allocator.allocate(25 * MIB).address == blocks[2].address
+    assert allocator.reserved == 90 * MIB
+
+
+def requests(seed: int, steps: int = 2000):
+    """Yield random requests: ("allocate", index, size) and ("free", index, 0)."""
+    generator, live = random.Random(seed), []
+    for index in range(steps):
+        if live and generator.random() < 0.5:
+            yield "free", live.pop(generator.randrange(len(live))), 0
+        else:
+            live.append(index)
+            yield "allocate", index, int(2 ** generator.uniform(0, 26))
+
+
+def test_blocks_never_overlap_and_all_memory_joins_again() -> None:
+    allocator, live = CachingAllocator(), {}
+    for action, index, size in requests(0):
+        if action == "free":
+            allocator.free(live.pop(index))
+        else:
+            live[index] = allocator.allocate(size)
+            assert live[index].size >= size
+        ends = sorted((x.address, x.address + x.size) for x in live.values())
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+        assert allocator.allocated == sum(x.size for x in live.values()) <= allocator.reserved
+    for block in live.values():
+        allocator.free(block)
+    free = [block for pool in allocator._free.values() for block in pool]
+    assert sum(block.size for block in free) == allocator.reserved
+    assert all(block.before is None and block.after is None for block in free)
+
+
+@pytest.mark.gpu
+def test_the_same_bytes_as_on_a_gpu() -> None:
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocator, live = CachingAllocator(), {}
+    for action, index, size in requests(1, 500):
+        if action == "free":
+            block, tensor = live.pop(index)
+            allocator.free(block)
+            del tensor
+        else:
+            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+            live[index] = allocator.allocate(size), tensor
+        assert torch.cuda.memory_allocated() - start[0] == allocator.allocated
+    assert torch.cuda.memory_reserved() - start[1] == allocator.reserved
