@@ -35,7 +35,12 @@ HF, LIGER, OURS = "transformers", "transformers + liger", "ligermodels"
 GIB = 2**30
 RESERVE = 0.03  # the part of free memory that a plan for "auto" leaves for fragmentation
 # The fields that name a row. A new row replaces an older one of the same name.
-KEYS = {"rows": ("work", "setting"), "levels": ("level",), "predictions": ("case",)}
+KEYS = {
+    "environments": (),
+    "rows": ("work", "setting"),
+    "levels": ("level",),
+    "predictions": ("case",),
+}
 
 
 @dataclass(frozen=True)
@@ -534,13 +539,14 @@ def merge(result: dict[str, Any], section: str, row: Row) -> None:
 
 
 def run_parts(parts: list[str], seconds: float, out: Path | None) -> dict[str, Any]:
-    """Run each part in its own process; write the result after each row."""
+    """Run each part in its own process; write the result after each row.
+
+    This process leaves the GPU alone, because even an unused context takes memory there.
+    """
     end = time.monotonic() + seconds
     earlier = [folder / "memory.json" for folder in (out, RESULTS) if folder is not None]
     found = next((file for file in earlier if file.is_file()), None)
     result = json.loads(found.read_text()) if found else {}
-    machine = environment()
-    result.setdefault("environments", {})[machine["gpu"]] = machine
     for part in parts:
         left = end - time.monotonic()
         if left < 10:
@@ -556,8 +562,7 @@ def run_parts(parts: list[str], seconds: float, out: Path | None) -> dict[str, A
         for line in process.stdout:
             if line.startswith('{"section": '):
                 row = json.loads(line)
-                section = row.pop("section")
-                merge(result, section, {"gpu": machine["gpu"]} | row)
+                merge(result, row.pop("section"), row)
                 write("memory.json", result, out)
                 line = short(row) + "\n"
             print(line, end="", flush=True)
@@ -587,10 +592,12 @@ def main() -> None:
     parser.add_argument("--only", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only:
+        machine = environment()
 
         def emit(section: str, row: Row) -> None:
-            print(json.dumps({"section": section} | row), flush=True)
+            print(json.dumps({"section": section, "gpu": machine["gpu"]} | row), flush=True)
 
+        emit("environments", machine)
         run_part(given.only, time.monotonic() + given.seconds, emit)
         return
     parts = [] if given.rows is None else list(given.rows or WORKS)

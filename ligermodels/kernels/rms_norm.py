@@ -12,14 +12,19 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, options: NormOptions
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        options: NormOptions,
+        with_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.ops, ctx.options = select("rms_norm", x, residual), options
         y, s, rstd = ctx.ops.rms_norm_forward(x, residual, weight, options, x.dtype)
         ctx.save_for_backward(s, weight, rstd)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        return y if residual is None else (y, s)
+        return (y, s) if with_sum else y
 
     @staticmethod
     def backward(
@@ -32,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
             grad, grad_weight, _ = ctx.ops.rms_norm_backward(
                 grad_y, grad_s, s, weight, rstd, ctx.options, ctx.needs_input_grad[2], False
             )
-        return *grads_of_summands(ctx, grad), grad_weight, None
+        return *grads_of_summands(ctx, grad), grad_weight, None, None
 
 
 def grads_of_summands(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -68,12 +73,12 @@ def rms_norm(
     Source: arXiv:1910.07467.
     """
     check_rms_norm("rms_norm", x, weight, casting_mode)
-    return _RMSNorm.apply(x, None, weight, NormOptions(eps, offset, casting_mode))
+    return _RMSNorm.apply(x, None, weight, NormOptions(eps, offset, casting_mode), False)
 
 
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float = 1e-6,
     *,
@@ -84,10 +89,14 @@ def add_rms_norm(
 
     Backward is one launch, and a second small one if the weight needs a gradient.
 
-    Args: x, residual: (..., hidden), of the same shape; for the other arguments see `rms_norm`.
-    Returns: the normalised sum in x's dtype, and the sum in the promoted dtype of both.
+    Args: x, residual: (..., hidden), of the same shape; a residual of None means zero; for the
+        other arguments see `rms_norm`.
+    Returns: the normalised sum in x's dtype, and the sum in the promoted dtype of both. Without a
+        residual the sum is x; use it instead of x, so that the launch of backward adds its gradient
+        and autograd makes no tensor for that.
     Raises: ValueError as `rms_norm`, or if x and residual differ in shape.
     """
     check_rms_norm("add_rms_norm", x, weight, casting_mode)
-    check_residual("add_rms_norm", x, residual)
-    return _RMSNorm.apply(x, residual, weight, NormOptions(eps, offset, casting_mode))
+    if residual is not None:
+        check_residual("add_rms_norm", x, residual)
+    return _RMSNorm.apply(x, residual, weight, NormOptions(eps, offset, casting_mode), True)

@@ -24,7 +24,10 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) int64 and return (..., embedding_dim) in the weight's dtype."""
         rows = super().forward(input)
-        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+        scale = torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+        if type(rows) is not Tensor:  # A DTensor may have to be gathered first.
+            return rows * scale
+        return rows.mul_(scale)  # The rows are new, and the lookup does not save them.
 
     def extra_repr(self) -> str:
         """Show the scale in addition to what nn.Embedding shows."""

@@ -205,7 +205,7 @@ class Offloader:
                 layer.within.stay.add(key)
                 return None
             stored = layer.within.stored[key] = _Stored(self, tensor, pieces, layer.index)
-        layer.within.add(layer.index, stored)
+        layer.within.of_layer[layer.index].append(weakref.ref(stored))
         return stored
 
 
@@ -331,10 +331,6 @@ class _Pass:
     def leave(self, index: int, hold: int) -> None:
         """End the forward of a layer; release the ones more than `hold` layers before it."""
         self.release(keep=self.resident[-hold:])
-
-    def add(self, index: int, stored: _Stored) -> None:
-        if all(other() is not stored for other in self.of_layer[index]):
-            self.of_layer[index].append(weakref.ref(stored))
 
     def visit(self, index: int) -> None:
         """Backward needs the tensors of a layer: load them, and those of the layer below."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from benchmarks import memory, memory_cases
 from benchmarks.memory import HF, LIGER, OURS, WORKS, Models, Setting, Work
 from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import MemoryPlan, Prediction
 
 TINY = {
     "vocab_size": 64,
@@ -140,7 +144,7 @@ def test_a_new_row_replaces_the_row_of_its_name_and_gpu():
 def test_parts_are_processes_whose_rows_are_written_at_once(tmp_path, monkeypatch):
     """A part that fails leaves its earlier rows, and the next part runs."""
     lines = (
-        'print(\'{"section": "levels", "level": "all", "extra ms": 0.5}\'); print("a note"); '
+        'print(\'{"section": "levels", "gpu": "A", "level": "all"}\'); print("a note"); '
         "raise SystemExit(3)"
     )
     monkeypatch.setattr(memory.sys, "executable", "unused")
@@ -155,9 +159,71 @@ def test_parts_are_processes_whose_rows_are_written_at_once(tmp_path, monkeypatc
     memory.run_parts(["levels", "predict:3"], 60, tmp_path)
     assert started == ["levels", "predict:3"]
     written = json.loads((tmp_path / "memory.json").read_text())
-    assert written["levels"] == [{"gpu": "none", "level": "all", "extra ms": 0.5}]
+    assert written["levels"] == [{"gpu": "A", "level": "all"}]
     memory.run_parts(["levels"], 5, tmp_path)
     assert len(started) == 2, "too little time is left"
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """Let the benchmark run on the CPU: a step takes as many milliseconds as there were steps."""
+    pytest.importorskip("transformers")
+    steps = itertools.count(1)
+
+    def milliseconds(run):
+        run()
+        return float(next(steps))
+
+    monkeypatch.setattr(memory, "Models", partial(Models, device="cpu"))
+    monkeypatch.setattr(memory, "milliseconds", milliseconds)
+    for name in ("release", "host_bytes"):
+        monkeypatch.setattr(memory, name, lambda: 0)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 3 * memory.GIB)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9)
+    )
+
+
+def test_each_setting_of_a_work_takes_its_turns(without_gpu, monkeypatch):
+    peak = 2 * memory.GIB
+    prediction = Prediction(2, 16, 3 * memory.GIB, peak, 0, 0, 0, 0, seconds=0.5)
+    made = []
+
+    def plan_memory(model, *shape, **options):
+        made.append((shape, options))
+        return MemoryPlan.uniform(4, "no_gate_up", prediction=prediction)
+
+    model_class = type(Models(tiny_work("llama"), torch.float32, "cpu").ours)
+    monkeypatch.setattr(model_class, "plan_memory", plan_memory)
+    settings = (
+        Setting(HF, "input"),
+        Setting(HF, attention="no such attention"),
+        Setting(OURS, "attention"),
+        Setting(OURS, "plan", budget=3),
+    )
+    work = dataclasses.replace(tiny_work("llama"), small=settings)
+    monkeypatch.setitem(WORKS, "tiny", work)
+    emitted = []
+    memory.run_work("tiny", float("inf"), lambda section, row: emitted.append(dict(row)))
+    order = [settings.index(s) for row in emitted for s in settings if s.name == row["setting"]]
+    assert order == [0, 1, 2, 3, 3, 2, 0], "a failed setting has no second turn"
+    rows = {row["setting"]: row for row in emitted}
+    assert "no such attention" in rows[settings[1].name]["error"]
+    assert len(made) == 1, "the plan is made once"
+    ours = rows[settings[3].name]
+    assert ours["turns"] == [[8.0, 9.0], [11.0, 12.0]]
+    assert (ours["first ms"], ours["ms"], ours["ms spread"]) == (7.0, 10.0, 4.0)
+    assert ours["tokens/s"] == 2 * 16 * 100
+    assert (ours["peak GiB"], ours["predicted GiB"], ours["predicted ms"]) == (3.0, 2.0, 500.0)
+    assert ours["loss"] == pytest.approx(rows[settings[0].name]["loss"], rel=0.1)
+    ((shape, options),) = made
+    assert shape == (2, 16) and options["budget"] == 3 * memory.GIB and options["reserve"] == 0
+    assert isinstance(options["optimizer_bytes"], torch.optim.AdamW)
+
+    emitted.clear()
+    memory.run_work("tiny", 0.0, lambda section, row: emitted.append(row))
+    assert emitted == [], "no setting begins after the deadline"
 
 
 def test_cases_are_drawn_from_the_seed_alone():

@@ -24,8 +24,10 @@ def rms_norm(
     return (normed * (widened(weight) + offset)).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options) -> tuple[Tensor, Tensor]:
-    s = x + residual
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    s = x if residual is None else x + residual
     return rms_norm(s, weight, **options), s
 
 

@@ -193,7 +193,7 @@ def test_a_fused_norm_equals_the_parts() -> None:
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(out, attention(norm(x + residual), context))
     out, total = attention(pre_norm(norm, x), context)
-    assert torch.equal(total, x)
+    assert torch.equal(total, x) and total.data_ptr() == x.data_ptr()
     torch.testing.assert_close(out, attention(norm(x), context))
 
 

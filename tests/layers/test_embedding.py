@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from ligermodels.layers import ScaledEmbedding
+from tests.kernels.scratch import peak_scratch
 
 
 @pytest.mark.parametrize(
@@ -25,3 +30,29 @@ def test_gradient_and_padding() -> None:
     assert embedding.weight.grad is not None
     assert embedding.weight.grad[:, 0].tolist() == [4.0, 0.0, 8.0, 0.0, 0.0]
     assert "scale=4.0" in repr(embedding)
+
+
+def test_the_rows_are_scaled_in_place() -> None:
+    """Forward makes one tensor of their size; backward makes the product with the scale."""
+    embedding, ids = ScaledEmbedding(5, 64, scale=4.0), torch.arange(1000) % 5
+    forward, backward = peak_scratch(lambda: embedding(ids), (embedding.weight,))
+    rows = len(ids) * 64 * 4
+    assert rows <= forward < 1.1 * rows
+    assert backward < 2.1 * rows
+    assert torch.equal(embedding.weight.detach() * 4.0, embedding(torch.arange(5)))
+    frozen = ScaledEmbedding(5, 64, scale=4.0).requires_grad_(False)
+    assert not frozen(ids).requires_grad
+
+
+def test_tensor_parallel(tmp_path) -> None:
+    """The rows of a rank may be a partial sum, which cannot be scaled in place."""
+    store = f"file://{tmp_path / 'store'}"
+    embedding, ids = ScaledEmbedding(8, 4, scale=2.0), torch.tensor([[1, 2, 7]])
+    expected = embedding(ids)
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        split = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(embedding, init_device_mesh("cpu", (1,)), split)
+        torch.testing.assert_close(embedding(ids), expected)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,241 @@
+"""Tests of the offloader on a GPU: exact gradients, released memory, and no waiting host."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory import offload
+from ligermodels.memory.offload import MIB, Offloader
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+from tests.gpu.synchronisation import no_synchronisation
+from tests.memory.test_offload import Chain, assert_equal
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, TOKENS, WIDTH = 6, 512, 512
+KEPT = MemoryPlan.uniform(LAYERS, "all")
+MIXED = MemoryPlan.of(
+    [
+        LayerPlan("all", host=True),
+        LayerPlan("attention", host=True),
+        LayerPlan("no_gate_up"),
+        LayerPlan("input", host=True),
+        LayerPlan("no_gate_up", host=True),
+        LayerPlan("all"),
+    ],
+    host_budget=2**31,
+)
+PLANS = [MemoryPlan.uniform(LAYERS, k, host=True, host_budget=2**31) for k in KEEPS] + [MIXED]
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Let equal runs give equal bits: no TF32, and attention without atomic additions."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+    )
+    return LigerLlama(config).to("cuda")
+
+
+def step(model: DecoderModel, plan: MemoryPlan | None) -> list[Tensor]:
+    model.set_memory_plan(plan)
+    return again(model)
+
+
+def again(model: DecoderModel) -> list[Tensor]:
+    model.zero_grad()
+    ids = torch.arange(2 * TOKENS, device="cuda").view(2, TOKENS) * 7919 % 512
+    model(ids, labels=ids).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("slow", [None, "to_host", "to_device", "compute"])
+def test_gradients_are_bitwise_equal(
+    model: DecoderModel, slow: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of the streams is far behind the others."""
+    expected = step(model, None)
+    assert_equal(step(model, None), expected)
+    if slow in ("to_host", "to_device"):
+        delay(monkeypatch, slow)
+    for plan in PLANS:
+        model.set_memory_plan(plan)
+        for _ in range(3):
+            if slow == "compute":
+                torch.cuda._sleep(100_000_000)
+            assert_equal(again(model), expected)
+        (offloader,) = model._offloaders.values()
+        stats = offloader.stats()
+        assert stats.in_use == 0 < stats.peak and stats.refused == 0
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    """Make the copies of one direction wait for about 5 ms each."""
+    pairs = offload._pairs
+
+    def delayed(tensor: Tensor, parts: Any) -> Any:
+        copies_to_host = torch.cuda.current_stream() in outward
+        if copies_to_host == (direction == "to_host"):
+            torch.cuda._sleep(10_000_000)
+        return pairs(tensor, parts)
+
+    outward: list[torch.cuda.Stream] = []
+    make = offload._CudaCopies.__init__
+
+    def made(copies: Any, device: torch.device) -> None:
+        make(copies, device)
+        outward.append(copies._outward)
+
+    monkeypatch.setattr(offload._CudaCopies, "__init__", made)
+    monkeypatch.setattr(offload, "_pairs", delayed)
+
+
+def test_memory_is_released(model: DecoderModel) -> None:
+    ids = torch.zeros(2, TOKENS, dtype=torch.int64, device="cuda")
+
+    def peak(plan: MemoryPlan) -> int:
+        model.set_memory_plan(plan)
+        for _ in range(2):
+            model.zero_grad()
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(ids, labels=ids).loss.backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    everything = peak(KEPT)
+    plan = MemoryPlan.of([LayerPlan("all", host=True)] * 5 + [LayerPlan("all")], host_budget=2**31)
+    # Sums, q, k, v and gate_up, in float32. Forward holds three layers, and backward two.
+    layer = (2 + 3 + 4) * 4 * 2 * TOKENS * WIDTH
+    assert peak(plan) < everything - 3 * layer
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_host_never_waits(model: DecoderModel, plan: MemoryPlan) -> None:
+    ids = torch.zeros(2, TOKENS, dtype=torch.int64, device="cuda")
+    model.set_memory_plan(plan)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+    model.zero_grad()
+    with no_synchronisation():
+        model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.slow
+def test_memory_is_the_same_after_2000_steps() -> None:
+    chain = Chain(layers=6, width=MIB).to("cuda")
+    offloader = Offloader("cuda", 256 * MIB)
+    x = torch.linspace(-1, 1, MIB, device="cuda")
+    expected = chain.expected(x)
+    found, resident = [], []
+    for number in range(1, 2001):
+        grads = torch.autograd.grad(chain(x, offloader), list(chain.weights))
+        if number in (100, 2000):
+            assert_equal(grads, expected)
+            del grads
+            gc.collect()
+            torch.cuda.synchronize()
+            host = torch.cuda.host_memory_stats()
+            found.append(
+                (
+                    offloader.stats(),
+                    torch.cuda.memory_reserved(),
+                    torch.cuda.memory_allocated(),
+                    host["allocated_bytes.current"],
+                    host["allocations.current"],
+                )
+            )
+            resident.append(resident_bytes())
+        grads = None
+    assert found[0] == found[1]
+    assert abs(resident[1] - resident[0]) < 16 * MIB
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is not swapped out, in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_backward_may_run_again() -> None:
+    chain = Chain(layers=6, width=MIB).to("cuda")
+    offloader = Offloader("cuda", 256 * MIB)
+    x = torch.linspace(-1, 1, MIB, device="cuda")
+    expected = chain.expected(x)
+    loss = chain(x, offloader)
+    for keep in (True, True, False):
+        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=keep)
+        assert_equal(grads, expected)
+    assert offloader.stats().in_use == 0
+
+
+def test_another_stream_may_compute() -> None:
+    chain = Chain(layers=6, width=MIB).to("cuda")
+    offloader = Offloader("cuda", 256 * MIB)
+    x = torch.linspace(-1, 1, MIB, device="cuda")
+    expected = chain.expected(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            grads = torch.autograd.grad(chain(x, offloader), list(chain.weights))
+    torch.cuda.current_stream().wait_stream(side)
+    assert_equal(grads, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device() -> None:
+    chain = Chain(layers=6, width=MIB).to("cuda:1")
+    offloader = Offloader("cuda:1", 256 * MIB)
+    x = torch.linspace(-1, 1, MIB, device="cuda:1")
+    expected = chain.expected(x)
+    for _ in range(3):
+        assert_equal(torch.autograd.grad(chain(x, offloader), list(chain.weights)), expected)
+    assert offloader.stats().peak > 0
+
+
+@pytest.mark.slow
+def test_compiled_layers(model: DecoderModel) -> None:
+    calls: list[Callable | None] = [layer._compiled_call_impl for layer in model.layers]
+    for layer in model.layers:
+        layer.compile()
+    try:
+        for plan in (PLANS[0], PLANS[-2]):
+            expected = step(model, MemoryPlan.of(layer.keep for layer in plan.layers))
+            assert_equal(step(model, plan), expected)
+    finally:
+        for layer, call in zip(model.layers, calls):
+            layer._compiled_call_impl = call
+
+
+def test_too_much_pinned_memory_is_refused() -> None:
+    copies = offload._CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    with pytest.raises(ConfigError, match="bytes of host memory cannot be pinned"):
+        copies.slab(2**46)
