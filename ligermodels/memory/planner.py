@@ -5,7 +5,7 @@ besides at the worst time of its forward and backward, and its work, which `Rate
 seconds. While a layer runs, only the tensors that it and the layers before it keep exist. The
 fastest choice under these constraints, one for each layer, is found exactly by dynamic programming
 over the layers. The chosen plan is then simulated as a whole. If its peak exceeds the budget, the
-search is repeated with a budget that is smaller by the excess.
+next slower plan is tried.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,18 +58,32 @@ class Problem:
         at_head: the most bytes that exist between the layers' forward and their backward, besides
             what the layers keep.
         seconds: of the step outside the layers.
+        unit: all kept bytes are multiples of it.
     """
 
     layers: tuple[tuple[Option, ...], ...]
     at_head: int
     seconds: float
+    unit: int = 1
+
+    def options(self, plan: MemoryPlan) -> list[Option]:
+        """Return what a plan chooses."""
+        return [
+            next(option for option in options if option.plan == layer)
+            for layer, options in zip(plan.layers, self.layers)
+        ]
 
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""
-        return self.seconds + sum(
-            next(option.seconds for option in options if option.plan == layer)
-            for layer, options in zip(plan.layers, self.layers)
-        )
+        return self.seconds + sum(option.seconds for option in self.options(plan))
+
+    def peak(self, plan: MemoryPlan) -> int:
+        """Return the most bytes that exist under a plan, as the search counts them."""
+        kept, peaks = 0, [0]
+        for option in self.options(plan):
+            kept += option.kept
+            peaks.append(kept + option.beside)
+        return max(*peaks, kept + self.at_head)
 
 
 def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> Problem:
@@ -106,7 +120,13 @@ def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> 
         if "layer" not in name and name != "forward"
     )
     outside = [phase for name, phase in simulations["all"].phases.items() if "layer" not in name]
-    return Problem(tuple(layers), at_head, sum(rates.seconds(phase.work) for phase in outside))
+    seconds = sum(rates.seconds(phase.work) for phase in outside)
+    unit = max(1, -(-sum(max(o.kept for o in options) for options in layers) // _STEPS))
+    rounded = tuple(
+        tuple(replace(option, kept=-(-option.kept // unit) * unit) for option in options)
+        for options in layers
+    )
+    return Problem(rounded, at_head, seconds, unit)
 
 
 def _kept(phases: dict[str, Phase], index: int) -> int:
@@ -117,14 +137,10 @@ def _kept(phases: dict[str, Phase], index: int) -> int:
 def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] | None:
     """Return the fastest choice for each layer that fits, or None if none fits.
 
-    Kept bytes are rounded up, in steps that do not depend on the budget. The result is exact if
-    the layers keep at most as many bytes as there are steps.
-
-    Args: budget: bytes on the GPU; host_budget: bytes in host memory.
+    Args: budget: bytes on the GPU; host_budget: bytes in host memory, counted in steps.
     """
-    unit = max(1, -(-sum(max(o.kept for o in options) for options in task.layers) // _STEPS))
-    host_unit = max(1, -(-host_budget // _HOST_STEPS))
-    rows = sum(max(-(-o.kept // unit) for o in options) for options in task.layers) + 1
+    unit, host_unit = task.unit, max(1, -(-host_budget // _HOST_STEPS))
+    rows = sum(max(option.kept // unit for option in options) for options in task.layers) + 1
     columns = host_budget // host_unit + 1
     # The least seconds of the layers so far, by the bytes that they keep on the GPU and the host.
     best = np.full((rows, columns), np.inf)
@@ -134,7 +150,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
         after = np.full_like(best, np.inf)
         choice = np.full(best.shape, -1, np.int8)
         for number, option in enumerate(options):
-            row, column = -(-option.kept // unit), -(-option.host // host_unit)
+            row, column = option.kept // unit, -(-option.host // host_unit)
             stop = min((budget - option.beside) // unit + 1, rows)
             if stop <= row or column >= columns:
                 continue
@@ -153,7 +169,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     for options, choice in zip(reversed(task.layers), reversed(choices)):
         option = options[choice[row, column]]
         chosen.append(option.plan)
-        row -= -(-option.kept // unit)
+        row -= option.kept // unit
         column -= -(-option.host // host_unit)
     return chosen[::-1]
 
@@ -217,7 +233,7 @@ class Space:
         """Return the fastest plan whose peak is within a budget in bytes, or None."""
         plans = list(self.fixed_plans)
         allowed = budget
-        for _ in range(_ROUNDS):
+        for number in range(2 * _ROUNDS):
             layers = search(self.task, allowed, self.host_budget)
             if layers is None:
                 break
@@ -225,7 +241,9 @@ class Space:
             excess = self.peak(plans[-1]) - budget
             if excess <= 0:
                 break
-            allowed -= excess
+            # Try the next slower plan, so that a larger budget does not find a slower plan than a
+            # smaller one. After some plans, try one that is smaller by the excess.
+            allowed = self.task.peak(plans[-1]) - (1 if number < _ROUNDS else excess)
         fitting = (plan for plan in plans if self.peak(plan) <= budget)
         return min(fitting, key=self.task.time, default=None)
 

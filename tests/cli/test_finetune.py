@@ -33,6 +33,10 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["finetune", "m", "--batch-size", "two"], ["--batch-size", "invalid int value: 'two'"]),
         (["finetune", "m", "--precision", "fp8"], ["--precision", "bf16-mixed"]),
         (["finetune", "m", "--max-shard-size", "big"], ["not a size: 'big'"]),
+        (
+            ["finetune", "m", "--train-files", "t", "--output-dir", "o", "--memory", "all"],
+            ["memory='all'", "40GiB"],
+        ),
         (["finetune", "m", "--seq-len", "1"], ["--seq-len: ", "at least 2"]),
         (["finetune", "m", "--eval-fraction", "nan"], ["--eval-fraction: ", "at least 0"]),
     ):

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from ligermodels import LigerLlama
@@ -102,3 +103,28 @@ def test_bytes_are_shown_in_the_largest_unit():
         (10**12, "1000.00 GB"),
     ):
         assert inspect._bytes(number) == text
+
+
+def test_a_memory_plan_is_shown_and_is_in_the_json(call, checkpoint):
+    pytest.importorskip("triton")
+    base = ["inspect", checkpoint, "--batch", 8, "--seq", 64, "--gpu", "H200", "--budget", "1GiB"]
+    code, out, err = call(*base)
+    assert (code, err) == (0, "")
+    plan = out[out.index("training with AdamW, 8 x 64 tokens (data sheet of H200)") :]
+    for words in ("2 layers keep all: 0-1", "predicted peak", "least memory: ", "largest batch"):
+        assert words in plan
+    found = json.loads(call(*base, "--json")[1])["memory_plan"]
+    assert len(found["plan"]["layers"]) == 2 and found["budget"] == 2**30
+    assert 0 < found["least_bytes"] < 2**30 and found["largest_batch"] > 8
+
+    code, out, _ = call(*base[:-1], "1MB")
+    assert code == 0 and "no plan fits 0.00 GiB" in out and "rows of 64 tokens: 0" in out
+
+
+def test_half_a_question_about_memory_is_refused(call, checkpoint):
+    for options in (["--batch", 8], ["--seq", 8], ["--budget", "1GB"], ["--gpu", "H100"]):
+        assert_one_line(call("inspect", checkpoint, *options), "needs --batch and --seq")
+    both = ["--batch", 8, "--seq", 8]
+    assert_one_line(call("inspect", checkpoint, *both, "--gpu", "abacus"), "'abacus' is not known")
+    assert_one_line(call("inspect", checkpoint, *both, "--budget", "much"), "number of bytes")
+    assert_one_line(call("inspect", checkpoint, "--batch", 0), "at least 1")

@@ -30,6 +30,9 @@ def test_values_that_make_no_sense_are_refused(subtests):
         ({"batch_size": "four"}, "batch_size: must be a whole number, not 'four'"),
         ({"max_steps": 2.5}, "max_steps: must be a whole number, not 2.5"),
         ({"num_train_epochs": "two"}, "num_train_epochs: must be a number, not 'two'"),
+        ({"memory": "some"}, "memory='some': expected a number of bytes"),
+        ({"memory": "auto", "activation_checkpointing": True}, "memory: choose one of the two"),
+        ({"memory": 10**9, "activation_checkpointing": True}, "memory: choose one of the two"),
         ({"train_files": []}, "train_files: at least one file"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
     ):
@@ -52,8 +55,22 @@ def test_paths_become_strings_and_one_file_a_list():
     assert (config.model, config.train_files, config.eval_files) == ("m", ["a.txt"], ["b", "c"])
 
 
+def test_memory_is_a_text_and_may_be_a_number():
+    assert make(memory=10**9).memory == "1000000000"
+    assert make(memory="off", activation_checkpointing=True).memory == "off"
+    for text in ("auto", "off", "40GiB"):
+        assert make(memory=text).memory == text
+
+
 def test_options_that_change_training_are_fixed_on_resume():
-    assert {"train_files", "output_dir", "eval_steps", "save_steps", "resume"} <= FREE_ON_RESUME
+    assert {
+        "train_files",
+        "output_dir",
+        "eval_steps",
+        "save_steps",
+        "resume",
+        "memory",
+    } <= FREE_ON_RESUME
     fixed = {"model", "separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
     assert not fixed & FREE_ON_RESUME
 

@@ -1,0 +1,137 @@
+"""Planning a real model: the plan fits, is used and printed, and all ranks have the same one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from ligermodels import ConfigError, LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels.memory import fit
+from ligermodels.memory.fit import Planner
+from ligermodels.memory.simulate import simulate
+from ligermodels.models.auto import families
+from tests.models.pairs import tiny_model
+from tests.tiny_models import random_model
+
+CPU = torch.device("cpu")
+
+
+def small(layers: int = 4) -> LigerLlama:
+    """A model whose activations are larger than its weights."""
+    return tiny_model(num_hidden_layers=layers, max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_the_least_bytes_are_enough_and_one_byte_less_is_not(family: str) -> None:
+    model = random_model(family, num_hidden_layers=4)
+    least = Planner(model, 10**9).least_bytes(4, 64)
+    plan = model.plan_memory(4, 64, least)
+    assert plan.recomputes and model.memory_plan is None  # the model keeps its own plan
+    with pytest.raises(ConfigError, match=f"at least {least} bytes"):
+        model.plan_memory(4, 64, least - 1)
+
+
+def test_a_plan_fits_and_more_bytes_are_never_slower() -> None:
+    model = small()
+    planner = Planner(model, 10**9)
+    least, most = planner.least_bytes(4, 128), planner.plan(4, 128).prediction
+    assert most is not None and not planner.plan(4, 128).recomputes
+    times = []
+    for step in range(12):
+        planner.budget = least + step * (most.peak_bytes - least) // 9
+        plan = planner.plan(4, 128)
+        said = plan.prediction
+        assert said is not None and said.peak_bytes + said.reserve_bytes <= planner.budget
+        model.set_memory_plan(plan)
+        assert simulate(model, 4, 128, device=CPU).peak_bytes + said.optimizer_bytes == (
+            said.peak_bytes
+        )
+        times.append(said.seconds)
+    assert times == sorted(times, reverse=True) and len(set(times)) > 3
+
+
+def test_a_plan_changes_no_gradient() -> None:
+    model = small()
+    ids = torch.randint(0, 131, (2, 128), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for plan in (None, model.plan_memory(2, 128, Planner(model, 10**9).least_bytes(2, 128))):
+        model.set_memory_plan(plan)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_plans_are_deterministic_and_survive_json() -> None:
+    model = small()
+    budget = Planner(model, 10**9).least_bytes(4, 128) * 5 // 4
+    plan = model.plan_memory(4, 128, budget)
+    assert plan == copy.deepcopy(model).plan_memory(4, 128, str(budget))
+    assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert "predicted peak" in str(plan) and "layers keep" in str(plan)
+
+
+def test_what_the_step_consists_of_counts() -> None:
+    model = small()
+
+    def peak(**options: Any) -> int:
+        said = model.plan_memory(4, 128, 10**9, **options).prediction
+        assert said is not None
+        return said.peak_bytes
+
+    weights = sum(p.nbytes for p in model.parameters())
+    assert peak() - peak(optimizer_bytes=0) == 2 * weights
+    assert peak(gradients="kept") > peak() > peak(gradients="freed", optimizer_bytes=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert peak(optimizer_bytes=optimizer) == peak()  # it has no states yet
+    model.layers.requires_grad_(False)
+    assert peak() < peak(optimizer_bytes=2 * weights)
+
+
+def test_the_largest_batch_and_length_fit() -> None:
+    model = small(3)
+    budget = Planner(model, 10**9).least_bytes(8, 128)
+    batch = model.largest_batch(128, budget)
+    assert batch == 8
+    length = model.largest_seq(8, budget)
+    assert 125 <= length <= 128
+    model.plan_memory(8, length, budget)
+    assert model.largest_batch(128, "10kB") == 0
+
+
+def test_mistakes_are_named() -> None:
+    model = small(1)
+    with pytest.raises(ConfigError, match=r'"auto" needs a GPU.*pass the bytes'):
+        model.plan_memory(1, 8)
+    for options in ({"budget": "much"}, {"budget": 1000, "host_budget": "much"}):
+        with pytest.raises(ConfigError, match="budget='much': expected a number of bytes"):
+            model.plan_memory(1, 8, **options)
+
+
+def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
+    sizes = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LigerLlama(sizes).to(torch.bfloat16)
+    pytest.importorskip("triton")
+    plan = model.plan_memory(8, 2048, "80GiB", host_budget="16GiB")
+    said = plan.prediction
+    assert said is not None and 0 < said.host_bytes <= 16 * 2**30
+    assert 70 * 2**30 < said.peak_bytes < 80 * 2**30
+    assert plan.uses_host and said.gains
+
+
+def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
+    with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
+        small(1).plan_memory(1, 8, 10**9, device="cuda")
