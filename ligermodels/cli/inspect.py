@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ligermodels.errors import printable
+from ligermodels.cli.options import number
+from ligermodels.errors import LigerError, printable
+from ligermodels.memory.byte_sizes import GIB
+from ligermodels.training.config import PRECISIONS
+
+if TYPE_CHECKING:
+    from ligermodels.models.base import DecoderModel
+    from ligermodels.training.memory import Outlook
 
 HELP = "describe a checkpoint without loading its tensors"
 
@@ -15,10 +26,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
         "only the config and the headers of the weight files, and checks them as a load does. "
-        "It downloads a hub checkpoint first."
+        "It downloads a hub checkpoint first. With --batch and --seq it also shows what each layer "
+        "would keep for backward in training, the predicted peak, and what else would fit."
     )
     command.add_argument("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
     command.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
+    plan = command.add_argument_group("memory plan of training with AdamW")
+    plan.add_argument("--batch", type=number(int, at_least=1), metavar="N", help="rows of a batch")
+    plan.add_argument("--seq", type=number(int, at_least=1), metavar="N", help="tokens of a row")
+    plan.add_argument("--budget", metavar="SIZE", help="memory, such as 80GiB (default: the GPU's)")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="such as H200 (default: that of this machine, or an H100)"
+    )
+    plan.add_argument("--precision", choices=PRECISIONS, help="(default: bf16-mixed)")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -30,9 +50,15 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.converters.inspect import describe
     from ligermodels.models.auto import family_of
 
+    wants_plan = _wants_plan(given)
     folder = resolve(given.model, revision=given.revision)
-    found = asdict(describe(folder, family_of(folder)))
+    family = family_of(folder)
+    found = asdict(describe(folder, family))
+    outlook = _outlook(given, family, folder) if wants_plan else None
     if given.json:
+        if outlook is not None:
+            plan = None if outlook.plan is None else outlook.plan.to_dict()
+            found["memory_plan"] = {**vars(outlook), "plan": plan}
         print(json.dumps(found, indent=2, default=str))
         return
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
@@ -54,6 +80,36 @@ def run(given: argparse.Namespace) -> None:
             width = max(map(len, names))
             for name, value in zip(names, entries.values()):
                 print(f"  {name:<{width}}  {_cut(show(value))}")
+    if outlook is not None:
+        print(f"\ntraining with AdamW, {given.batch} x {given.seq} tokens ({outlook.rates})")
+        plan = outlook.plan
+        fits = f"no plan fits {outlook.budget / GIB:.2f} GiB" if plan is None else str(plan)
+        print(textwrap.indent(fits, "  "))
+        print(f"  least memory: {math.ceil(outlook.least_bytes / GIB * 100) / 100:.2f} GiB")
+        print(f"  largest batch with rows of {given.seq} tokens: {outlook.largest_batch}")
+        print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens")
+
+
+def _wants_plan(given: argparse.Namespace) -> bool:
+    """Return whether a memory plan is asked for; raise LigerError if a part is missing."""
+    wanted = [x for x in ("batch", "seq", "budget", "gpu", "precision") if getattr(given, x)]
+    if wanted and (given.batch is None or given.seq is None):
+        raise LigerError(f"inspect: --{wanted[0]}: a memory plan needs --batch and --seq")
+    return bool(wanted)
+
+
+def _outlook(given: argparse.Namespace, family: type[DecoderModel], folder: Path) -> Outlook:
+    from ligermodels.training.memory import outlook
+
+    return outlook(
+        family,
+        family.config_class.from_hf(folder),
+        given.batch,
+        given.seq,
+        budget=given.budget,
+        gpu=given.gpu,
+        precision=given.precision or "bf16-mixed",
+    )
 
 
 def _cut(text: str, longest: int = 500) -> str:

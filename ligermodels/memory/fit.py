@@ -1,7 +1,7 @@
 """Plan a model's memory: measure the device, simulate, search, and agree among ranks."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
@@ -17,7 +18,8 @@ from ligermodels.memory.simulate import Simulation, simulate
 
 # The allocator's blocks do not fit together exactly: this part of a budget is not planned for.
 RESERVE = 0.03
-_TILES = (8192, 2048)  # tokens
+_PARTS = (4, 16)  # into which the tokens are divided where MLPs are tiled
+_SMALLEST_TILE = 1024  # tokens
 
 
 class Planner:
@@ -45,7 +47,8 @@ class Planner:
         gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
-        ConfigError: a number of bytes cannot be read, or "auto" is asked for without a GPU.
+        ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, or triton
+            is not installed.
     """
 
     def __init__(
@@ -66,11 +69,16 @@ class Planner:
     ) -> None:
         self.model, self.reserve = model, reserve
         self.device = _device(model, device)
+        if self.device.type == "cuda" and choose(self.device)[0] != "triton":
+            reason = choose(self.device)[1]
+            raise ConfigError(
+                f"memory plan: a step on a GPU is simulated with the Triton kernels, but {reason}"
+            )
         self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
         self.host_budget = parse_bytes(host_budget, "host_budget")
         self.optimizer_bytes = _optimizer_bytes(model, optimizer_bytes)
         dtype = autocast or next(model.parameters()).dtype
-        self._rates = cache(lambda: rates or rates_of(self.device, dtype))
+        self._given_rates, self._dtype = rates, dtype
         self._simulate = partial(
             simulate,
             device=self.device,
@@ -81,6 +89,11 @@ class Planner:
             gradients=gradients,
         )
         self._spaces = cache(self._new_spaces)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The rates of the device."""
+        return self._given_rates or rates_of(self.device, self._dtype)
 
     def plan(self, batch: int, seq: int) -> MemoryPlan:
         """Return the fastest plan that fits the budget.
@@ -125,16 +138,16 @@ class Planner:
 
     def _new_spaces(self, batch: int, seq: int) -> list[Space]:
         """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
-        tiles = [tile for tile in _TILES if 2 * tile <= batch * seq]
+        tiles = [-(-batch * seq // parts) for parts in _PARTS]
         return [
             Space(
                 partial(self._simulated, batch, seq),
                 len(self.model.layers),
-                self._rates(),
+                self.rates,
                 self.host_budget,
                 tile,
             )
-            for tile in (None, *tiles)
+            for tile in (None, *(tile for tile in tiles if tile >= _SMALLEST_TILE))
         ]
 
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:

@@ -267,8 +267,9 @@ def find_plan(
             least = min(space.least_bytes, least or space.least_bytes)
         elif best is None or space.task.time(plan) < best[0].task.time(best[1]):
             best = space, plan
-        if plan == space.uniform["all"]:
-            break  # no tiles are faster
+        # Tiled MLPs compute gate_up again, as those of this level do.
+        if plan and space.task.time(plan) <= space.task.time(space.uniform["no_gate_up"]):
+            break
     if best is None:
         needed = least_budget(least or 0, optimizer_bytes, reserve)
         raise ConfigError(

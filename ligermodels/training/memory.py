@@ -1,6 +1,7 @@
 """The memory plan of a fine-tuning run."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ import torch
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
+from ligermodels.memory.rates import data_sheet, gpu_bytes
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
 
 
 def weight_dtype(precision: str) -> torch.dtype:
@@ -55,4 +58,64 @@ def summary(plan: MemoryPlan) -> str:
     return (
         f"{levels}{tiles}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
         f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"
+    )
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What fits into a budget.
+
+    Attributes:
+        plan: the fastest plan that fits, or None if none fits.
+        budget, least_bytes: the budget, and the smallest one with which the batch fits, in bytes.
+        largest_batch: with rows of the same length, within 2%.
+        largest_seq: with as many rows, within 2%.
+        rates: where the rates of the device come from.
+    """
+
+    plan: MemoryPlan | None
+    budget: int
+    least_bytes: int
+    largest_batch: int
+    largest_seq: int
+    rates: str
+
+
+def outlook(
+    family: type[DecoderModel],
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    *,
+    budget: str | None = None,
+    gpu: str | None = None,
+    precision: str = "bf16-mixed",
+) -> Outlook:
+    """Plan the fine-tuning of a model that need not exist, with all weights trained.
+
+    Args:
+        batch, seq: rows, and tokens of each row.
+        budget: bytes of GPU memory as a text. By default all of the GPU: of `gpu`, or the bytes
+            that are free on the GPU of this machine.
+        gpu: a GPU with a data sheet, such as "H200". By default that of this machine, or an H100.
+        precision: that of FinetuneConfig.
+    Raises:
+        ConfigError: the GPU is not known, or the budget cannot be read.
+    """
+    with torch.device("meta"):
+        model = family(config).to(weight_dtype(precision))
+    rates = None
+    if gpu is not None or not torch.cuda.is_available():
+        gpu = gpu or "H100"
+        budget = budget or str(gpu_bytes(gpu))
+        rates = data_sheet(gpu, torch.float32 if precision == "float32" else torch.bfloat16)
+    found = planner(model, budget or "auto", precision=precision, rates=rates)
+    least = found.least_bytes(batch, seq)
+    return Outlook(
+        plan=found.plan(batch, seq) if least <= found.budget else None,
+        budget=found.budget,
+        least_bytes=least,
+        largest_batch=found.largest_batch(seq),
+        largest_seq=found.largest_seq(batch),
+        rates=found.rates.source,
     )
