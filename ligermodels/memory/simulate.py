@@ -235,7 +235,8 @@ def _accumulates(total: Tensor) -> bool:
         return False
     # The engine's buffer holds the tensor. The Python object, its call and this one add three.
     storage = total.untyped_storage()
-    return total._use_count() <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
+    users = total._use_count()  # type: ignore[attr-defined]
+    return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def _bytes(x: Tensor) -> int:
