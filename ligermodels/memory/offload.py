@@ -28,6 +28,9 @@ _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than i
 _LARGEST_SLAB = 256 * MIB
 _ALIGNMENT = 512  # bytes
 
+HOLD = 2
+"""How many layers may run before a layer's tensors leave GPU memory."""
+
 Piece = tuple[int, int, int]
 """A part of pinned memory: the slab's number, the offset in it and the length, both in bytes."""
 
@@ -88,7 +91,7 @@ class Offloader:
         device: torch.device | str,
         host_budget: int,
         *,
-        hold: int = 1,
+        hold: int = HOLD,
         on_copy: Callable[[bool, int], None] | None = None,
         copies: Copies | None = None,
     ) -> None:

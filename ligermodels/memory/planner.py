@@ -8,15 +8,17 @@ over the layers. The chosen plan is then simulated as a whole. If its peak excee
 next slower plan is tried.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.byte_sizes import GIB
+from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
 from ligermodels.memory.simulate import Phase, Simulation
@@ -39,7 +41,8 @@ class Option:
         host: bytes in host memory.
         beside: the most bytes that exist, while the layer runs forward or backward, besides what
             this layer and the layers before it keep.
-        seconds: of forward and backward.
+        seconds: of forward and backward, with an estimate of how long they wait for copies.
+        passes: seconds of forward and of backward, without waiting.
     """
 
     plan: LayerPlan
@@ -47,6 +50,7 @@ class Option:
     host: int
     beside: int
     seconds: float
+    passes: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -58,39 +62,59 @@ class Problem:
         at_head: the most bytes that exist between the layers' forward and their backward, besides
             what the layers keep.
         seconds: of the step outside the layers.
+        host_bytes: bytes/s to or from host memory.
         unit: all kept bytes are multiples of it.
     """
 
     layers: tuple[tuple[Option, ...], ...]
     at_head: int
     seconds: float
+    host_bytes: float = 1.0
     unit: int = 1
-
-    def options(self, plan: MemoryPlan) -> list[Option]:
-        """Return what a plan chooses."""
-        return [
-            next(option for option in options if option.plan == layer)
-            for layer, options in zip(plan.layers, self.layers)
-        ]
-
-    def time(self, plan: MemoryPlan) -> float:
-        """Return the seconds of a step under a plan."""
-        return self.seconds + sum(option.seconds for option in self.options(plan))
 
     def peak(self, plan: MemoryPlan) -> int:
         """Return the most bytes that exist under a plan, as the search counts them."""
-        kept, peaks = 0, [0]
-        for option in self.options(plan):
+        kept, peak = 0, 0
+        for layer, options in zip(plan.layers, self.layers):
+            option = next(option for option in options if option.plan == layer)
             kept += option.kept
-            peaks.append(kept + option.beside)
-        return max(*peaks, kept + self.at_head)
+            peak = max(peak, kept + option.beside)
+        return max(peak, kept + self.at_head)
+
+    def time(self, plan: MemoryPlan) -> float:
+        """Return the seconds of a step under a plan, in which each direction copies in turn."""
+        chosen = [
+            next(option for option in options if option.plan.keep == layer.keep)
+            for layer, options in zip(plan.layers, self.layers)
+        ]
+        copies = [
+            option.kept / self.host_bytes if layer.host else 0.0
+            for layer, option in zip(plan.layers, chosen)
+        ]
+        now = link = 0.0
+        done = []
+        for index, option in enumerate(chosen):
+            now += option.passes[0]
+            link = max(now, link) + copies[index]
+            done.append(link if copies[index] else 0.0)
+            if index >= HOLD:
+                now = max(now, done[index - HOLD])
+        link, back = now, [0.0] * len(chosen)
+        for index in reversed(range(len(chosen))):
+            # When backward begins a layer, the tensors of the layer below start to return.
+            for layer in (index, index - 1):
+                if layer >= 0 and copies[layer] and not back[layer]:
+                    link = back[layer] = max(now, link) + copies[layer]
+            now = max(now, back[index]) + chosen[index].passes[1]
+        return self.seconds + now
 
 
-def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> Problem:
+def problem(simulations: Mapping[Keep, Simulation], rates: Rates, host_every: int) -> Problem:
     """Return the problem that simulations of uniform plans describe.
 
-    Args: simulations: level -> the step with this level in all layers; host: whether tensors may
-        also be kept in host memory.
+    Args: simulations: level -> the step with this level in all layers; host_every: of so many
+        neighbours, one layer may keep its tensors in host memory, and its copies overlap with the
+        compute of all of them. 0 means that none may.
     """
     count = sum(name.startswith("forward of layer") for name in simulations["all"].phases)
     layers: list[tuple[Option, ...]] = []
@@ -104,14 +128,15 @@ def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> 
             before = sum(_kept(phases, i) for i in range(index))
             size = _kept(phases, index)
             beside = max(forward.peak, backward.peak) - before - size
-            times = [rates.seconds(phase.work) for phase in (forward, backward)]
-            options.append(Option(LayerPlan(keep), size, 0, beside, sum(times)))
-            if host:
-                # Copies overlap with the compute of a neighbour, and two layers' tensors are
-                # on the GPU at a time.
-                stalls = (max(0.0, size / rates.host_bytes - seconds) for seconds in times)
+            times = rates.seconds(forward.work), rates.seconds(backward.work)
+            options.append(Option(LayerPlan(keep), size, 0, beside, sum(times), times))
+            if host_every and index % host_every == 0:
+                # Two layers' tensors are on the GPU at a time.
+                copy = size / rates.host_bytes
+                stalls = (max(0.0, copy - host_every * seconds) for seconds in times)
                 moved = LayerPlan(keep, host=True)
-                options.append(Option(moved, 0, size, beside + 2 * size, sum(times) + sum(stalls)))
+                seconds = sum(times) + sum(stalls)
+                options.append(Option(moved, 0, size, beside + 2 * size, seconds, times))
         layers.append(tuple(options))
     at_head = max(
         phase.peak - sum(_kept(simulation.phases, i) for i in range(count))
@@ -126,7 +151,7 @@ def problem(simulations: dict[str, Simulation], rates: Rates, *, host: bool) -> 
         tuple(replace(option, kept=-(-option.kept // unit) * unit) for option in options)
         for options in layers
     )
-    return Problem(rounded, at_head, seconds, unit)
+    return Problem(rounded, at_head, seconds, rates.host_bytes, unit)
 
 
 def _kept(phases: dict[str, Phase], index: int) -> int:
@@ -145,7 +170,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     # The least seconds of the layers so far, by the bytes that they keep on the GPU and the host.
     best = np.full((rows, columns), np.inf)
     best[0, 0] = 0.0
-    choices = []
+    choices: list[np.ndarray[Any, Any]] = []
     for options in task.layers:
         after = np.full_like(best, np.inf)
         choice = np.full(best.shape, -1, np.int8)
@@ -164,7 +189,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     fitting = best[: max(0, min((budget - task.at_head) // unit + 1, rows))]
     if not np.isfinite(fitting).any():
         return None
-    row, column = np.unravel_index(np.argmin(fitting), fitting.shape)
+    row, column = map(int, np.unravel_index(np.argmin(fitting), fitting.shape))
     chosen = []
     for options, choice in zip(reversed(task.layers), reversed(choices)):
         option = options[choice[row, column]]
@@ -202,10 +227,20 @@ class Space:
         return self.simulate(plan).peak_bytes
 
     @cached_property
-    def task(self) -> Problem:
-        """What a search chooses from."""
+    def tasks(self) -> list[Problem]:
+        """What a search chooses from. With host memory there are several ways to share the link."""
         simulations = {keep: self.simulate(plan) for keep, plan in self.uniform.items()}
-        return problem(simulations, self.rates, host=self.host_budget > 0)
+        shares = (1, 2, 3) if self.host_budget else (0,)
+        return [problem(simulations, self.rates, host_every) for host_every in shares]
+
+    def time(self, plan: MemoryPlan) -> float:
+        """Return the seconds of a step under a plan."""
+        return self.tasks[0].time(plan)
+
+    def searched(self, task: Problem, budget: int) -> MemoryPlan | None:
+        """Return the plan that a search finds, or None."""
+        layers = search(task, budget, self.host_budget)
+        return None if layers is None else self.plan(layers)
 
     @cached_property
     def fixed_plans(self) -> list[MemoryPlan]:
@@ -213,10 +248,10 @@ class Space:
         low, high = 0, max(map(self.peak, self.uniform.values()))
         while high - low > max(1, high // 1000):
             middle = (low + high) // 2
-            fits = search(self.task, middle, self.host_budget) is not None
+            fits = self.searched(self.tasks[0], middle) is not None
             low, high = (low, middle) if fits else (middle, high)
-        leanest = search(self.task, high, self.host_budget)
-        return [*self.uniform.values(), *([] if leanest is None else [self.plan(leanest)])]
+        leanest = self.searched(self.tasks[0], high)
+        return [*self.uniform.values(), *([] if leanest is None else [leanest])]
 
     @cached_property
     def least_bytes(self) -> int:
@@ -231,28 +266,30 @@ class Space:
 
     def fastest(self, budget: int) -> MemoryPlan | None:
         """Return the fastest plan whose peak is within a budget in bytes, or None."""
-        plans = list(self.fixed_plans)
-        allowed = budget
-        for number in range(2 * _ROUNDS):
-            layers = search(self.task, allowed, self.host_budget)
-            if layers is None:
-                break
-            plans.append(self.plan(layers))
-            excess = self.peak(plans[-1]) - budget
-            if excess <= 0:
-                break
-            # Try the next slower plan, so that a larger budget does not find a slower plan than a
-            # smaller one. After some plans, try one that is smaller by the excess.
-            allowed = self.task.peak(plans[-1]) - (1 if number < _ROUNDS else excess)
+        plans = [*self.fixed_plans]
+        for task in self.tasks:
+            allowed = budget
+            for number in range(2 * _ROUNDS):
+                plan = self.searched(task, allowed)
+                if plan is None:
+                    break
+                plans.append(plan)
+                excess = self.peak(plan) - budget
+                if excess <= 0:
+                    break
+                # Try the next slower plan, so that a larger budget does not find a slower plan
+                # than a smaller one. After some plans, pass over those that are too large.
+                allowed = task.peak(plan) - (1 if number < _ROUNDS else excess)
         fitting = (plan for plan in plans if self.peak(plan) <= budget)
-        return min(fitting, key=self.task.time, default=None)
+        return min(fitting, key=self.time, default=None)
 
     def gains(self, budget: int, seconds: float) -> Iterator[tuple[int, float]]:
         """Yield (further bytes, seconds of a step) where more bytes make the step faster."""
         for more in _MORE:
-            layers = search(self.task, budget + more * GIB, self.host_budget)
-            if layers and (faster := self.task.time(self.plan(layers))) < seconds * 0.999:
-                seconds = faster
+            plans = (self.searched(task, budget + more * GIB) for task in self.tasks)
+            times = [self.time(plan) for plan in plans if plan is not None]
+            if times and min(times) < seconds * 0.999:
+                seconds = min(times)
                 yield more * GIB, seconds
 
 
@@ -283,10 +320,10 @@ def find_plan(
         plan = space.fastest(usable)
         if plan is None:
             least = min(space.least_bytes, least or space.least_bytes)
-        elif best is None or space.task.time(plan) < best[0].task.time(best[1]):
+        elif best is None or space.time(plan) < best[0].time(best[1]):
             best = space, plan
         # Tiled MLPs compute gate_up again, as those of this level do.
-        if plan and space.task.time(plan) <= space.task.time(space.uniform["no_gate_up"]):
+        if plan and space.time(plan) <= space.time(space.uniform["no_gate_up"]):
             break
     if best is None:
         needed = least_budget(least or 0, optimizer_bytes, reserve)
@@ -296,7 +333,7 @@ def find_plan(
             "needed; raise the budget, or lower batch or seq"
         )
     space, plan = best
-    simulation, seconds = space.simulate(plan), space.task.time(plan)
+    simulation, seconds = space.simulate(plan), space.time(plan)
     prediction = Prediction(
         batch=batch,
         seq=seq,

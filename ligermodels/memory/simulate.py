@@ -5,6 +5,7 @@ data, so nothing is allocated and nothing is computed. A dispatch mode sees ever
 the bytes of the storages that are alive, as CUDA's caching allocator rounds them, and the work.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -187,6 +188,8 @@ class Tracker(TorchDispatchMode):
         if func is _aten.nonzero.default and args[0].is_meta:
             # At most every element.
             out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif func is _aten.add.Tensor and _accumulates(args[0]):
+            out = args[0].add_(args[1])
         else:
             out = func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -216,6 +219,24 @@ class Tracker(TorchDispatchMode):
     def launched(self, tensors: Iterable[Any]) -> None:
         """Count a launch of one of this library's kernels."""
         self.work.moved_bytes += sum(_bytes(x) for x in tensors if isinstance(x, Tensor))
+
+
+def _accumulates(total: Tensor) -> bool:
+    """Whether autograd's engine adds a gradient to `total` in place when no dispatch mode runs.
+
+    Under a dispatch mode it always makes a new tensor. Otherwise it adds in place if nothing else
+    refers to `total` or its storage: `can_accumulate_inplace` in torch/csrc/autograd.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner"):
+        frame = frame.f_back  # wrappers of `__torch_dispatch__`
+    # The engine is called by torch, for a backward inside a backward, and by `run_step`.
+    if frame.f_code.co_name not in ("_engine_run_backward", "step"):
+        return False
+    # The engine's buffer holds the tensor. The Python object, its call and this one add three.
+    storage = total.untyped_storage()
+    users = total._use_count()  # type: ignore[attr-defined]
+    return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def _bytes(x: Tensor) -> int:
