@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels import LigerLlama
+from ligermodels import LigerLlama, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -133,10 +133,17 @@ def compare(
 
 
 def ddp(
-    rank: int, mesh: DeviceMesh, tied: bool, steps: int = 1, family: str = "llama"
+    rank: int,
+    mesh: DeviceMesh,
+    tied: bool,
+    steps: int = 1,
+    family: str = "llama",
+    plan: MemoryPlan | None = None,
 ) -> dict[str, float]:
     model = make(tied, family)
-    return compare(model, DistributedDataParallel(copy.deepcopy(model)), rank, steps)
+    wrapped = copy.deepcopy(model)
+    wrapped.set_memory_plan(plan)
+    return compare(model, DistributedDataParallel(wrapped), rank, steps)
 
 
 def fsdp(
@@ -146,12 +153,15 @@ def fsdp(
     steps: int = 1,
     checkpointing: bool = False,
     family: str = "llama",
+    plan: MemoryPlan | None = None,
     **options: Any,
 ) -> dict[str, float]:
     model = make(tied, family)
     wrapped = shard(copy.deepcopy(model), mesh, **options)
     if checkpointing:
         wrapped.activation_checkpointing_enable()
+    if plan is not None:
+        wrapped.set_memory_plan(plan)
     return compare(model, wrapped, rank, steps)
 
 
@@ -346,6 +356,23 @@ CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
     "tensor parallel projections": tensor_parallel,
 }
 RUNS = [(name, tied) for name in CASES for tied in (False, True)]
+# Each level under each wrapper; tied and untied models take turns.
+for number, plan in enumerate(
+    [
+        MemoryPlan.uniform(2, "no_gate_up"),
+        MemoryPlan.uniform(2, "attention"),
+        MemoryPlan.of(["input", "all"], mlp_tile=5),
+        MemoryPlan.of(["attention", "no_gate_up"], mlp_tile=5),
+    ]
+):
+    CASES |= {
+        f"ddp, plan {number}": partial(ddp, plan=plan),
+        f"fsdp, plan {number}": partial(fsdp, plan=plan),
+        f"fsdp, reshard, plan {number}": partial(
+            fsdp, plan=plan, steps=2, reshard_after_forward=True
+        ),
+    }
+    RUNS += [(name, (number + step) % 2 == 0) for step, name in enumerate(list(CASES)[-3:])]
 # The wrapper, the family and the tied head do not interact: every pair of them occurs.
 for number, family in enumerate(sorted(OWN.keys() - {"llama"})):
     CASES |= {

@@ -10,6 +10,7 @@ from torch import nn
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
@@ -47,8 +48,8 @@ class Planner:
         gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
-        ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, or triton
-            is not installed.
+        ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
+            not installed, or the parameters are sharded.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class Planner:
         head_options: dict[str, Any] | None = None,
         gradients: Literal["new", "kept", "freed"] = "new",
     ) -> None:
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            raise ConfigError(
+                "memory plan: the parameters are sharded, and what sharding holds and gathers is "
+                "not simulated; write a plan by hand (MemoryPlan.of) and measure its peak"
+            )
         self.model, self.reserve = model, reserve
         self.device = _device(model, device)
         if self.device.type == "cuda" and choose(self.device)[0] != "triton":
@@ -153,11 +159,11 @@ class Planner:
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
         """Simulate a step under a plan, and give the model its own plan back."""
         before = self.model.memory_plan
-        self.model.set_memory_plan(plan)
+        self.model.apply_memory_plan(plan)
         try:
             return self._simulate(self.model, batch, seq)
         finally:
-            self.model.set_memory_plan(before)
+            self.model.apply_memory_plan(before)
 
 
 def plan_memory(
