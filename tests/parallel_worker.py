@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels import LigerLlama, MemoryPlan
+from ligermodels import ConfigError, LigerLlama, MemoryPlan
+from ligermodels.memory.fit import Planner
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -333,6 +334,23 @@ def tensor_parallel(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]
     }
 
 
+def planned_together(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
+    """The smallest budget of the ranks counts: all have the same plan, or the same error."""
+    model = make(tied)
+    least = Planner(model, 10**9).least_bytes(8, 64)
+    plan = model.plan_memory(8, 64, least * (1 + 2 * rank))
+    plans: list[Any] = [None] * WORLD
+    dist.all_gather_object(plans, plan)
+    assert plans == [plan] * WORLD and plan.recomputes
+    try:
+        model.plan_memory(8, 64, least - rank)
+    except ConfigError as error:
+        assert f"at least {least} bytes" in str(error), error
+        assert plan.prediction is not None
+        return {"budget": plan.prediction.budget - least}
+    raise AssertionError("the smallest budget of the ranks is too small")
+
+
 CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
     "ddp": ddp,
     "ddp, two accumulation steps": lambda *args: ddp(*args, steps=2),
@@ -354,6 +372,7 @@ CASES: dict[str, Callable[[int, DeviceMesh, bool], dict[str, float]]] = {
     "fsdp, head outside the model": fsdp_head_outside,
     "fsdp, from the meta device": fsdp_meta,
     "tensor parallel projections": tensor_parallel,
+    "a memory plan": planned_together,
 }
 RUNS = [(name, tied) for name in CASES for tied in (False, True)]
 # Each level under each wrapper; tied and untied models take turns.

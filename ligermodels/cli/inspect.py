@@ -57,8 +57,8 @@ def run(given: argparse.Namespace) -> None:
     outlook = _outlook(given, family, folder) if wants_plan else None
     if given.json:
         if outlook is not None:
-            plan = None if outlook.plan is None else outlook.plan.to_dict()
-            found["memory_plan"] = {**vars(outlook), "plan": plan}
+            values = None if outlook.plan is None else outlook.plan.to_dict()
+            found["memory_plan"] = {**vars(outlook), "plan": values}
         print(json.dumps(found, indent=2, default=str))
         return
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")

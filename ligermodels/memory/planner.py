@@ -173,7 +173,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     choices: list[np.ndarray[Any, Any]] = []
     for options in task.layers:
         after = np.full_like(best, np.inf)
-        choice = np.full(best.shape, -1, np.int8)
+        choice: np.ndarray[Any, Any] = np.full(best.shape, -1, np.int8)
         for number, option in enumerate(options):
             row, column = option.kept // unit, -(-option.host // host_unit)
             stop = min((budget - option.beside) // unit + 1, rows)

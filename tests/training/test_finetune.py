@@ -336,13 +336,31 @@ def test_on_a_gpu_checkpointing_and_compilation_change_nothing(checkpoint, text,
     assert other.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)
 
 
+def least_memory(checkpoint, text, output_dir, **changes):
+    """Return the least bytes that a run names if its budget is too small."""
+    with pytest.raises(ConfigError, match=r"at least \d+ bytes") as error:
+        run(checkpoint, text, output_dir, memory="1MB", **changes)
+    assert not (output_dir / "run.json").exists()
+    return re.search(r"at least (\d+) bytes", str(error.value))[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_a_gpu_the_least_memory_changes_nothing(checkpoint, text, tmp_path, compile):
+    given = {"device": "cuda", "max_steps": 4, "precision": "float32", "compile": compile}
+    plain = run(checkpoint, text, tmp_path / "a", **given, memory="off")
+    least = least_memory(checkpoint, text, tmp_path / "b", **given)
+    less = run(checkpoint, text, tmp_path / "b", **given, memory=least)
+    assert plain.model.memory_plan is None and less.model.memory_plan is not None
+    assert less.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)
+    free = run(checkpoint, text, tmp_path / "c", **given)
+    assert not free.model.memory_plan.recomputes
+
+
 def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, tmp_path):
     """The plan is stored with the run, and a resumed run has it again."""
     kept = run(checkpoint, text, tmp_path / "a", max_steps=2)
-    with pytest.raises(ConfigError, match=r"at least \d+ bytes") as error:
-        run(checkpoint, text, tmp_path / "b", max_steps=2, memory="1MB")
-    assert not (tmp_path / "b" / "run.json").exists()
-    least = re.search(r"at least (\d+) bytes", str(error.value))[1]
+    least = least_memory(checkpoint, text, tmp_path / "b", max_steps=2)
     less = run(checkpoint, text, tmp_path / "b", max_steps=2, memory=least)
     assert same(tensors(kept.model_dir), tensors(less.model_dir))
     plan = less.model.memory_plan
