@@ -33,7 +33,6 @@ Row = dict[str, Any]
 
 HF, LIGER, OURS = "transformers", "transformers + liger", "ligermodels"
 GIB = 2**30
-RESERVE = 0.03  # the part of free memory that a plan for "auto" leaves for fragmentation
 # The fields that name a row. A new row replaces an older one of the same name.
 KEYS = {
     "environments": (),
@@ -306,21 +305,22 @@ def planned(
     model: Any, setting: Setting, work: Work, optimizer: torch.optim.Optimizer | None
 ) -> tuple[MemoryPlan, Row]:
     """Return the plan of a setting, and what it predicts."""
-    # Peaks of allocated bytes are compared, so only "auto" leaves a reserve for fragmentation.
-    reserve = RESERVE if setting.budget is None else 0.0
+    # Peaks of allocated bytes are compared; "auto" plans as it does for everybody.
+    counted = {} if setting.budget is None else {"count": "allocated", "reserve": 0.0}
     start = time.perf_counter()
     plan = model.plan_memory(
         work.batch,
         work.seq,
         budget="auto" if setting.budget is None else round(setting.budget * GIB),
         host_budget=round(setting.host * GIB),
-        reserve=reserve,
+        **counted,
         optimizer_bytes=0 if optimizer is None else optimizer,
     )
     prediction = plan.prediction
     return plan, {
         "planning s": time.perf_counter() - start,
-        "predicted GiB": (prediction.peak_bytes - int(reserve * prediction.budget)) / GIB,
+        "predicted GiB": prediction.peak_bytes / GIB,
+        "predicted reserved GiB": prediction.reserved_bytes / GIB,
         "predicted ms": prediction.seconds * 1e3,  # without the optimizer
         "plan": str(plan),
     }

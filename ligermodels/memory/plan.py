@@ -39,6 +39,8 @@ class Prediction:
         budget: bytes on the GPU.
         peak_bytes: the most bytes at any time of a step, those of
             `torch.cuda.max_memory_allocated`.
+        reserved_bytes: the most bytes that PyTorch's allocator reserves for them, those of
+            `torch.cuda.max_memory_reserved`. Expandable segments reserve less.
         weight_bytes, grad_bytes, optimizer_bytes: the part of parameters and buffers, of all
             gradients, and of the optimizer's states.
         reserve_bytes: the part of the budget that is left free.
@@ -51,6 +53,7 @@ class Prediction:
     seq: int
     budget: int
     peak_bytes: int
+    reserved_bytes: int
     weight_bytes: int
     grad_bytes: int
     optimizer_bytes: int
@@ -112,9 +115,11 @@ class MemoryPlan:
             gib = 2**30
             lines += [
                 f"batch {said.batch} x seq {said.seq}: predicted peak {said.peak_bytes / gib:.2f} "
-                f"GiB of {said.budget / gib:.2f} GiB (weights {said.weight_bytes / gib:.2f}, "
-                f"gradients {said.grad_bytes / gib:.2f}, optimizer "
-                f"{said.optimizer_bytes / gib:.2f}), host memory {said.host_bytes / gib:.2f} GiB",
+                f"GiB, reserved {said.reserved_bytes / gib:.2f} GiB, budget "
+                f"{said.budget / gib:.2f} GiB",
+                f"  of them weights {said.weight_bytes / gib:.2f}, gradients "
+                f"{said.grad_bytes / gib:.2f}, optimizer {said.optimizer_bytes / gib:.2f} GiB; "
+                f"host memory {said.host_bytes / gib:.2f} GiB",
                 f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms",
             ]
             lines += [

@@ -208,11 +208,21 @@ class Space:
         rates: of the device.
         host_budget: bytes of pinned host memory.
         tile: tokens that an MLP handles at once; None for all.
+        reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
+            that tensors take.
     """
 
     def __init__(
-        self, simulate: Simulate, num_layers: int, rates: Rates, host_budget: int, tile: int | None
+        self,
+        simulate: Simulate,
+        num_layers: int,
+        rates: Rates,
+        host_budget: int,
+        tile: int | None,
+        *,
+        reserved: bool = False,
     ) -> None:
+        self.reserved = reserved
         self.simulate = cache(simulate)
         self.host_budget, self.tile = host_budget, tile
         self.uniform = {keep: self.plan([LayerPlan(keep)] * num_layers) for keep in KEEPS}
@@ -223,8 +233,9 @@ class Space:
         return MemoryPlan(tuple(layers), mlp_tile=self.tile, host_budget=self.host_budget)
 
     def peak(self, plan: MemoryPlan) -> int:
-        """Return the simulated peak of a plan, in bytes."""
-        return self.simulate(plan).peak_bytes
+        """Return the simulated bytes of a plan that must fit."""
+        simulation = self.simulate(plan)
+        return max(simulation.peak_bytes, simulation.reserved_bytes if self.reserved else 0)
 
     @cached_property
     def tasks(self) -> list[Problem]:
@@ -339,6 +350,7 @@ def find_plan(
         seq=seq,
         budget=budget,
         peak_bytes=simulation.peak_bytes + optimizer_bytes,
+        reserved_bytes=simulation.reserved_bytes + optimizer_bytes,
         optimizer_bytes=optimizer_bytes,
         reserve_bytes=budget - usable - optimizer_bytes,
         weight_bytes=simulation.weight_bytes,

@@ -187,7 +187,7 @@ def without_gpu(monkeypatch):
 
 def test_each_setting_of_a_work_takes_its_turns(without_gpu, monkeypatch):
     peak = 2 * memory.GIB
-    prediction = Prediction(2, 16, 3 * memory.GIB, peak, 0, 0, 0, 0, seconds=0.5)
+    prediction = Prediction(2, 16, 3 * memory.GIB, peak, peak, 0, 0, 0, 0, 0, seconds=0.5)
     made = []
 
     def plan_memory(model, *shape, **options):

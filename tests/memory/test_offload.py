@@ -159,7 +159,7 @@ X = torch.linspace(-1, 1, 1000)
 
 
 def test_tensors_leave_when_the_next_layer_ends() -> None:
-    chain, offloader = Chain(), make_offloader()
+    chain, offloader = Chain(), make_offloader(hold=1)
     seen = []
     run = chain.run
 
@@ -183,7 +183,8 @@ def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
     copied: list[tuple[str, int]] = []
     chain = Chain()
     offloader = make_offloader(
-        on_copy=lambda to_host, nbytes: copied.append(("out" if to_host else "back", nbytes))
+        hold=1,
+        on_copy=lambda to_host, nbytes: copied.append(("out" if to_host else "back", nbytes)),
     )
     loss = chain(X, offloader)
     assert copied == [("out", 4000)] * 10  # the first x, five products, four other inputs
