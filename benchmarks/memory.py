@@ -389,6 +389,8 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
     if setting.keeps == "plan" and setting not in models.plans:
         models.plans[setting], said = planned(model, setting, work, optimizer)
         row |= said
+    release()
+    host_before = host_bytes()
     with applied(model, setting, models.plans.get(setting)):
         losses: list[float] = []
 
@@ -401,7 +403,7 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
         figures = {
             "peak GiB": torch.cuda.max_memory_allocated() / GIB,
             "reserved GiB": torch.cuda.max_memory_reserved() / GIB,
-            "host GiB": host_bytes() / GIB,
+            "host GiB": (host_bytes() - host_before) / GIB,
         }
     row |= {name: max(value, row.get(name, 0)) for name, value in figures.items()}
     times = [ms for turn in row["turns"] for ms in turn]

@@ -190,8 +190,9 @@ class DecoderModel(HFModel):
             store = Offloader(device, budget, on_copy=simulator.copied)
         else:
             # Its pinned memory is used again in every step.
-            store = self._offloaders.get(device) or Offloader(device, budget)
-            self._offloaders[device] = store
+            store = self._offloaders.get(device)
+            if store is None or store.host_budget != budget:
+                store = self._offloaders[device] = Offloader(device, budget)
         shared = [x for context in contexts.values() for x in (context.cos, context.sin)]
         store.forward_pass([*shared, *self.parameters()])
         return store
@@ -374,12 +375,13 @@ class DecoderModel(HFModel):
                 f"memory plan: it keeps tensors in host memory, but the model is on {device}, "
                 "which has no pinned memory to copy to; use a plan without host memory"
             )
+        if plan is None or not plan.uses_host:
+            self._offloaders.clear()
         self.apply_memory_plan(plan)
 
     def apply_memory_plan(self, plan: MemoryPlan | None) -> None:
         """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
-        self._offloaders.clear()
         for index, layer in enumerate(self.layers):
             if plan is None:
                 set_keep(layer, "all")
