@@ -10,6 +10,9 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS, Keep
 
 
+NO_LIMIT = 2**62  # bytes
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What one layer keeps for backward.
@@ -73,13 +76,13 @@ class MemoryPlan:
     Attributes:
         layers: one `LayerPlan` for each layer.
         mlp_tile: the tokens that the MLP of a layer handles at once. None means all.
-        host_budget: the most bytes of pinned host memory.
+        host_budget: the most bytes of pinned host memory. By default there is no limit.
         prediction: what the planner says of the plan, or None if the plan was written by hand.
     """
 
     layers: tuple[LayerPlan, ...]
     mlp_tile: int | None = None
-    host_budget: int = 0
+    host_budget: int = NO_LIMIT
     prediction: Prediction | None = None
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import weakref
@@ -482,10 +483,11 @@ def run_with(
     model: DecoderModel, plan: MemoryPlan, offloader: Offloader | None, **inputs: Any
 ) -> dict[str, Tensor]:
     """Return the gradients of a step whose kept tensors go to an offloader."""
-    model.apply_memory_plan(plan)
     device = next(model.parameters()).device
     if offloader is not None:
+        plan = dataclasses.replace(plan, host_budget=offloader.host_budget)
         model._offloaders[device] = offloader
+    model.apply_memory_plan(plan)
     model.zero_grad()
     ids, labels = batch()
     model(ids.to(device), labels=labels.to(device), **inputs).loss.backward()
