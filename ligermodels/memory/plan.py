@@ -9,7 +9,6 @@ from typing_extensions import Self
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS, Keep
 
-
 NO_LIMIT = 2**62  # bytes
 
 
