@@ -87,7 +87,9 @@ def run(given: argparse.Namespace) -> None:
         print(textwrap.indent(fits, "  "))
         print(f"  least memory: {math.ceil(outlook.least_bytes / GIB * 100) / 100:.2f} GiB")
         print(f"  largest batch with rows of {given.seq} tokens: {outlook.largest_batch}")
-        print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens")
+        limit = found["config"]["max_position_embeddings"]
+        beyond = f" (max_position_embeddings is {limit})" if outlook.largest_seq > limit else ""
+        print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens{beyond}")
 
 
 def _wants_plan(given: argparse.Namespace) -> bool:

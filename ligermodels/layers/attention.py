@@ -12,7 +12,7 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.recompute import Keep, attend_once
+from ligermodels.layers.recompute import Planned, attend_once
 
 
 class AttentionContext:
@@ -64,7 +64,7 @@ class AttentionContext:
         return self._on_device[device]
 
 
-class Attention(nn.Module):
+class Attention(Planned, nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
 
     Args:
@@ -80,15 +80,11 @@ class Attention(nn.Module):
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         layer_index: index of this layer in a KV cache.
-    Attributes:
-        keep: what the layer keeps for backward; a memory plan sets it.
 
     Raises:
         ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
             does not divide num_heads, or sliding_window or softcap is not positive.
     """
-
-    keep: Keep = "all"
 
     def __init__(
         self,

@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
-from ligermodels.layers.recompute import Keep
+from ligermodels.layers.recompute import Keep, Planned
 from ligermodels.layers.tiled_mlp import tiled
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Planned, nn.Module):
     """down(act(gate(x)) * up(x)), arXiv:2002.05202. It saves only gate and up for backward.
 
     Args:
@@ -20,14 +20,7 @@ class GatedMLP(nn.Module):
         intermediate_size: width of gate and up.
         bias: whether the projections have a bias.
         activation: activation of the gate: "silu", "gelu_tanh" or "gelu".
-    Attributes:
-        keep: what the layer keeps for backward; a memory plan sets it.
-        tile: the number of tokens that are computed at once; a memory plan sets it. By default all
-            are. With tiles, only the input is kept for backward.
     """
-
-    keep: Keep = "all"
-    tile: int | None = None
 
     def __init__(
         self,
@@ -59,38 +52,43 @@ class GatedMLP(nn.Module):
             # The norm gets only one input, the sum, which is kept for backward.
             x = x.of_the_sum()
         if grad and self.tile is not None:
-            out, total = self._run_tiles(x, self.tile)
+            out, total = self._run_tiles(self.keep, x, self.tile)
         elif grad and self.keep == "no_gate_up":
             # The tensors are arguments themselves, so that checkpoint saves them as autograd does.
             parts = (None, x) if isinstance(x, Tensor) else (type(x), *x)
-            out, total = checkpoint(self._run_parts, *parts, use_reentrant=False)
+            out, total = checkpoint(self._run_parts, self.keep, *parts, use_reentrant=False)
         else:
-            out, total = self._run(x)
+            out, total = self._run(self.keep, x)
         return out if isinstance(x, Tensor) else (out, total)
 
-    def _run_tiles(self, x: Tensor | PreNormed, tile: int) -> tuple[Tensor, Tensor | None]:
+    def _run_tiles(
+        self, keep: Keep, x: Tensor | PreNormed, tile: int
+    ) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, PendingNorm):
             options = x.options
 
             def with_norm(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-                out, total = self._run(PendingNorm(rows, None, weight, options))
+                out, total = self._run(keep, PendingNorm(rows, None, weight, options))
                 assert total is not None
                 return out, total
 
             return tiled(self, with_norm, x.x, tile, [x.weight])
         y, total = (x, None) if isinstance(x, Tensor) else x.apply()
-        out, _ = tiled(self, lambda rows: (self._run(rows)[0], rows), y, tile)
+        out, _ = tiled(self, lambda rows: (self._run(keep, rows)[0], rows), y, tile)
         return out, total
 
-    def _run_parts(self, kind: type[PreNormed] | None, *parts: Any) -> tuple[Tensor, Tensor | None]:
-        return self._run(parts[0] if kind is None else kind(*parts))
+    def _run_parts(
+        self, keep: Keep, kind: type[PreNormed] | None, *parts: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._run(keep, parts[0] if kind is None else kind(*parts))
 
-    def _run(self, x: Tensor | PreNormed) -> tuple[Tensor, Tensor | None]:
+    def _run(self, keep: Keep, x: Tensor | PreNormed) -> tuple[Tensor, Tensor | None]:
+        """Compute the MLP. `keep` is the level of the forward, also when it runs again."""
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
         # A plain linear does not save its output, so backward may overwrite it.
         owned = is_plain(self.gate_up_proj, nn.Linear)
-        if self.keep == "all" and is_plain(down, nn.Linear):
+        if keep == "all" and is_plain(down, nn.Linear):
             out = kernels.glu_linear(gate_up, down.weight, down.bias, activation, consume=owned)
             return out, total
         # A recomputation stops before the last product, because `down` saves its input first.

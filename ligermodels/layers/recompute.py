@@ -38,24 +38,54 @@ class Store(Protocol):
         """Return the tensor of a handle."""
 
 
+class Planned:
+    """A module that a memory plan tells what to keep for backward.
+
+    Attributes:
+        keep: the level of the layer.
+        tile: the number of tokens that an MLP computes at once. By default it computes all.
+    """
+
+    keep: Keep = "all"
+    tile: int | None = None
+
+
+def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
+    """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
+    for module in layer.modules():
+        if isinstance(module, Planned):
+            module.keep, module.tile = keep, mlp_tile
+
+
 def run_layer(
     layer: nn.Module,
     x: Tensor,
     residual: Tensor | None,
     context: Any,
     keep: Keep,
+    mlp_tile: int | None = None,
     store: Store | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call `layer(x, residual, context)` so that it keeps the tensors of a level for backward.
 
+    A compiled layer must have got the same level from `set_keep` before.
+
     Args:
         x, residual: (batch, seq, hidden). Their sum is the layer's input.
-        keep: the level. `set_keep` must have given the same level to the layer's modules.
+        keep: the level.
+        mlp_tile: the number of tokens that an MLP computes at once. By default it computes all.
         store: where kept outputs of attention go at the level "attention". By default they stay.
     Returns: (x, residual), whose sum is the layer's output.
     """
-    if keep in ("all", "no_gate_up") or not torch.is_grad_enabled():
+
+    def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
+        # The recomputation has the level of its forward, although the plan may have changed.
+        if not torch.compiler.is_compiling():
+            set_keep(layer, keep, mlp_tile)
         return layer(x, residual, context)
+
+    if keep in ("all", "no_gate_up") or not torch.is_grad_enabled():
+        return run(x, residual, context)
     # Adding the pair first leaves one tensor to keep for backward instead of two.
     x = x if residual is None else x + residual
     options: dict[str, Any] = {}
@@ -69,16 +99,7 @@ def run_layer(
                 _Activate(kept, replays=False),
                 _Activate(kept, replays=True),
             )
-    return checkpoint(layer, x, None, context, use_reentrant=False, **options)
-
-
-def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
-    """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
-    for module in layer.modules():
-        if hasattr(module, "keep"):
-            module.keep = keep  # type: ignore[assignment]
-        if hasattr(module, "tile"):
-            module.tile = mlp_tile  # type: ignore[assignment]
+    return checkpoint(run, x, None, context, use_reentrant=False, **options)
 
 
 def _attention_ops() -> list[Any]:
@@ -170,7 +191,8 @@ def attend_once(
             nonlocal count
             index = inputs.get(tensor.untyped_storage()._cdata)
             if index is None:
-                return _Kept(kept.pack(tensor))
+                # The output's grad_fn would refer to itself through this graph.
+                return _Kept(kept.pack(tensor.detach()))
             count += 1
             return index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 

@@ -8,6 +8,7 @@ from ligermodels.errors import ConfigError
 GIB = 2**30
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_PATTERN = re.compile(r"\s*(\d{1,30}(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: Any, name: str) -> int:
@@ -18,7 +19,9 @@ def parse_bytes(value: Any, name: str) -> int:
         ConfigError: the value is not a number of bytes.
     """
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        match = re.fullmatch(
+            r"\s*(\d{1,30}(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", value, re.IGNORECASE
+        )
         if match and match[2].lower() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
+from ligermodels.layers.attention import Attention
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
@@ -64,13 +65,19 @@ class Planner:
         reserve: float = RESERVE,
         rates: Rates | None = None,
         device: torch.device | str | None = None,
-        optimizer_bytes: int | torch.optim.Optimizer | None = None,
+        optimizer_bytes: int | str | torch.optim.Optimizer | None = None,
         autocast: torch.dtype | None = None,
         packed: bool = False,
         max_seqlen: int | None = None,
         head_options: dict[str, Any] | None = None,
         gradients: Literal["new", "kept", "freed"] = "new",
     ) -> None:
+        if (
+            isinstance(reserve, bool)
+            or not isinstance(reserve, (int, float))
+            or not 0 <= reserve < 1
+        ):
+            raise ConfigError(f"memory plan: reserve={reserve!r}; expected a number in [0, 1)")
         if any(is_sharded(parameter) for parameter in model.parameters()):
             raise ConfigError(
                 "memory plan: the parameters are sharded, and what sharding holds and gathers is "
@@ -104,7 +111,10 @@ class Planner:
     @cached_property
     def rates(self) -> Rates:
         """The rates of the device."""
-        return self._given_rates or rates_of(self.device, self._dtype)
+        if self._given_rates is not None:
+            return self._given_rates
+        head_dims = [m.head_dim for m in self.model.modules() if isinstance(m, Attention)]
+        return rates_of(self.device, self._dtype, *head_dims[:1])
 
     def plan(self, batch: int, seq: int) -> MemoryPlan:
         """Return the fastest plan that fits the budget.
@@ -116,7 +126,7 @@ class Planner:
         """
         return _from_rank_0(
             lambda: find_plan(
-                self._spaces(batch, seq),
+                self._spaces(*_shape(batch, seq)),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -129,7 +139,7 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = min(space.least_bytes for space in self._spaces(batch, seq))
+            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
             return least_budget(peak, self.optimizer_bytes, self.reserve)
 
         return _from_rank_0(least)
@@ -145,7 +155,8 @@ class Planner:
     def _fits(self, batch: int, seq: int) -> bool:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
         # Small tiles take the least memory.
-        return any(space.fits(usable) for space in reversed(self._spaces(batch, seq)))
+        spaces = self._spaces(*_shape(batch, seq))
+        return any(space.fits(usable) for space in reversed(spaces))
 
     def _new_spaces(self, batch: int, seq: int) -> list[Space]:
         """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
@@ -214,9 +225,16 @@ def _budget(budget: int | str, device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
-def _optimizer_bytes(model: nn.Module, given: int | torch.optim.Optimizer | None) -> int:
-    if isinstance(given, int):
-        return given
+def _shape(batch: int, seq: int) -> tuple[int, int]:
+    for name, value in (("batch", batch), ("seq", seq)):
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of 1 or more")
+    return batch, seq
+
+
+def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:
+    if isinstance(given, (int, str)):
+        return parse_bytes(given, "optimizer_bytes")
     trained = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
     if given is None:
         return 2 * trained

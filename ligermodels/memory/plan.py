@@ -27,6 +27,8 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
             raise ConfigError(f"memory plan: keep={self.keep!r}; expected one of {KEEPS}")
+        if not isinstance(self.host, bool):
+            raise ConfigError(f"memory plan: host={self.host!r}; expected True or False")
 
     def __str__(self) -> str:
         return f"{self.keep}, in host memory" if self.host else self.keep
@@ -70,7 +72,7 @@ class MemoryPlan:
     """What each layer keeps for backward.
 
     No plan changes a gradient, except that `mlp_tile` changes the order of the sums in the weight
-    gradients of the MLPs.
+    gradients of the MLPs and of the norms before them.
 
     Attributes:
         layers: one `LayerPlan` for each layer.
@@ -83,6 +85,18 @@ class MemoryPlan:
     mlp_tile: int | None = None
     host_budget: int = NO_LIMIT
     prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        if wrong := [layer for layer in self.layers if not isinstance(layer, LayerPlan)]:
+            raise ConfigError(f"memory plan: layer {wrong[0]!r}; expected a LayerPlan")
+        for name, value, least in (
+            ("mlp_tile", 1 if self.mlp_tile is None else self.mlp_tile, 1),
+            ("host_budget", self.host_budget, 0),
+        ):
+            if type(value) is not int or value < least:
+                raise ConfigError(
+                    f"memory plan: {name}={value!r}; expected an integer of {least} or more"
+                )
 
     @classmethod
     def uniform(cls, num_layers: int, keep: Keep, *, host: bool = False, **options: Any) -> Self:
@@ -97,8 +111,8 @@ class MemoryPlan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes some layers again."""
-        return any(layer.keep != "all" for layer in self.layers)
+        """Whether backward computes parts of some layers again."""
+        return self.mlp_tile is not None or any(layer.keep != "all" for layer in self.layers)
 
     @property
     def uses_host(self) -> bool:

@@ -166,11 +166,16 @@ class DecoderModel(HFModel):
         x, residual = self.embed_tokens(input_ids), None
         plan = self._memory_plan
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
+        tile = None if plan is None else plan.mlp_tile
+        if plan is not None:
+            _check_layers(plan, len(self.layers))
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
             choice = LayerPlan() if plan is None else plan.layers[index]
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
-                x, residual = run_layer(layer, x, residual, contexts[rope], choice.keep, kept_in)
+                x, residual = run_layer(
+                    layer, x, residual, contexts[rope], choice.keep, tile, kept_in
+                )
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
     def _offloader(
@@ -186,6 +191,7 @@ class DecoderModel(HFModel):
             )
         assert self._memory_plan is not None
         budget, simulator = self._memory_plan.host_budget, simulator_of(device)
+        store: Offloader | None
         if simulator is not None:
             store = Offloader(device, budget, on_copy=simulator.copied)
         else:
@@ -363,12 +369,13 @@ class DecoderModel(HFModel):
         Raises:
             ConfigError: the plan has another number of layers.
         """
-        count = len(self.layers)
-        if plan is not None and len(plan.layers) != count:
-            raise ConfigError(
-                f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make "
-                "a plan with model.plan_memory"
-            )
+        if plan is not None:
+            if not isinstance(plan, MemoryPlan):
+                raise ConfigError(
+                    f"memory plan: {plan!r} is no MemoryPlan; make one with model.plan_memory, "
+                    "MemoryPlan.uniform or MemoryPlan.of"
+                )
+            _check_layers(plan, len(self.layers))
         device = self.embed_tokens.weight.device
         if plan is not None and plan.uses_host and device.type not in ("cuda", "meta"):
             raise ConfigError(
@@ -439,6 +446,14 @@ class DecoderModel(HFModel):
         Returns: a dict {op: "implementation (reason)"}. It also lists swapped projections by name.
         """
         return kernels_of(self, self.embed_tokens.weight, self.head)
+
+
+def _check_layers(plan: MemoryPlan, count: int) -> None:
+    if len(plan.layers) != count:
+        raise ConfigError(
+            f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make a "
+            "plan with model.plan_memory"
+        )
 
 
 def next_token_targets(

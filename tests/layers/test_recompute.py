@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -133,6 +134,51 @@ def test_backward_twice_and_no_backward() -> None:
         loss.backward()
         assert all(torch.equal(g, expected[name]) for name, g in gradients(model).items()), keep
         assert recompute._active.kept is None
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_forward_without_backward_leaves_nothing(keep: str) -> None:
+    model = make("llama")
+    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    ids, labels = batch()
+    counts = []
+    for _ in range(3):
+        loss = model(ids, labels=labels).loss
+        last = model.layers[2].mlp.down_proj.weight
+        torch.autograd.grad(loss, [last])  # backward does not reach attention
+        model(ids)
+        del loss
+        gc.collect()
+        counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    assert counts[2] == counts[1]
+
+
+def test_a_plan_holds_from_the_next_forward_on() -> None:
+    """Backward computes a layer again with the plan of its forward."""
+    model = make("llama")
+    _, expected = run(model, None)
+    ids, labels = batch()
+    plans = [None, *(MemoryPlan.uniform(3, keep) for keep in KEEPS)]
+    plans.append(MemoryPlan.uniform(3, "all", mlp_tile=5))
+    for then in plans:
+        for now in plans:
+            model.zero_grad()
+            model.set_memory_plan(then)
+            loss = model(ids, labels=labels).loss
+            model.set_memory_plan(now)
+            loss.backward()
+            for name, grad in gradients(model).items():
+                assert relative(grad, expected[name]) <= 1e-6, (then, now, name)
+
+
+def test_other_modules_may_have_an_attribute_keep() -> None:
+    class Scaled(nn.Linear):
+        keep, tile = 0.5, 7
+
+    model = make("llama")
+    model.layers[0].self_attn.o_proj = scaled = Scaled(32, 24, bias=False)
+    assert_same(model, MemoryPlan.uniform(3, "input"))
+    assert (scaled.keep, scaled.tile) == (0.5, 7)
 
 
 @pytest.mark.parametrize("frozen", ["qkv_proj", "down_proj", "layers.0", "layers", "embed_tokens"])

@@ -135,3 +135,25 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
         small(1).plan_memory(1, 8, 10**9, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "options", "complaint"),
+    [
+        (1, 16, {"reserve": 2}, "reserve=2; expected a number in"),
+        (1, 16, {"reserve": "x"}, "reserve='x'"),
+        (0, 16, {}, "batch=0; expected an integer of 1"),
+        (1, -1, {}, "seq=-1"),
+        (1, True, {}, "seq=True"),
+        (2**40, 16, {}, "batch=1099511627776"),
+        (1, 16, {"optimizer_bytes": -1}, "optimizer_bytes=-1"),
+        (1, 16, {"count": "all"}, "count='all'"),
+        (1, 16, {"budget": "9" * 400}, "budget='999"),
+    ],
+)
+def test_impossible_requests_are_refused(
+    batch: Any, seq: Any, options: dict[str, Any], complaint: str
+) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=complaint):
+        model.plan_memory(batch, seq, **{"budget": "1GiB", **options})
