@@ -22,6 +22,7 @@ from tests.layers.saved import SavedBytes
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIDDEN, INNER, TILE = 20, 27, 8
 LEADING = (2, 37)  # the last tile is shorter, and one tile has tokens of both rows
 
@@ -87,13 +88,15 @@ def same(ours: dict[str, Tensor | None], expected: dict[str, Tensor | None], bou
             assert relative(ours[name], want) <= bound, name
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_error_is_that_without_tiles(dtype, normed) -> None:
+def test_the_error_is_that_without_tiles(dtype, normed, device) -> None:
     """Against float64, tiles add at most one rounding of the dtype to the sum over the tokens."""
-    ours, whole = (made.to(dtype) for made in pair(normed=normed))
+    ours, whole = (made.to(device, dtype) for made in pair(normed=normed))
     exact = copy.deepcopy(whole).double()
-    x, upstream = inputs(dtype)
+    x, upstream = (made.detach().to(device) for made in inputs(dtype))
+    x.requires_grad_()
     got, expected = results(ours, x, upstream), results(whole, x, upstream)
     right = results(exact, x.double(), upstream.double())
     for name, want in right.items():
@@ -276,16 +279,18 @@ def test_under_a_checkpoint_the_tiles_run_once_more() -> None:
     assert sublayer.calls == 2 * -(-LEADING[0] * LEADING[1] // TILE)
 
 
-def test_what_is_kept_and_the_peak() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept_and_the_peak(device) -> None:
     """Forward keeps x; neither pass makes gate_up, the norm's output or a copy for all tokens."""
     hidden, inner, tokens, tile = 16, 128, 512, 32
     torch.manual_seed(0)
-    x = torch.randn(1, tokens, hidden, requires_grad=True)
+    x = torch.randn(1, tokens, hidden, device=device, requires_grad=True)
     size = x.nbytes
     peaks = {}
     for tiles in (tile, None):
         sublayer = Sublayer(tiles, mlp=GatedMLP(hidden, inner))
         sublayer.norm = RMSNorm(hidden)
+        sublayer.to(device)
         with SavedBytes(sublayer, x) as saved:
             sublayer.parts(x)
         assert (saved.total == 0) == (tiles is not None)
