@@ -80,7 +80,7 @@ def run_layer(
 
     def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
         # The recomputation has the level of its forward, although the plan may have changed.
-        if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             set_keep(layer, keep, mlp_tile)
         return layer(x, residual, context)
 
