@@ -59,20 +59,11 @@ class CachingAllocator:
         self.allocated -= block.size
         block.free = True
         if block.before is not None and block.before.free:
-            before = block.before
-            self._remove(before)
-            before.size += block.size
-            before.after = block.after
-            if block.after is not None:
-                block.after.before = before
-            block = before
+            self._remove(block.before)
+            block = _joined(block.before, block)
         if block.after is not None and block.after.free:
-            after = block.after
-            self._remove(after)
-            block.size += after.size
-            block.after = after.after
-            if after.after is not None:
-                after.after.before = block
+            self._remove(block.after)
+            block = _joined(block, block.after)
         self._insert(block)
 
     def _segment(self, size: int, small: bool) -> Block:
@@ -93,3 +84,12 @@ class CachingAllocator:
     def _remove(self, block: Block) -> None:
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, block.key, key=lambda other: other.key))
+
+
+def _joined(first: Block, second: Block) -> Block:
+    """Make one block of two neighbours."""
+    first.size += second.size
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+    return first
