@@ -48,10 +48,7 @@ class PendingNorm(NamedTuple):
 
     def apply(self) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual)."""
-        x, residual, weight, options = self
-        if residual is None:
-            return kernels.rms_norm(x, weight, **options), x
-        return kernels.add_rms_norm(x, residual, weight, **options)
+        return kernels.add_rms_norm(self.x, self.residual, self.weight, **self.options)
 
     def of_the_sum(self) -> "PendingNorm":
         """Return the same norm with x + residual as its x, computed now."""
