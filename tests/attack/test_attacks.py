@@ -1,0 +1,22 @@
+"""A fast sample of the attacks runs in the suite; the thousands behind a marker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attack.__main__ import load_attacks
+from tests.attack.harness import ATTACKS, Attack, run_one
+
+load_attacks()
+
+
+@pytest.mark.parametrize("one", ATTACKS, ids=lambda one: f"{one.group}{one.fault}-{one.name}")
+def test_sample(one: Attack) -> None:
+    assert run_one(one, seed=0) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("one", ATTACKS, ids=lambda one: f"{one.group}{one.fault}-{one.name}")
+def test_many_seeds(one: Attack) -> None:
+    broken = [(seed, said) for seed in range(1, 41) if (said := run_one(one, seed)) is not None]
+    assert not broken
