@@ -314,6 +314,8 @@ class _Simulator:
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=visible, scale=scale
             )[0]
+        if visible is None:
+            k, v = attention_backend.heads_for_sdpa(q, k, v)
         backend = sdpa_backend(heads, k.shape[1], head_dim, q.dtype)
         if visible is None and backend == SDPBackend.CUDNN_ATTENTION:
             return _aten._scaled_dot_product_cudnn_attention(
@@ -324,9 +326,6 @@ class _Simulator:
                 q, k, v, 0.0, causal, False, scale=scale
             )[0]
         if visible is None and backend == SDPBackend.EFFICIENT_ATTENTION:
-            groups = heads // k.shape[1]
-            if groups > 1:
-                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             return _aten._scaled_dot_product_efficient_attention(
                 q, k, v, None, True, 0.0, causal, scale=scale
             )[0]
