@@ -517,14 +517,16 @@ def level_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
 
 
 def run_part(part: str, deadline: float, emit: Callable[[str, Row], None]) -> None:
-    """Run a part in this process: "levels", "predict:N" or a work's name."""
+    """Run a part in this process: "levels", "predict:N:NUMBERS" or a work's name."""
     name, _, argument = part.partition(":")
     if name == "levels":
         run_levels(deadline, emit)
     elif name == "predict":
         from benchmarks.memory_cases import run_cases
 
-        run_cases(int(argument), deadline, emit)
+        count, _, chosen = argument.partition(":")
+        numbers = [int(number) for number in chosen.split(",")] if chosen else None
+        run_cases(int(count), deadline, emit, numbers)
     else:
         run_work(name, deadline, emit)
 
@@ -589,6 +591,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=WORKS, help="works; the default is all")
     parser.add_argument("--levels", action="store_true", help="measure every level")
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
+    parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
     parser.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")
     parser.add_argument("--out", type=Path, help="folder for memory.json")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -604,7 +607,8 @@ def main() -> None:
         return
     parts = [] if given.rows is None else list(given.rows or WORKS)
     parts += ["levels"] * given.levels
-    parts += [f"predict:{given.predict}"] * bool(given.predict)
+    chosen = ",".join(map(str, given.cases or ()))
+    parts += [f"predict:{given.predict}:{chosen}"] * bool(given.predict)
     result = run_parts(parts or list(WORKS), given.seconds, given.out)
     columns = ["work", "setting", "ms", "peak GiB", "predicted GiB", "reserved GiB", "host GiB"]
     print(table(result.get("rows", []), [*columns, "error"]))

@@ -193,13 +193,21 @@ def run_case(case: Case) -> dict[str, Any]:
     }
 
 
-def run_cases(count: int, deadline: float, emit: Callable[[str, dict[str, Any]], None]) -> None:
+def run_cases(
+    count: int,
+    deadline: float,
+    emit: Callable[[str, dict[str, Any]], None],
+    numbers: Sequence[int] | None = None,
+) -> None:
     """Compare the peaks of `count` cases, which are all drawn first.
 
-    Args: deadline, the `time.monotonic()` after which no case begins. The cases that are left then
-        have an `error`.
+    Args:
+        deadline: the `time.monotonic()` after which no case begins. The cases that are left then
+            have an `error`.
+        numbers: the cases to run, in this order. By default all run.
     """
-    for case in draw(count):
+    cases = draw(count)
+    for case in cases if numbers is None else [cases[number] for number in numbers]:
         row: dict[str, Any] = {"case": case.name, "seed": SEED}
         if time.monotonic() > deadline:
             row["error"] = "not measured: no time was left"
