@@ -11,11 +11,11 @@ from torch import nn
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
+from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for: predictions of reserved bytes err by up to 1%.
@@ -52,7 +52,7 @@ class Planner:
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, or the parameters are sharded.
+            not installed, or parameters are sharded in another way than by `fully_shard`.
     """
 
     def __init__(
@@ -78,11 +78,7 @@ class Planner:
             or not 0 <= reserve < 1
         ):
             raise ConfigError(f"memory plan: reserve={reserve!r}; expected a number in [0, 1)")
-        if any(is_sharded(parameter) for parameter in model.parameters()):
-            raise ConfigError(
-                "memory plan: the parameters are sharded, and what sharding holds and gathers is "
-                "not simulated; write a plan by hand (MemoryPlan.of) and measure its peak"
-            )
+        sharding = Sharding(model)  # it refuses shards that are not simulated
         if count not in ("reserved", "allocated"):
             raise ConfigError(f'memory plan: count={count!r}; expected "reserved" or "allocated"')
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
@@ -95,7 +91,8 @@ class Planner:
         self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
         self.host_budget = parse_bytes(host_budget, "host_budget")
         self.optimizer_bytes = _optimizer_bytes(model, optimizer_bytes)
-        dtype = autocast or next(model.parameters()).dtype
+        gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
+        dtype = autocast or next(gathered, next(model.parameters()).dtype)
         self._given_rates, self._dtype = rates, dtype
         self._simulate = partial(
             simulate,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from ligermodels.memory.attention_buffers import (
     sdpa_backend,
 )
 from ligermodels.memory.caching_allocator import Block, CachingAllocator
+from ligermodels.memory.sharding import Gradients, Sharding
 
 DEFAULT_SMS = 132  # multiprocessors of an H100 and an H200
 _aten = torch.ops.aten
@@ -125,9 +126,11 @@ class Tracker(TorchDispatchMode):
     def __init__(self, device_type: str, seen: str = "meta") -> None:
         super().__init__()
         self.on_gpu, self.seen = device_type == "cuda", seen
-        self.live: dict[int, Any] = {}  # by storage: a weak reference to it, and its block
-        self.allocator: CachingAllocator | _PlainSizes
-        self.allocator = CachingAllocator() if self.on_gpu else _PlainSizes()
+        # By storage: a weak reference to it, its allocator and its block.
+        self.live: dict[int, tuple[Any, CachingAllocator | _PlainSizes, Block]] = {}
+        self.uncounted: set[int] = set()  # storages
+        self.allocators: dict[str, CachingAllocator | _PlainSizes] = {}  # of streams
+        self.stream = "compute"
         self.phases: dict[str, Phase] = {}
         self.phase = Phase(0)
 
@@ -152,28 +155,49 @@ class Tracker(TorchDispatchMode):
             self._allocate(x)
         return self.bytes - before
 
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """Take memory from the allocator of another stream, which keeps what it reserves."""
+        before, self.stream = self.stream, name
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @property
+    def allocator(self) -> CachingAllocator | _PlainSizes:
+        """The allocator of the stream that is running."""
+        if self.stream not in self.allocators:
+            self.allocators[self.stream] = CachingAllocator() if self.on_gpu else _PlainSizes()
+        return self.allocators[self.stream]
+
     @property
     def bytes(self) -> int:
         """The bytes that are allocated now."""
-        return self.allocator.allocated
+        return sum(allocator.allocated for allocator in self.allocators.values())
+
+    @property
+    def reserved(self) -> int:
+        """The bytes that the allocators have reserved."""
+        return sum(allocator.reserved for allocator in self.allocators.values())
 
     def block_bytes(self, x: Tensor) -> int:
         """Return the bytes that a tensor's storage takes."""
-        return self.live[x.untyped_storage()._cdata][1].size
+        return self.live[x.untyped_storage()._cdata][2].size
 
     def _allocate(self, x: Tensor) -> None:
         if x.device.type != self.seen:
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self.live or size == 0:
+        if key in self.live or key in self.uncounted or size == 0:
             return
         reference = weakref.ref(storage, lambda _: self._free(key))
-        self.live[key] = reference, self.allocator.allocate(size)
+        self.live[key] = reference, self.allocator, self.allocator.allocate(size)
 
     def _free(self, key: int) -> None:
-        _, block = self.live.pop(key)
-        self.allocator.free(block)
+        _, allocator, block = self.live.pop(key)
+        allocator.free(block)
 
     def _peak(self, extra: int = 0) -> None:
         block = self.allocator.allocate(extra) if extra else None
@@ -514,16 +538,24 @@ def run_step(
     state: dict[str, Tensor],
     input_ids: Tensor,
     *,
-    gradients: Literal["new", "kept", "freed"] = "new",
+    gradients: Gradients = "new",
     on_forward_end: Callable[[], None] = lambda: None,
+    sharding: Sharding | None = None,
     **inputs: Any,
 ) -> Simulation:
     """Run forward and backward with the parameters and buffers of `state`, and count.
 
-    Without gradients (`torch.no_grad`), only forward runs.
+    Without gradients (`torch.no_grad`), only forward runs. Of the parameters of `sharding`, `state`
+    has whole ones, which do not count.
     """
-    leaves = [x for x in state.values() if x.requires_grad]
-    weight_bytes = tracker.hold(state.values())
+    sharded = sharding.parameters if sharding is not None else {}
+    held = [x for name, x in state.items() if name not in sharded]
+    leaves = [x for x in held if x.requires_grad]
+    weight_bytes = tracker.hold(held)
+    tracker.uncounted = {state[name].untyped_storage()._cdata for name in sharded}
+    if sharding is not None:
+        weight_bytes += tracker.hold(sharding.begin(tracker.on_stream, gradients))
+        tracker.hold(sharding.gradients())
     if gradients == "kept":
         for x in leaves:
             x.grad = torch.empty_like(x)
@@ -536,7 +568,10 @@ def run_step(
 
     def step(model: nn.Module) -> None:
         nonlocal kept_bytes
-        with _phases(model, tracker):
+        with ExitStack() as stack:
+            stack.enter_context(_phases(model, tracker))
+            if sharding is not None:
+                stack.enter_context(sharding.hooked(model))
             out = model(input_ids, **inputs)
         on_forward_end()
         loss = out if isinstance(out, Tensor) else out[0]
@@ -548,6 +583,8 @@ def run_step(
             torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
                 (loss,), (gradient,), False, False, (), True, True
             )
+            if sharding is not None:
+                sharding.end()
 
     tracker.enter("forward")
     with tracker:
@@ -556,6 +593,7 @@ def run_step(
     tracker.leave()
     phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
+    grads += [] if sharding is None else sharding.gradients()
 
     def work(direction: str) -> Work:
         return sum((p.work for name, p in phases.items() if name.startswith(direction)), Work())
@@ -569,7 +607,7 @@ def run_step(
         forward=work("forward"),
         backward=work("backward"),
         phases=phases,
-        reserved_bytes=tracker.allocator.reserved,
+        reserved_bytes=tracker.reserved,
     )
 
 
@@ -584,7 +622,7 @@ def simulate(
     packed: bool = False,
     max_seqlen: int | None = None,
     head_options: dict[str, Any] | None = None,
-    gradients: Literal["new", "kept", "freed"] = "new",
+    gradients: Gradients = "new",
     num_sms: int | None = None,
 ) -> Simulation:
     """Run forward and backward of a model on meta tensors, under its memory plan.
@@ -618,7 +656,11 @@ def simulate(
     casts = _Autocast(simulator)
 
     named = (*model.named_parameters(), *model.named_buffers())
-    state = {name: _stand_in(x) for name, x in named}
+    sharding = Sharding(model)
+    state = {
+        name: sharding.parameters[name].stand_in() if name in sharding.parameters else _stand_in(x)
+        for name, x in named
+    }
 
     def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -642,6 +684,7 @@ def simulate(
             for size in cublas_workspaces():
                 tracker.allocator.allocate(size)
             stack.enter_context(_no_launches(tracker))
+        stack.enter_context(sharding.without_fsdp())
         stack.enter_context(simulating(simulator))
         stack.enter_context(_eagerly())
         if autocast is not None:
@@ -653,6 +696,7 @@ def simulate(
             integers(batch, seq),
             gradients=gradients,
             on_forward_end=end_forward,
+            sharding=sharding,
             **inputs,
         )
 
