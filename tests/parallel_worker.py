@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ligermodels import ConfigError, LigerLlama, MemoryPlan
 from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.fit import Planner
-from ligermodels.memory.simulate import Tracker, simulate
+from ligermodels.memory.simulate import simulate
+from ligermodels.memory.tracker import Tracker
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN

@@ -21,7 +21,8 @@ from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
-from ligermodels.memory.simulate import Phase, Simulation
+from ligermodels.memory.simulate import Simulation
+from ligermodels.memory.tracker import Phase
 
 # The search counts kept bytes, and bytes in host memory, in this many steps.
 _STEPS, _HOST_STEPS = 8192, 32

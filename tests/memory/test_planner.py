@@ -22,7 +22,8 @@ from ligermodels.memory.planner import (
     usable_bytes,
 )
 from ligermodels.memory.rates import Rates
-from ligermodels.memory.simulate import Phase, Simulation, Work
+from ligermodels.memory.simulate import Simulation
+from ligermodels.memory.tracker import Phase, Work
 
 RATES = Rates(products=1.0, attention=1.0, memory=1.0, host_bytes=1.0, source="a test")
 

@@ -8,7 +8,8 @@ import torch
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
-from ligermodels.memory.simulate import Tracker, run_step, simulate
+from ligermodels.memory.simulate import run_step, simulate
+from ligermodels.memory.tracker import Tracker
 from ligermodels.models.auto import families
 from tests.families import DECODERS, OWN
 from tests.tiny_models import VOCAB, random_model
