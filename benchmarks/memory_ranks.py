@@ -91,7 +91,12 @@ def rows() -> list[Row]:
         release()
         for batch, seq, budget in SHAPES:
             ranks = dist.get_world_size()
-            row: Row = {"work": f"{PRESET}, FSDP2 on {ranks} GPUs, {batch} x {seq} each, AdamW"}
+            row: Row = {
+                "work": f"{PRESET}, {batch} x {seq} on each of {ranks}, FSDP2, AdamW",
+                "implementation": implementation,
+                "keeps": "plan" if implementation == OURS else "input",
+                "budget GiB": budget if implementation == OURS else None,
+            }
             setting = "every block checkpointed"
             try:
                 if implementation == OURS:
