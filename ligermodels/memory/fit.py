@@ -106,7 +106,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
         )
-        self._spaces = cache(self._new_spaces)
+        self._space = cache(self._new_space)
 
     @cached_property
     def rates(self) -> Rates:
@@ -126,7 +126,7 @@ class Planner:
         """
         return _from_rank_0(
             lambda: find_plan(
-                self._spaces(*_shape(batch, seq)),
+                self._space(*_shape(batch, seq)),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -139,7 +139,7 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
+            peak = self._space(*_shape(batch, seq)).least_bytes
             return least_budget(peak, self.optimizer_bytes, self.reserve)
 
         return _from_rank_0(least)
@@ -154,24 +154,18 @@ class Planner:
 
     def _fits(self, batch: int, seq: int) -> bool:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
-        # Small tiles take the least memory.
-        spaces = self._spaces(*_shape(batch, seq))
-        return any(space.fits(usable) for space in reversed(spaces))
+        return self._space(*_shape(batch, seq)).fits(usable)
 
-    def _new_spaces(self, batch: int, seq: int) -> list[Space]:
-        """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
+    def _new_space(self, batch: int, seq: int) -> Space:
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
-        return [
-            Space(
-                partial(self._simulated, batch, seq),
-                len(self.model.layers),
-                self.rates,
-                self.host_budget,
-                tile,
-                reserved=self._reserved,
-            )
-            for tile in (None, *(tile for tile in tiles if tile >= _SMALLEST_TILE))
-        ]
+        return Space(
+            partial(self._simulated, batch, seq),
+            len(self.model.layers),
+            self.rates,
+            self.host_budget,
+            [tile for tile in tiles if tile >= _SMALLEST_TILE],
+            reserved=self._reserved,
+        )
 
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
         """Simulate a step under a plan, and give the model its own plan back."""

@@ -1,16 +1,17 @@
 """Find the fastest memory plan that fits a budget.
 
-The step is simulated with each level in all layers. This gives what each layer keeps, what exists
-besides at the worst time of its forward and backward, and its work, which `Rates` turn into
-seconds. While a layer runs, only the tensors that it and the layers before it keep exist. The
-fastest choice under these constraints, one for each layer, is found exactly by dynamic programming
-over the layers. The chosen plan is then simulated as a whole. If its peak exceeds the budget, the
-next slower plan is tried.
+The step is simulated with each level in all layers, and with tiled MLPs. This gives what each layer
+keeps, what exists besides at the worst time of its forward and backward, and its work, which
+`Rates` turn into seconds. While a layer runs, only the tensors that it and the layers before it
+keep exist. The fastest choice under these constraints, one for each layer, is found exactly by
+dynamic programming over the layers. The chosen plan is then simulated as a whole. If its peak
+exceeds the budget, the next slower plan is tried.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ligermodels.memory.simulate import Phase, Simulation
 # The search counts kept bytes, and bytes in host memory, in this many steps.
 _STEPS, _HOST_STEPS = 8192, 32
 _ROUNDS = 8
+_TILED_ALSO: tuple[Keep, ...] = ("no_gate_up", "attention")
 _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
 Simulate = Callable[[MemoryPlan], Simulation]
@@ -33,10 +35,10 @@ Simulate = Callable[[MemoryPlan], Simulation]
 
 @dataclass(frozen=True)
 class Option:
-    """One level in one layer.
+    """One choice for one layer.
 
     Attributes:
-        plan: the level, and where its tensors are.
+        plan: the choice.
         kept: bytes on the GPU from the layer's forward to its backward.
         host: bytes in host memory.
         beside: the most bytes that exist, while the layer runs forward or backward, besides what
@@ -76,7 +78,7 @@ class Problem:
         """Return the most bytes that exist under a plan, as the search counts them."""
         kept, peak = 0, 0
         for layer, options in zip(plan.layers, self.layers):
-            option = next(option for option in options if option.plan == layer)
+            option = _choice(options, layer)
             kept += option.kept
             peak = max(peak, kept + option.beside)
         return max(peak, kept + self.at_head)
@@ -84,7 +86,7 @@ class Problem:
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan, in which each direction copies in turn."""
         chosen = [
-            next(option for option in options if option.plan.keep == layer.keep)
+            _choice(options, replace(layer, host=False))
             for layer, options in zip(plan.layers, self.layers)
         ]
         copies = [
@@ -109,34 +111,44 @@ class Problem:
         return self.seconds + now
 
 
-def problem(simulations: Mapping[Keep, Simulation], rates: Rates, host_every: int) -> Problem:
+def _choice(options: Sequence[Option], plan: LayerPlan) -> Option:
+    return next(option for option in options if option.plan == plan)
+
+
+def problem(
+    simulations: Mapping[LayerPlan, Simulation], rates: Rates, host_every: int = 0
+) -> Problem:
     """Return the problem that simulations of uniform plans describe.
 
-    Args: simulations: level -> the step with this level in all layers; host_every: of so many
-        neighbours, one layer may keep its tensors in host memory, and its copies overlap with the
-        compute of all of them. 0 means that none may.
+    Args: simulations: the plan of every layer -> the step, for each level, and for "input" with
+        each size of tiles. Where gate_up is computed again, tiles make the same difference.
+        host_every: of so many neighbours, one layer may keep its tensors in host memory, and its
+        copies overlap with the compute of all of them. 0 means that none may.
     """
-    count = sum(name.startswith("forward of layer") for name in simulations["all"].phases)
+    whole = LayerPlan("input")
+    count = sum(name.startswith("forward of layer") for name in simulations[whole].phases)
     layers: list[tuple[Option, ...]] = []
     for index in range(count):
-        options = []
-        for keep, simulation in simulations.items():
-            phases = simulation.phases
-            forward = phases[f"forward of layer {index}"]
-            # Backward has no such phase if nothing in or below the layer needs a gradient.
-            backward = phases.get(f"backward of layer {index}", Phase(0))
-            before = sum(_kept(phases, i) for i in range(index))
-            size = _kept(phases, index)
-            beside = max(forward.peak, backward.peak) - before - size
-            times = rates.seconds(forward.work), rates.seconds(backward.work)
-            options.append(Option(LayerPlan(keep), size, 0, beside, sum(times), times))
-            if host_every and index % host_every == 0:
-                # Two layers' tensors are on the GPU at a time.
-                copy = size / rates.host_bytes
-                stalls = (max(0.0, copy - host_every * seconds) for seconds in times)
-                moved = LayerPlan(keep, host=True)
-                seconds = sum(times) + sum(stalls)
-                options.append(Option(moved, 0, size, beside + 2 * size, seconds, times))
+        found = {plan: _option(plan, s.phases, index, rates) for plan, s in simulations.items()}
+        for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
+            if tiled.tile is not None:
+                plan = replace(other, tile=tiled.tile)
+                found[plan] = _changed(found[other], plan, found[whole], found[tiled])
+        options = list(found.values())
+        if host_every and index % host_every == 0:
+            for option in found.values():
+                copy = option.kept / rates.host_bytes
+                stalls = (max(0.0, copy - host_every * seconds) for seconds in option.passes)
+                moved = replace(
+                    option,
+                    plan=replace(option.plan, host=True),
+                    kept=0,
+                    host=option.kept,
+                    # Two layers' tensors are on the GPU at a time.
+                    beside=option.beside + 2 * option.kept,
+                    seconds=option.seconds + sum(stalls),
+                )
+                options.append(moved)
         layers.append(tuple(options))
     at_head = max(
         phase.peak - sum(_kept(simulation.phases, i) for i in range(count))
@@ -144,7 +156,7 @@ def problem(simulations: Mapping[Keep, Simulation], rates: Rates, host_every: in
         for name, phase in simulation.phases.items()
         if "layer" not in name and name != "forward"
     )
-    outside = [phase for name, phase in simulations["all"].phases.items() if "layer" not in name]
+    outside = [phase for name, phase in simulations[whole].phases.items() if "layer" not in name]
     seconds = sum(rates.seconds(phase.work) for phase in outside)
     unit = max(1, -(-sum(max(o.kept for o in options) for options in layers) // _STEPS))
     rounded = tuple(
@@ -152,6 +164,26 @@ def problem(simulations: Mapping[Keep, Simulation], rates: Rates, host_every: in
         for options in layers
     )
     return Problem(rounded, at_head, seconds, rates.host_bytes, unit)
+
+
+def _option(plan: LayerPlan, phases: dict[str, Phase], index: int, rates: Rates) -> Option:
+    """Return what a simulation says of a layer."""
+    forward = phases[f"forward of layer {index}"]
+    # Backward has no such phase if nothing in or below the layer needs a gradient.
+    backward = phases.get(f"backward of layer {index}", Phase(0))
+    kept = _kept(phases, index)
+    beside = max(forward.peak, backward.peak) - sum(_kept(phases, i) for i in range(index + 1))
+    passes = rates.seconds(forward.work), rates.seconds(backward.work)
+    return Option(plan, kept, 0, beside, sum(passes), passes)
+
+
+def _changed(option: Option, plan: LayerPlan, before: Option, after: Option) -> Option:
+    """Return an option that differs from another one as `after` does from `before`."""
+    forward, backward = (
+        seconds + new - old for seconds, new, old in zip(option.passes, after.passes, before.passes)
+    )
+    beside = option.beside + after.beside - before.beside
+    return Option(plan, option.kept, 0, beside, forward + backward, (forward, backward))
 
 
 def _kept(phases: dict[str, Phase], index: int) -> int:
@@ -167,11 +199,12 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     unit, host_unit = task.unit, max(1, -(-host_budget // _HOST_STEPS))
     rows = sum(max(option.kept // unit for option in options) for options in task.layers) + 1
     columns = host_budget // host_unit + 1
+    useful = [_useful(options) for options in task.layers]
     # The least seconds of the layers so far, by the bytes that they keep on the GPU and the host.
     best = np.full((rows, columns), np.inf)
     best[0, 0] = 0.0
     choices: list[np.ndarray[Any, Any]] = []
-    for options in task.layers:
+    for options in useful:
         after = np.full_like(best, np.inf)
         choice: np.ndarray[Any, Any] = np.full(best.shape, -1, np.int8)
         for number, option in enumerate(options):
@@ -191,7 +224,7 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
         return None
     row, column = map(int, np.unravel_index(np.argmin(fitting), fitting.shape))
     chosen = []
-    for options, choice in zip(reversed(task.layers), reversed(choices)):
+    for options, choice in zip(reversed(useful), reversed(choices)):
         option = options[choice[row, column]]
         chosen.append(option.plan)
         row -= option.kept // unit
@@ -199,15 +232,31 @@ def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] 
     return chosen[::-1]
 
 
+def _useful(options: Sequence[Option]) -> list[Option]:
+    """Return the options to which no other one is preferable in every respect."""
+
+    def costs(option: Option) -> tuple[float, ...]:
+        return option.seconds, option.kept, option.beside, option.host
+
+    useful: list[Option] = []
+    for option in sorted(options, key=costs):
+        if not any(
+            all(a <= b for a, b in zip(costs(other), costs(option), strict=True))
+            for other in useful
+        ):
+            useful.append(option)
+    return useful
+
+
 class Space:
-    """The plans that have one size of MLP tiles.
+    """The plans of a step.
 
     Args:
         simulate: a function that simulates a step under a plan.
         num_layers: of the model.
         rates: of the device.
         host_budget: bytes of pinned host memory.
-        tile: tokens that an MLP handles at once; None for all.
+        tiles: tokens that a tiled MLP may handle at once.
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
             that tensors take.
     """
@@ -218,19 +267,21 @@ class Space:
         num_layers: int,
         rates: Rates,
         host_budget: int,
-        tile: int | None,
+        tiles: Sequence[int] = (),
         *,
         reserved: bool = False,
     ) -> None:
         self.reserved = reserved
         self.simulate = cache(simulate)
-        self.host_budget, self.tile = host_budget, tile
-        self.uniform = {keep: self.plan([LayerPlan(keep)] * num_layers) for keep in KEEPS}
+        self.host_budget = host_budget
+        choices = [LayerPlan(keep) for keep in KEEPS]
+        choices += [LayerPlan("input", tile=tile) for tile in tiles]
+        self.uniform = {choice: self.plan([choice] * num_layers) for choice in choices}
         self.rates = rates
 
     def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
         """Return the plan with these layers."""
-        return MemoryPlan(tuple(layers), mlp_tile=self.tile, host_budget=self.host_budget)
+        return MemoryPlan(tuple(layers), host_budget=self.host_budget)
 
     def peak(self, plan: MemoryPlan) -> int:
         """Return the simulated bytes of a plan that must fit."""
@@ -240,7 +291,7 @@ class Space:
     @cached_property
     def tasks(self) -> list[Problem]:
         """What a search chooses from. With host memory there are several ways to share the link."""
-        simulations = {keep: self.simulate(plan) for keep, plan in self.uniform.items()}
+        simulations = {choice: self.simulate(plan) for choice, plan in self.uniform.items()}
         shares = (1, 2, 3) if self.host_budget else (0,)
         return [problem(simulations, self.rates, host_every) for host_every in shares]
 
@@ -271,7 +322,8 @@ class Space:
 
     def fits(self, budget: int) -> bool:
         """Return whether the plan that recomputes all layers fits, or one with host memory."""
-        if self.peak(self.uniform["input"]) <= budget:
+        # Small tiles take the least memory.
+        if any(self.peak(plan) <= budget for plan in reversed(self.uniform.values())):
             return True
         return self.host_budget > 0 and self.least_bytes <= budget
 
@@ -305,7 +357,7 @@ class Space:
 
 
 def find_plan(
-    spaces: Iterable[Space],
+    space: Space,
     *,
     budget: int,
     optimizer_bytes: int = 0,
@@ -316,7 +368,7 @@ def find_plan(
     """Return the fastest plan that fits a budget, with its prediction.
 
     Args:
-        spaces: the plans to choose from, for each size of MLP tiles, without tiles first.
+        space: the plans to choose from.
         budget: bytes on the GPU.
         optimizer_bytes: the part of it that the optimizer's states take.
         reserve: the part of it that is left free, as a fraction.
@@ -325,25 +377,14 @@ def find_plan(
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
     usable = usable_bytes(budget, optimizer_bytes, reserve)
-    best: tuple[Space, MemoryPlan] | None = None
-    least = None
-    for space in spaces:
-        plan = space.fastest(usable)
-        if plan is None:
-            least = min(space.least_bytes, least or space.least_bytes)
-        elif best is None or space.time(plan) < best[0].time(best[1]):
-            best = space, plan
-        # Tiled MLPs compute gate_up again, as those of this level do.
-        if plan and space.time(plan) <= space.time(space.uniform["no_gate_up"]):
-            break
-    if best is None:
-        needed = least_budget(least or 0, optimizer_bytes, reserve)
+    plan = space.fastest(usable)
+    if plan is None:
+        needed = least_budget(space.least_bytes, optimizer_bytes, reserve)
         raise ConfigError(
             f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
             f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "
             "needed; raise the budget, or lower batch or seq"
         )
-    space, plan = best
     simulation, seconds = space.simulate(plan), space.time(plan)
     prediction = Prediction(
         batch=batch,
