@@ -20,7 +20,7 @@ from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for: predictions of reserved bytes err by up to 1%.
 RESERVE = 0.01
-_PARTS = (4, 16)  # into which the tokens are divided where MLPs are tiled
+_PARTS = (4, 8)  # into which the tokens are divided where MLPs are tiled
 _SMALLEST_TILE = 1024  # tokens
 
 
@@ -146,15 +146,20 @@ class Planner:
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda batch: self._fits(batch, seq)))
+        return self._largest(lambda batch: (batch, seq), start=8)
 
     def largest_seq(self, batch: int) -> int:
         """Return the longest rows that fit, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda seq: self._fits(batch, seq), start=128))
+        return self._largest(lambda seq: (batch, seq), start=1024)
 
-    def _fits(self, batch: int, seq: int) -> bool:
+    def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
-        return self._space(*_shape(batch, seq)).fits(usable)
+
+        def needed(number: int) -> int:
+            space = self._space(*_shape(*shape(number)))
+            return space.peak(space.smallest)
+
+        return _from_rank_0(lambda: largest(needed, usable, start))
 
     def _new_space(self, batch: int, seq: int) -> Space:
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
@@ -261,13 +266,16 @@ def _from_rank_0(compute: Callable[[], Any]) -> Any:
     """Return what rank 0 computes, or raise its exception on every rank."""
     if not _distributed():
         return compute()
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [compute()]
-        except Exception as fault:  # the other ranks wait for an answer
-            made = [fault]
-    dist.broadcast_object_list(made, src=0)
+    # The other ranks wait for an answer, and also get one if rank 0 is interrupted.
+    made: list[Any] = [ConfigError("memory plan: rank 0 was interrupted while it made the plan")]
+    try:
+        if dist.get_rank() == 0:
+            try:
+                made = [compute()]
+            except Exception as fault:
+                made = [fault]
+    finally:
+        dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
