@@ -6,7 +6,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -59,13 +59,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        layers = ", ".join(str(layer) for layer in self.plan.layers)
+        layers = ", ".join(str(replace(layer, tile=None)) for layer in self.plan.layers)
         return (
             f"{self.ranks} ranks, " * (self.ranks > 1)
             + f"{self.number}: {self.preset}, {len(self.plan.layers)} layers, {self.dtype}"
             + f" with autocast to {self.autocast}" * bool(self.autocast)
             + f", {self.batch} x {self.seq}, packing {self.packing}, trainable {self.trainable}"
-            + f", MLP tile {self.plan.mlp_tile}, keeps {layers}"
+            + f", MLP tile {self.plan.layers[0].tile}, keeps {layers}"
         )
 
 
@@ -88,11 +88,11 @@ def draw(count: int, seed: int = SEED, ranks: int = 1) -> list[Case]:
         batch, seq = next(lengths)
         if packing == "cu_seqlens":  # it describes a single row
             batch, seq = 1, batch * seq
-        plan = MemoryPlan(
-            tuple(
+        plan = MemoryPlan.of(
+            [
                 LayerPlan(generator.choice(KEEPS), host and generator.random() < 0.7)
                 for _ in range(next(layers))
-            ),
+            ],
             mlp_tile=next(tiles),
             host_budget=16 * GIB if host else 0,
         )

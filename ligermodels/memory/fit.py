@@ -20,7 +20,7 @@ from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for: predictions of reserved bytes err by up to 1%.
 RESERVE = 0.01
-_PARTS = (4, 16)  # into which the tokens are divided where MLPs are tiled
+_PARTS = (4, 8)  # into which the tokens are divided where MLPs are tiled
 _SMALLEST_TILE = 1024  # tokens
 
 
@@ -103,7 +103,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
         )
-        self._spaces = cache(self._new_spaces)
+        self._space = cache(self._new_space)
 
     @cached_property
     def rates(self) -> Rates:
@@ -123,7 +123,7 @@ class Planner:
         """
         return _from_rank_0(
             lambda: find_plan(
-                self._spaces(*_shape(batch, seq)),
+                self._space(*_shape(batch, seq)),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -136,39 +136,38 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
+            peak = self._space(*_shape(batch, seq)).least_bytes
             return least_budget(peak, self.optimizer_bytes, self.reserve)
 
         return _from_rank_0(least)
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda batch: self._fits(batch, seq)))
+        return self._largest(lambda batch: (batch, seq), start=8)
 
     def largest_seq(self, batch: int) -> int:
         """Return the longest rows that fit, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda seq: self._fits(batch, seq), start=128))
+        return self._largest(lambda seq: (batch, seq), start=1024)
 
-    def _fits(self, batch: int, seq: int) -> bool:
+    def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
-        # Small tiles take the least memory.
-        spaces = self._spaces(*_shape(batch, seq))
-        return any(space.fits(usable) for space in reversed(spaces))
 
-    def _new_spaces(self, batch: int, seq: int) -> list[Space]:
-        """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
+        def needed(number: int) -> int:
+            space = self._space(*_shape(*shape(number)))
+            return space.peak(space.smallest)
+
+        return _from_rank_0(lambda: largest(needed, usable, start))
+
+    def _new_space(self, batch: int, seq: int) -> Space:
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
-        return [
-            Space(
-                partial(self._simulated, batch, seq),
-                len(self.model.layers),
-                self.rates,
-                self.host_budget,
-                tile,
-                reserved=self._reserved,
-            )
-            for tile in (None, *(tile for tile in tiles if tile >= _SMALLEST_TILE))
-        ]
+        return Space(
+            partial(self._simulated, batch, seq),
+            len(self.model.layers),
+            self.rates,
+            self.host_budget,
+            [tile for tile in tiles if tile >= _SMALLEST_TILE],
+            reserved=self._reserved,
+        )
 
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
         """Simulate a step under a plan, and give the model its own plan back."""
@@ -264,13 +263,16 @@ def _from_rank_0(compute: Callable[[], Any]) -> Any:
     """Return what rank 0 computes, or raise its exception on every rank."""
     if not _distributed():
         return compute()
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [compute()]
-        except Exception as fault:  # the other ranks wait for an answer
-            made = [fault]
-    dist.broadcast_object_list(made, src=0)
+    # The other ranks wait for an answer, and also get one if rank 0 is interrupted.
+    made: list[Any] = [ConfigError("memory plan: rank 0 was interrupted while it made the plan")]
+    try:
+        if dist.get_rank() == 0:
+            try:
+                made = [compute()]
+            except Exception as fault:
+                made = [fault]
+    finally:
+        dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

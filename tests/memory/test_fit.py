@@ -131,6 +131,31 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
     assert plan.uses_host and said.gains
 
 
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
+    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(fit, "_distributed", lambda: True)
+    monkeypatch.setattr(fit.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(fit.dist, "broadcast_object_list", lambda made, src: sent.extend(made))
+
+    def compute() -> None:
+        raise fault
+
+    with pytest.raises(fault):
+        fit._from_rank_0(compute)
+    assert len(sent) == 1 and isinstance(sent[0], Exception)
+
+    def receive(made: list[Any], src: int) -> None:
+        made[:] = sent
+
+    monkeypatch.setattr(fit.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(fit.dist, "broadcast_object_list", receive)
+    with pytest.raises(type(sent[0])):
+        fit._from_rank_0(compute)
+
+
 def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
