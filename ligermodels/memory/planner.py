@@ -29,7 +29,7 @@ from ligermodels.memory.tracker import Phase, Work
 
 # The search counts kept bytes in this many steps.
 _STEPS = 8192
-_ROUNDS = 6
+_ROUNDS = 5
 # After so many numbers that a line has given, the interval is halved.
 _LINES = 8
 _TILED_ALSO: tuple[Keep, ...] = ("no_gate_up", "attention")

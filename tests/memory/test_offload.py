@@ -366,7 +366,7 @@ def test_what_all_layers_save_leaves_and_returns_once() -> None:
 
 def test_views_share_one_copy_and_keep_their_form() -> None:
     copied: list[int] = []
-    offloader = make_offloader(on_copy=lambda _, nbytes: copied.append(nbytes))
+    offloader = make_offloader(hold=2, on_copy=lambda _, nbytes: copied.append(nbytes))
     offloader.forward_pass()
     packed = torch.randn(6, 20, dtype=torch.complex64)
     views = [packed[1:3, ::2], packed.t(), packed, torch.view_as_real(packed), packed[:, 5:]]
