@@ -103,6 +103,8 @@ class RunDir:
                 f"{self.path}: the folder holds another run ({listed}); resume it (--resume), "
                 f"overwrite it (--overwrite-output-dir), {elsewhere}"
             )
+        if os.path.lexists(self.model_dir) and not self.model_dir.is_dir():
+            raise LigerError(f"{self.model_dir}: this is not a folder; move it away")
         if (saved := self.read_settings()) and not saved["exported"] and self._exported():
             raise LigerError(
                 f"{self.model_dir}: the run has not exported anything yet, so it has not made "
@@ -198,9 +200,7 @@ class RunDir:
         _remove(self.path / RUN_FILE)
 
     def _exported(self) -> list[str]:
-        """Return the names in model/ that an export writes; "." if model/ is no folder."""
-        if os.path.lexists(self.model_dir) and not self.model_dir.is_dir():
-            return [os.curdir]
+        """Return the names in model/ that an export writes."""
         own = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *COPIED_FILES}
         names = names_if_present(self.model_dir, CheckpointError) or []
         found = [name for name in names if name in own or SHARD_NAME.fullmatch(name)]
