@@ -26,6 +26,9 @@ from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.run_dir import RunDir
 
+# As users run it. This process computes nothing, so a fork can start threads of its own.
+THREADS = 4
+
 
 class Countdown:
     """Kill this process at the n-th moment of one kind, or of any kind."""
@@ -124,7 +127,7 @@ FATES = [
 
 def main() -> None:
     model, text, folder, *chains = sys.argv[1:]
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     settings = {
         "model": model,
         "train_files": [text],
