@@ -7,9 +7,9 @@ before anything is computed with it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -134,9 +134,8 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it."""
         self.prune(0)
-        if self.folder.is_dir() and not os.listdir(self.folder):
-            with writing(self.folder):
-                self.folder.rmdir()
+        with contextlib.suppress(OSError):  # It is absent, or something else is in it.
+            self.folder.rmdir()
 
 
 def _remove(file: Path) -> None:

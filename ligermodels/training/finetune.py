@@ -178,17 +178,19 @@ class _Run:
             self._check_settings(saved["settings"])
         self.began = saved is not None
         source = Path(resolve(config.model, revision=config.revision))
-        base = _file_hashes(source)
+        files = _file_hashes(source)
         rows, eval_rows = self._rows(source)
         model = self._model(source, rows, eval_rows)
         self._plan_memory(model, rows, eval_rows, saved)
         trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision)
-        self._check_base(source, base)
-        base["weights"] = _weights_hash(model)
+        _check_unchanged(source, files)
+        base = {**files, "weights": _weights_hash(model)}
         self._start(source, base, rows, trainer, saved)
         try:
             trainer.train(self.run_dir, self.checkpoints, self.interrupts, progress=self.progress)
-            return self._finish(source, base, trainer)
+            # The export copies the tokenizer files from there.
+            _check_unchanged(source, files)
+            return self._finish(trainer)
         except KeyboardInterrupt:
             if not self.exported:
                 with self.interrupts.saving():
@@ -341,19 +343,10 @@ class _Run:
                 f"resumed with {facts['steps']}"
             )
 
-    def _check_base(self, source: Path, base: dict[str, str]) -> None:
-        """Raise CheckpointError if files of the model were changed since they were hashed."""
-        now = {**base, **_file_hashes(source)}
-        if other := _changed(base, now):
-            raise CheckpointError(
-                f"{source / other[0]}: the file was changed while the run was using it; restore it "
-                "and resume the run"
-            )
-
-    def _finish(self, source: Path, base: dict[str, str], trainer: Trainer) -> FinetuneResult:
+    def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
         config, model = self.config, trainer.model
-        self._export(source, base, trainer)
+        self._export(trainer)
         self.exported = True
         metrics = self.run_dir.read_metrics()
         if not plot_losses(metrics, self.run_dir.loss_plot):
@@ -377,7 +370,7 @@ class _Run:
             notes=self.notes,
         )
 
-    def _export(self, source: Path, base: dict[str, str], trainer: Trainer) -> None:
+    def _export(self, trainer: Trainer) -> None:
         model, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
@@ -392,8 +385,6 @@ class _Run:
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
                 "resume the run with it (--resume --export-dtype bfloat16)"
             )
-        # The tokenizer files are copied from there.
-        self._check_base(source, base)
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
@@ -412,6 +403,15 @@ def _file_hashes(source: Path) -> dict[str, str]:
     """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name."""
     names = [CONFIG_NAME, *copied_files(source)]
     return {name: file_hash(source / name) for name in names}
+
+
+def _check_unchanged(source: Path, files: dict[str, str]) -> None:
+    """Raise CheckpointError if files of the model were changed since they were hashed."""
+    if changed := _changed(files, _file_hashes(source)):
+        raise CheckpointError(
+            f"{source / changed[0]}: the file was changed while the run was using it; restore it "
+            "and resume the run"
+        )
 
 
 def _weights_hash(model: DecoderModel) -> str:

@@ -223,7 +223,7 @@ class RunDir:
             if key not in found:
                 raise CheckpointError(
                     f"{file}: {key}: the key is missing, so this is no run of ligermodels, or one "
-                    "of an older version, which cannot be resumed"
+                    "of an older version; move the folder away, or choose another one"
                 )
             value = found[key]
             texts = value.values() if key in ("base", "files") and isinstance(value, dict) else ()
