@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.attack.attacks_training import Tiny, in_a_process
+from tests.attack.attacks_training import Tiny, flag, in_a_process
 from tests.attack.harness import Case, Fault, Result, attack
 
 # What a life calls now and then: a fault comes with one of these calls.
@@ -44,7 +44,7 @@ class Round:
         self.told = ""  # the last fault, for messages
         twin, out = case.folder / "twin", self.tiny.out
         self.tiny.out = twin
-        if self.live("--save-total-limit", "9").code != 0:
+        if self.live(flag("save-total-limit"), "9").code != 0:
             raise Fault("the run does not work at all")
         self.weights = self.tiny.weights()
         self.steps = {file.name: file.read_bytes() for file in self.tiny.checkpoints()}

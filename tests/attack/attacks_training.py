@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -18,14 +19,42 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-# Each fork has these modules already.
-import ligermodels.training.finetune
+import ligermodels
 from tests.attack.harness import Case, Fault, Result, attack
 from tests.training.tiny_run import make_checkpoint, make_text
 
+# Each fork has these modules already. An older version has other modules and other flags.
+OLD_FLAGS: dict[str, str] = {}
 with contextlib.suppress(ImportError):
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
+try:
+    importlib.import_module("ligermodels.training.finetune")
+except ImportError:
+    importlib.import_module("ligermodels.finetune")
+    OLD_FLAGS = {
+        "train-files": "train",
+        "eval-files": "eval",
+        "output-dir": "output",
+        "overwrite-output-dir": "overwrite",
+        "num-train-epochs": "epochs",
+        "max-steps": "steps",
+        "gradient-accumulation-steps": "grad-accumulation",
+        "eval-steps": "eval-every",
+        "save-steps": "save-every",
+        "save-total-limit": "keep-checkpoints",
+        "logging-steps": "log-every",
+        "min-lr-rate": "min-lr-ratio",
+        "adam-beta1": "beta1",
+        "adam-epsilon": "adam-eps",
+    }
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option in the version that is attacked."""
+    name = name.replace("_", "-")
+    return "--" + OLD_FLAGS.get(name, name)
+
 
 SMALLEST = {
     "hidden_size": 16,
@@ -47,19 +76,19 @@ class Tiny:
 
     def arguments(self, **changes: object) -> list[object]:
         options: dict[str, object] = {
-            "train-files": self.text,
-            "output-dir": self.out,
+            "train_files": self.text,
+            "output_dir": self.out,
             "separator": "",
-            "seq-len": 32,
-            "batch-size": 1,
-            "max-steps": 6,
-            "save-steps": 2,
-            "eval-steps": 3,
-            "learning-rate": 1e-2,
+            "seq_len": 32,
+            "batch_size": 1,
+            "max_steps": 6,
+            "save_steps": 2,
+            "eval_steps": 3,
+            "learning_rate": 1e-2,
             "device": "cpu",
-            **{name.replace("_", "-"): value for name, value in changes.items()},
+            **changes,
         }
-        pairs = [(f"--{name}", value) for name, value in options.items() if value is not None]
+        pairs = [(flag(name), value) for name, value in options.items() if value is not None]
         return ["finetune", self.model, "--quiet", *(part for pair in pairs for part in pair)]
 
     def start(self, *flags: str, **changes: object) -> Result:
@@ -67,7 +96,14 @@ class Tiny:
 
     def resume(self, *flags: object) -> Result:
         return self.case.cli(
-            "finetune", "--resume", "--output-dir", self.out, "--quiet", "--device", "cpu", *flags
+            "finetune",
+            "--resume",
+            flag("output-dir"),
+            self.out,
+            "--quiet",
+            "--device",
+            "cpu",
+            *flags,
         )
 
     def started(self) -> bytes:
@@ -148,7 +184,7 @@ def overwriting_removes_only_what_a_run_made(case: Case) -> None:
     names = case.draw.sample(names, case.draw.randint(1, min(4, len(names))))
     scribble(case.draw, tiny.out, names)
     mine = {name: content for name, content in tree(tiny.out).items() if name in names}
-    tiny.start("--overwrite-output-dir").fine_or_one_line()
+    tiny.start(flag("overwrite-output-dir")).fine_or_one_line()
     require_kept(tiny.out, mine)
 
 
@@ -161,7 +197,7 @@ def a_model_that_was_put_into_a_run_is_kept(case: Case) -> None:
     scribble(case.draw, tiny.out, [*names, "model/model.safetensors"])
     before = {name: content for name, content in tree(tiny.out).items() if name[:6] == "model/"}
     if case.draw.random() < 0.5:
-        tiny.start("--overwrite-output-dir").fine_or_one_line()
+        tiny.start(flag("overwrite-output-dir")).fine_or_one_line()
     else:
         tiny.resume("--learning-rate", "1e30").fine_or_one_line()
     require_kept(tiny.out, before)
@@ -179,7 +215,7 @@ def no_file_is_written_through_a_link(case: Case) -> None:
         (tiny.out / name).symlink_to(mine)
     if case.draw.random() < 0.3 and not os.path.lexists(tiny.out / ".lock"):
         os.link(mine, tiny.out / ".lock")
-    tiny.start(*case.draw.choice([[], ["--overwrite-output-dir"]])).fine_or_one_line()
+    tiny.start(*case.draw.choice([[], [flag("overwrite-output-dir")]])).fine_or_one_line()
     if mine.read_text() != "mine":
         raise Fault("the user's file is changed")
 
@@ -645,7 +681,7 @@ def settings_of_any_content(case: Case) -> None:
     else:
         file.write_text(json.dumps(found))
     changed = file.read_bytes()
-    result = tiny.start("--overwrite-output-dir") if draw.random() < 0.2 else tiny.resume()
+    result = tiny.start(flag("overwrite-output-dir")) if draw.random() < 0.2 else tiny.resume()
     result.fine_or_one_line()
     if result.code != 0 and not (tiny.out / "run.json").exists() and changed:
         raise Fault("run.json is lost")
@@ -736,7 +772,7 @@ def messages_name_the_way_out(case: Case) -> None:
         tiny.start().one_line("--eval-fraction")
     elif kind == "again":
         tiny.started()
-        tiny.start().one_line("--overwrite-output-dir", "--resume", "--output-dir")
+        tiny.start().one_line(flag("overwrite-output-dir"), "--resume", flag("output-dir"))
     elif kind == "eval":
         tiny.started()
         tiny.resume("--eval-fraction", "0.5").one_line("--eval-fraction")
