@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
 
@@ -66,11 +66,15 @@ def number(kind: type, **limits: float) -> Callable[[str], float]:
     """
 
     def convert(text: str) -> float:
-        value: float = kind(text)
+        try:
+            value: float = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"invalid {kind.__name__} value: {shown(text)}"
+            ) from None
         complaint = limit_complaint(value, **limits)
         if complaint is not None:
             raise argparse.ArgumentTypeError(complaint)
         return value
 
-    convert.__name__ = kind.__name__  # argparse builds the message "invalid int value" from it
     return convert

@@ -67,7 +67,9 @@ class SafetensorsFile:
     process truncates a mapped file, an access to the mapping kills this process. The class also
     detects that the file was changed after its header was read.
 
-    Attributes: tensors maps the name of each tensor to its header entry.
+    Attributes:
+        tensors: the name of each tensor -> its header entry.
+        metadata: the texts in the header, by key.
     Raises:
         CheckpointError: the file is absent, truncated or damaged. The message names the file and,
             if one tensor is at fault, that tensor.
@@ -78,7 +80,7 @@ class SafetensorsFile:
         # It stays open: if a save replaces the checkpoint, this is still the file of the header.
         self._opened: _OpenFile | None = _OpenFile(path)
         self._identity = self._opened.identity()
-        self._data, self.tensors = _read_header(path, self._opened.file)
+        self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
     def read(
         self, name: str, first: int = 0, last: int | None = None, *, out: Tensor | None = None
@@ -180,8 +182,8 @@ def _populate(out: Tensor) -> None:
         _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
 
 
-def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
-    """Return where the data begins, and the header's entries, checked against the file's size."""
+def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
+    """Return where the data begins, the entries, checked against the file's size, and the texts."""
     try:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER)) or b""
@@ -227,7 +229,7 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
         raise CheckpointError(
             f"{path}: {held - expected} bytes follow the last tensor, expected none"
         )
-    return 8 + length, tensors
+    return 8 + length, tensors, metadata
 
 
 _HEADER_KEYS = {"dtype", "shape", "data_offsets"}
