@@ -5,6 +5,8 @@ value. It also raises several kinds of errors. The functions here refuse such fi
 """
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -15,46 +17,127 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import LigerError, shown
+from ligermodels.errors import LigerError, printable, shown
 
 _MAX_JSON = 100_000_000  # safetensors allows headers of this size, and an index is not larger
 _MAX_DEPTH = 100  # Code that copies or compares the parsed value also recurses.
 # O_NONBLOCK: do not wait for the writer of a pipe. O_BINARY: do not translate line ends.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def open_regular(path: Path, error: type[LigerError]) -> FileIO:
     """Open a file to read its bytes. Refuse a pipe or a device, because reading it could hang.
 
     Raises:
-        error: the path cannot be opened, or it is not a regular file.
+        error: there is no such path, it cannot be opened, or it is not a regular file.
+    """
+    file = open_if_present(path, error)
+    if file is None:
+        raise error(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+    return file
+
+
+def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
+    """Open a file as `open_regular` does; return None if nothing has this name.
+
+    Something that has the name but cannot be read is never taken for an absent file.
+
+    Raises:
+        error: the path is a link that leads nowhere, a folder, a pipe, a socket or a device, or
+            it cannot be opened.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        mode = os.stat(path).st_mode
+        # Opening a device may do something to it.
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS) if stat.S_ISREG(mode) else None
+    except FileNotFoundError as fault:
+        if os.path.islink(path):
+            raise error(
+                f"{path}: the file cannot be read: it is a link to {printable(os.readlink(path))}, "
+                "which does not exist; restore that file, or remove the link"
+            ) from None
+        if os.path.lexists(path):  # It appeared just now.
+            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+        return None
     except OSError as fault:
         raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
-    except ValueError as fault:  # The path has a null byte.
+    except ValueError as fault:  # The path has a null byte, or characters that no path can have.
         raise error(f"{shown(str(path))}: the file cannot be read: {fault}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if descriptor is not None:
+        mode = os.fstat(descriptor).st_mode  # Another file may have taken its place.
+        if stat.S_ISREG(mode):
+            return FileIO(descriptor, "rb")
         os.close(descriptor)
-        raise error(f"{path}: this is not a regular file")
-    return FileIO(descriptor, "rb")
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    raise error(f"{path}: this is not a regular file but {kind}")
+
+
+def read_if_present(path: Path, error: type[LigerError], limit: int = _MAX_JSON) -> bytes | None:
+    """Return the bytes of a file, or None if nothing has this name.
+
+    Args: limit is the largest size in bytes.
+    Raises:
+        error: something is there, but it cannot be read, or it is larger than `limit`.
+    """
+    file = open_if_present(path, error)
+    if file is None:
+        return None
+    with file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            # The size that a file declares may be wrong, for example in /proc.
+            text = b"" if size > limit else io.BufferedReader(file).read(limit + 1)
+        except OSError as fault:
+            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+    if (size := max(size, len(text))) > limit:
+        raise error(f"{path}: the file has {size} bytes, expected at most {limit}")
+    return text
+
+
+def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
+    """Return the sorted names in a folder, or None if nothing has the folder's name.
+
+    Raises:
+        error: something is there, but it is not a folder, or it cannot be listed.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError as fault:
+        if not os.path.lexists(folder):
+            return None
+        raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
+    except OSError as fault:
+        raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:
     """Return the JSON object that a file holds.
 
     Raises:
-        error: the file cannot be read, or `parse_json` refuses its content.
+        error: the file is absent or cannot be read, or `parse_json` refuses its content.
     """
-    with open_regular(path, error) as file:
-        try:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MAX_JSON:
-                raise error(f"{path}: the file has {size} bytes, expected at most {_MAX_JSON}")
-            text = file.read(size) or b""
-        except OSError as fault:
-            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+    found = read_json_if_present(path, error)
+    if found is None:
+        raise error(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+    return found
+
+
+def read_json_if_present(path: Path, error: type[LigerError]) -> dict[str, Any] | None:
+    """Return the JSON object that a file holds, or None if nothing has this name.
+
+    Raises:
+        error: something is there, but it cannot be read, or `parse_json` refuses its content.
+    """
+    text = read_if_present(path, error)
+    if text is None:
+        return None
     parsed = parse_json(text, str(path), error)
     if _is_deeper(parsed, _MAX_DEPTH):
         raise error(f"{path}: the JSON is nested too deep: more than {_MAX_DEPTH} levels")

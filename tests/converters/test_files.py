@@ -1,8 +1,20 @@
 import os
+import stat
+from pathlib import Path
 
 import pytest
 
-from ligermodels.converters.files import is_int, is_number, parse_json, read_json
+from ligermodels.converters.files import (
+    is_int,
+    is_number,
+    names_if_present,
+    open_if_present,
+    open_regular,
+    parse_json,
+    read_if_present,
+    read_json,
+    read_json_if_present,
+)
 from ligermodels.errors import CheckpointError, ConfigError
 
 
@@ -51,23 +63,94 @@ def test_json_keeps_what_python_can_hold():
     assert value["c"] == "\ud800" and value["d"] == 12345678901234567890123
 
 
-def test_pipes_folders_and_devices_are_refused_at_once(tmp_path, subtests):
-    for kind in ("pipe", "folder", "device", "loop", "null byte"):
-        with subtests.test(kind):
-            path, message = tmp_path / kind, "is not a regular file"
-            if kind == "pipe":
-                os.mkfifo(path)
-            elif kind == "folder":
-                path.mkdir()
-            elif kind == "device":
-                path.symlink_to("/dev/zero")
-            elif kind == "loop":
-                path.symlink_to(path)
-                message = "cannot be read: Too many levels"
-            else:
-                path, message = tmp_path / "a\0b", "cannot be read: embedded null"
-            with pytest.raises(ConfigError, match=message):
-                read_json(path, ConfigError)
+KINDS = {
+    "folder": "not a regular file but a folder$",
+    "pipe": "not a regular file but a pipe$",
+    "link to a pipe": "not a regular file but a pipe$",
+    "socket": "not a regular file but a socket$",
+    "device": "not a regular file but a device$",
+    "dead link": "is a link to nowhere, which does not exist; restore that file, or remove",
+    "loop": "cannot be read: Too many levels",
+    "through a file": "cannot be read: Not a directory",
+    "null byte": "cannot be read: embedded null",
+    "no access": "cannot be read: Permission denied",
+}
+
+
+def make(kind: str, folder: Path) -> Path:
+    """Make something that is not a readable file, and return its path."""
+    path = folder / kind
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(folder / "the pipe")
+        path.symlink_to("the pipe")
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "dead link":
+        path.symlink_to("nowhere")
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "through a file":
+        path.touch()
+        path /= "file"
+    elif kind == "null byte":
+        path = folder / "a\0b"
+    else:
+        path.touch(mode=0)
+    return path
+
+
+def test_what_is_there_but_is_no_readable_file_is_an_error_that_names_its_kind(tmp_path, subtests):
+    for kind, message in KINDS.items():
+        if kind == "no access" and os.geteuid() == 0:
+            continue  # root may read every file
+        path = make(kind, tmp_path)
+        for read in (open_regular, open_if_present, read_if_present, read_json_if_present):
+            with subtests.test(f"{kind}, {read.__name__}"):
+                with pytest.raises(ConfigError, match=message):
+                    read(path, ConfigError)
+
+
+def test_an_absent_file_is_none_or_an_error(tmp_path):
+    for read in (open_if_present, read_if_present, read_json_if_present, names_if_present):
+        assert read(tmp_path / "absent", ConfigError) is None
+    for read in (open_regular, read_json):
+        with pytest.raises(ConfigError, match="absent: the file cannot be read: No such file"):
+            read(tmp_path / "absent", ConfigError)
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_if_present(path, ConfigError) == read_if_present(path, ConfigError, 5) == b"12345"
+    with pytest.raises(ConfigError, match="the file has 5 bytes, expected at most 4"):
+        read_if_present(path, ConfigError, 4)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux")
+def test_a_file_that_declares_no_size_is_read_up_to_a_limit():
+    path = Path("/proc/self/maps")
+    assert b"python" in read_if_present(path, ConfigError)
+    with pytest.raises(ConfigError, match="the file has 101 bytes, expected at most 100"):
+        read_if_present(path, ConfigError, 100)
+
+
+def test_a_folder_is_listed_or_an_error(tmp_path, subtests):
+    for name in "ba":
+        (tmp_path / name).touch()
+    assert names_if_present(tmp_path, ConfigError) == ["a", "b"]
+    for kind, message in (
+        ("pipe", "pipe: the folder cannot be read: Not a directory"),
+        ("dead link", "cannot be read: No such file"),
+        ("loop", "Too many levels"),
+    ):
+        with subtests.test(kind), pytest.raises(ConfigError, match=message):
+            names_if_present(make(kind, tmp_path), ConfigError)
 
 
 def test_is_number_refuses_other_values(subtests):
