@@ -1,5 +1,6 @@
 """Read the chat templates of a checkpoint, choose one, and render it in a sandbox."""
 
+import io
 import json
 from collections.abc import Mapping
 from datetime import datetime
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ligermodels.converters.checkpoint_files import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
+from ligermodels.converters.files import names_if_present, read_if_present
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import jinja2.parser
 
 ChatTemplate = str | dict[str, str]
+_MAX_BYTES = 1_000_000  # The largest templates in use have less than a tenth of this.
 
 
 def read_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -27,11 +30,12 @@ def read_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate 
         CheckpointError: a file cannot be read.
     """
     templates: dict[str, str] = {}
-    main = folder / CHAT_TEMPLATE_FILE
-    if main.is_file():
-        templates["default"] = _read_text(main)
-    for path in sorted((folder / CHAT_TEMPLATE_DIR).glob("*.jinja")):
-        templates[path.stem] = _read_text(path)
+    main, more = folder / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_DIR
+    names = names_if_present(more, CheckpointError) or []
+    files = {name.removesuffix(".jinja"): more / name for name in names if name.endswith(".jinja")}
+    for name, path in {"default": main, **files}.items():
+        if (text := _read_text(path)) is not None:
+            templates[name] = text
     if not templates:
         written = config.get("chat_template")
         if isinstance(written, list):
@@ -41,10 +45,13 @@ def read_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate 
     return templates["default"] if list(templates) == ["default"] else templates or None
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path) -> str | None:
+    raw = read_if_present(path, CheckpointError, _MAX_BYTES)
+    if raw is None:
+        return None
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return io.StringIO(raw.decode("utf-8"), newline=None).read()  # Each line ends with \n.
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: the file cannot be read: {error}") from error
 
 
