@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.generation.generation_config import (
-    read_generation_config,
+    checked_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
     resolve_repetition_penalty,
@@ -78,7 +78,7 @@ def generate(
     Raises:
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
             options contradict each other.
-        CheckpointError: generation_config.json is damaged.
+        CheckpointError: generation_config.json has a value of a wrong type.
     """
     prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
@@ -153,7 +153,7 @@ def _start(
     sampling = Sampling(do_sample, temperature, top_k, top_p)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: the number must be at least 1")
-    defaults = read_generation_config(model.source_folder)
+    defaults = checked_generation_config(model)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
