@@ -164,7 +164,9 @@ def test_absent_files_are_known_without_a_connection(hub, monkeypatch):
         if name != "tokenizer_config.json":
             huggingface_hub.hf_hub_download(REPO, name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json was never downloaded.*folder "):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config.json was never downloaded.*folder "
+    ):
         resolve(REPO)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     folder = resolve(REPO)
