@@ -69,7 +69,10 @@ def run(given: argparse.Namespace) -> None:
     conversation = given.chat and given.prompt is None and sys.stdin.isatty()
     prompt = given.prompt
     if not conversation and prompt in (None, "-"):
-        prompt = sys.stdin.read().removesuffix("\n")
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     tokenizer = Tokenizer.from_hf(folder)

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, shown
 from ligermodels.generation.generation_config import (
-    read_generation_config,
+    checked_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
     resolve_repetition_penalty,
@@ -86,7 +86,7 @@ def generate(
         LigerError: the logits of a row hold NaN or infinity, so that there is no next token.
             On a CPU this comes before the token is passed on. On a GPU it comes at the next
             synchronisation: in the same step if there are stop tokens, else after the last token.
-        CheckpointError: generation_config.json is damaged.
+        CheckpointError: generation_config.json has a value of a wrong type.
     """
     prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
@@ -165,7 +165,7 @@ def _start(
         )
     if pad_token_id is not None:
         check_count("generate", "pad_token_id", pad_token_id, 0)
-    defaults = read_generation_config(model.source_folder)
+    defaults = checked_generation_config(model)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     if beyond := [token for token in stops if abs(token) >= 2**63]:
         raise ValueError(f"eos_token_id={shown(beyond[0])}: expected a token id of at most 64 bits")

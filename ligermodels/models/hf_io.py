@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
+from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
@@ -31,6 +33,8 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
+        source_generation_config: the content of generation_config.json when the weights were
+            loaded; {} without such a file.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -43,6 +47,7 @@ class HFModel(nn.Module):
         self.built_from = copy.deepcopy(config)
         self.source_folder: Path | None = None
         self.source_dtype: torch.dtype | None = None
+        self.source_generation_config: dict[str, Any] = {}
 
     @staticmethod
     def weight_map(config: Any) -> WeightMap:
@@ -74,14 +79,15 @@ class HFModel(nn.Module):
             ValueError: dtype is not a dtype that parameters can have.
             ConfigError: config.json is damaged, belongs to another family, or needs a feature that
                 is not implemented.
-            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised, or
-                the repository does not exist or denies access. Names and shapes are checked before
-                anything large is allocated.
+            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised,
+                generation_config.json is damaged, or the repository does not exist or denies
+                access. Names and shapes are checked before anything large is allocated.
         """
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
         folder = hub.resolve(path, revision=revision)
         config = cls.config_class.from_hf(folder)
+        generation_config = read_json_if_present(folder / GENERATION_CONFIG_NAME, CheckpointError)
         weight_map = cls.weight_map(config)
         checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
         stored = checkpoint.plan(weight_map)
@@ -109,6 +115,7 @@ class HFModel(nn.Module):
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
+        model.source_generation_config = generation_config or {}
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
 
