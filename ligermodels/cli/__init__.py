@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with quit_on_interrupt():
             given = _parse(argv)
-            import_module("ligermodels.public")  # This is slow, and the commands need it.
+            import_module("ligermodels.training.finetune")  # It imports most of what is slow.
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             given.module.run(given)
