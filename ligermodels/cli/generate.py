@@ -92,29 +92,54 @@ def run(given: argparse.Namespace) -> None:
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
     if conversation:
-        end = "Ctrl-Z and Enter end" if os.name == "nt" else "Ctrl-D ends"
-        print(f"{end} the chat, and Ctrl-C stops an answer.", file=sys.stderr)
+        _converse(given, model, tokenizer, messages)
+    else:
+        _answer(given, model, tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def _converse(
+    given: argparse.Namespace,
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+) -> None:
+    """Answer each line of the user until the input ends."""
+    end = "Ctrl-Z and Enter end" if os.name == "nt" else "Ctrl-D ends"
+    way_out = f"{end} the chat, and Ctrl-C stops an answer."
+    print(way_out, file=sys.stderr)
     while True:
-        if conversation:
-            try:
-                prompt = input("> ")
-            except EOFError:
-                print()
-                return
-            if not prompt.strip():
-                continue
-        messages.append({"role": "user", "content": prompt})
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        except ValueError as error:
-            raise LigerError(f"generate: {error}") from error
-        answer = _continue(given, model, tokenizer, ids, stoppable=conversation)
-        if not conversation:
+            if not (prompt := input("> ")).strip():
+                continue
+        except EOFError:
+            print()
             return
-        if answer:
-            messages.append({"role": "assistant", "content": answer})
-        else:  # It was stopped before it began.
-            messages.pop()
+        except KeyboardInterrupt:
+            print(f"\n{way_out}", file=sys.stderr)
+            continue
+        question = {"role": "user", "content": prompt}
+        pieces: list[str] = []
+        try:
+            _answer(given, model, tokenizer, [*messages, question], pieces)
+        except KeyboardInterrupt:
+            print()
+        if pieces:  # An answer that was stopped before it began leaves no trace.
+            messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _answer(
+    given: argparse.Namespace,
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    pieces: list[str] | None = None,
+) -> None:
+    """Print the answer to a chat, as `_continue` does."""
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    except ValueError as error:
+        raise LigerError(f"generate: {error}") from error
+    _continue(given, model, tokenizer, ids, pieces)
 
 
 def _continue(
@@ -122,16 +147,17 @@ def _continue(
     model: DecoderModel,
     tokenizer: Tokenizer,
     ids: list[int],
-    stoppable: bool = False,
-) -> str:
-    """Generate the text that follows `ids`, print it in pieces or at once, and return it.
+    pieces: list[str] | None = None,
+) -> None:
+    """Generate the text that follows `ids`, and print it in pieces or at once.
 
-    Args: stoppable tells whether Ctrl-C ends only this text.
+    Args: pieces receives the pieces.
     """
     from ligermodels.generation.generate import stream_text
 
+    pieces = [] if pieces is None else pieces
     try:
-        pieces = stream_text(
+        stream = stream_text(
             model.eval(),
             tokenizer,
             ids,
@@ -141,17 +167,11 @@ def _continue(
         )
     except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
         raise LigerError(f"generate: {error}") from error
-    text = ""
-    try:
-        for piece in pieces:
-            text += piece
-            if not given.no_stream:
-                print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        if not stoppable:
-            raise
-    print(text if given.no_stream else "")
-    return text
+    for piece in stream:
+        pieces.append(piece)
+        if not given.no_stream:
+            print(piece, end="", flush=True)
+    print("".join(pieces) if given.no_stream else "")
 
 
 def _sampling(given: argparse.Namespace, model: DecoderModel) -> dict[str, Any]:

@@ -2,37 +2,36 @@
 
 A KeyboardInterrupt inside an import may end in a traceback, become an ImportError that somebody
 catches, or be ignored by the import system. While nothing has been started that could be lost,
-it is right to leave without one.
+it is right to leave without one. This module imports little, because until then Ctrl-C is Python's.
 """
 
-import contextlib
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 EXIT_CODE = 130  # that of a program which SIGINT has ended
 
 
-@contextlib.contextmanager
-def quit_on_interrupt() -> Iterator[None]:
-    """Say that the program was interrupted and exit, if SIGINT comes within the block.
+class quit_on_interrupt:
+    """A context in which SIGINT ends the process with one line on stderr.
 
     A handler that somebody else installed is left alone, and so is the signal in other threads.
     """
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _quit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __enter__(self) -> None:
+        self.active = False
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            try:
+                signal.signal(signal.SIGINT, _quit)
+            except ValueError:  # This is not the main thread.
+                return
+            self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        if self.active:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _quit(*_: Any) -> None:
+def _quit(*_: object) -> None:
     # Neither print nor sys.exit: the signal may have interrupted a print or an import.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)

@@ -65,7 +65,7 @@ def byte_size(text: str) -> int:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(
-            f"not a size: {text!r}; write 5GB, 512MiB or a number of bytes"
+            f"not a size: {shown(text)}; write 5GB, 512MiB or a number of bytes"
         )
     return found
 
@@ -77,11 +77,15 @@ def number(kind: type, **limits: float) -> Callable[[str], float]:
     """
 
     def convert(text: str) -> float:
-        value: float = kind(text)
+        try:
+            value: float = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"invalid {kind.__name__} value: {shown(text)}"
+            ) from None
         complaint = limit_complaint(value, **limits)
         if complaint is not None:
             raise argparse.ArgumentTypeError(complaint)
         return value
 
-    convert.__name__ = kind.__name__  # argparse builds the message "invalid int value" from it
     return convert

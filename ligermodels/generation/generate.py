@@ -236,9 +236,9 @@ def _steps(
     for step in range(max_new_tokens):
         hidden = model(ids_BS, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
         logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+        broken_B = ~logits_BV.amax(-1).isfinite()
         if repetition is not None:
             logits_BV = repetition(logits_BV)
-        broken_B = ~logits_BV.amax(-1).isfinite()
         if sampling.do_sample:  # A draw from NaN would end the process on a GPU.
             logits_BV = logits_BV.masked_fill(broken_B.unsqueeze(1), 0.0)
         tokens_B = sampling.next_tokens(logits_BV, generator)

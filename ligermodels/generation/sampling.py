@@ -107,6 +107,8 @@ class RepetitionPenalty:
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """Return the logits with the penalty on the tokens that were seen."""
         penalised = torch.where(logits_BV > 0, logits_BV / self.penalty, logits_BV * self.penalty)
+        if self.penalty < 1:
+            penalised = penalised.clamp(max=_LARGEST)
         return torch.where(self.seen_BV, penalised, logits_BV)
 
     def add(self, tokens_B: Tensor) -> None:

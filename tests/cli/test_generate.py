@@ -73,6 +73,8 @@ def converse(call, checkpoint, monkeypatch):
 
         def answer(_):
             for turn in turns:
+                if turn is KeyboardInterrupt:
+                    raise turn
                 return turn
             raise EOFError
 
@@ -102,6 +104,11 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(converse, monkeyp
     (code, out, _), chats = converse("hello", "and you?")
     assert code == 0 and out.startswith("ab\nab\n" if after else "\n\n")
     assert chats == [["user"], ["user", "assistant", "user"] if after else ["user"]]
+
+
+def test_an_interrupt_at_the_prompt_shows_the_way_out(converse):
+    (code, _, err), chats = converse("hello", KeyboardInterrupt, "and you?")
+    assert code == 0 and err.count("Ctrl-D ends the chat") == 2 and len(chats) == 2
 
 
 def test_an_interrupt_ends_a_single_answer(call, checkpoint, monkeypatch):
