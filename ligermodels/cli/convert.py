@@ -25,8 +25,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "SOURCE to the native layout and back in a temporary folder, and compares the result with "
         "SOURCE. If anything differs, the exit code is 1."
     )
+    command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
     add = command.add_argument
-    add("source", metavar="SOURCE", help="hub id or local folder of a checkpoint")
+    add("source", metavar="SOURCE", nargs="?", help="hub id or local folder of a checkpoint")
     add("target", metavar="TARGET", nargs="?", help="the folder to write")
     add("--verify", action="store_true", help="compare tensors, config keys and tokenizer files")
     add(
@@ -50,6 +51,11 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.models.auto import AutoLiger, family_of
 
     target = None if given.target is None else Path(given.target)
+    if given.source is None:
+        raise LigerError(
+            "convert: SOURCE is missing, and so is TARGET or --verify; see 'ligermodels convert "
+            "--help'"
+        )
     if target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")
     if target is None and given.dtype:

@@ -270,6 +270,11 @@ def _check_savable(
                 f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
                 "initialise the weights first"
             )
+        if weight.layout is not torch.strided:
+            raise SaveError(
+                f"{where}: parameter {name!r} is a sparse tensor or has another special layout "
+                f"({str(weight.layout).removeprefix('torch.')}); make it dense first (to_dense)"
+            )
 
 
 def _name(dtype: torch.dtype) -> str:
