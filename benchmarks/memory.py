@@ -96,6 +96,7 @@ class Work:
         small: those for a GPU of 80 GB. Without any, the work is only for the larger one.
         changes: fields of the config that differ from the preset.
         adamw: whether an AdamW step follows backward. All gradients exist then in either case.
+        chunk: tokens of a chunk of our loss head. None means the head's default.
         steps, turns: each turn measures every setting for so many steps, after a step to warm up.
     """
 
@@ -107,8 +108,19 @@ class Work:
     small: tuple[Setting, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     adamw: bool = True
+    chunk: int | None = None
     steps: int = 2
     turns: int = 2
+
+    @property
+    def name(self) -> str:
+        chunk = "" if self.chunk is None else f", our head in chunks of {self.chunk}"
+        return f"{self.preset}, {self.batch} x {self.seq}" + ", AdamW" * self.adamw + chunk
+
+    def head_options(self, setting: Setting) -> dict[str, Any]:
+        """Return what our model's forward gets besides tokens and labels."""
+        own = setting.implementation == OURS and self.chunk is not None
+        return {"chunk_size": self.chunk} if own else {}
 
     def settings_for(self, memory: int) -> tuple[Setting, ...]:
         """Return the settings for a GPU of `memory` bytes."""
@@ -127,6 +139,16 @@ WORKS = {
         2048,
         (*LLAMA, *plans(61.5, (61.5, 32), 70, 80, 90, None)),
         (*LLAMA_80GB, Setting(OURS, "attention"), *plans(61.5, 70, None)),
+    ),
+    "llama-adamw-chunks": Work(
+        "llama",
+        "llama-3-8b",
+        8,
+        2048,
+        (*peers(("input", None)), *plans(61.5, (61.5, 32), 80)),
+        (*peers(("input", 22)), *plans(None)),
+        chunk=4096,
+        turns=1,
     ),
     "llama-32k": Work(
         "llama",
@@ -315,6 +337,7 @@ def planned(
         host_budget=round(setting.host * GIB),
         **counted,
         optimizer_bytes=0 if optimizer is None else optimizer,
+        head_options=work.head_options(setting),
     )
     prediction = plan.prediction
     return plan, {
@@ -357,9 +380,11 @@ def release() -> None:
             break
 
 
-def training_step(model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor) -> float:
+def training_step(
+    model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor, **head_options: Any
+) -> float:
     """Compute the loss and all gradients, then step. Return the loss."""
-    loss = model(ids, labels=ids).loss
+    loss = model(ids, labels=ids, **head_options).loss
     loss.backward()
     parameters = list(model.parameters())
     assert all(p.grad is not None for p in parameters if p.requires_grad)
@@ -395,7 +420,7 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
         losses: list[float] = []
 
         def step() -> None:
-            losses.append(training_step(model, optimizer, ids))
+            losses.append(training_step(model, optimizer, ids, **work.head_options(setting)))
 
         row.setdefault("first ms", milliseconds(step))
         torch.cuda.reset_peak_memory_stats()
@@ -427,7 +452,7 @@ def run_work(name: str, deadline: float, emit: Callable[[str, Row], None]) -> No
     models = Models(work, torch.bfloat16)
     rows = {
         setting: {
-            "work": f"{work.preset}, {work.batch} x {work.seq}" + ", AdamW" * work.adamw,
+            "work": work.name,
             "setting": setting.name,
             "implementation": setting.implementation,
             "keeps": setting.keeps,
