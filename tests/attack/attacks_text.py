@@ -438,8 +438,8 @@ def _steps_that_fail(draw: random.Random) -> dict[str, Any]:
             {"post_processor": template},
             {"decoder": {**replace}},
             {"pre_tokenizer": {"type": "FixedLength", "length": draw.choice([0, 1, 2**40])}},
-            {"model": draw.choice(models)},
-            {"model": draw.choice(models)},
+            {"model": draw.choice(models), "added_tokens": []},
+            {"model": draw.choice(models), "added_tokens": []},
         ]
     )
 
