@@ -30,8 +30,13 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
 }
-# Files that compute the names of the modules they import: each imports the files of a folder.
-FINDERS = {"kernels/reference/__init__.py", "kernels/triton/__init__.py", "models/auto.py"}
+# Files that compute the names of the modules they import: those in a folder, or what a user names.
+FINDERS = {
+    "kernels/reference/__init__.py",
+    "kernels/triton/__init__.py",
+    "models/auto.py",
+    "cli/options.py",
+}
 
 
 def below(room: str) -> set[str]:

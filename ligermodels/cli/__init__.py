@@ -19,7 +19,7 @@ from typing import Any
 
 from ligermodels import __version__
 from ligermodels.cli import convert, families, finetune, generate, inspect
-from ligermodels.cli.options import Formatter, Parser
+from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
 from ligermodels.errors import LigerError, first_line
 
 COMMANDS = (finetune, generate, inspect, convert, families)
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
+            import_modules(given.modules)
             given.module.run(given)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse exits after --help or an error that it has printed
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
         command.set_defaults(module=module)
         module.add_arguments(command)
+        import_argument(command)
     return parser
 
 

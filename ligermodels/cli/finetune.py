@@ -90,7 +90,7 @@ def run(given: argparse.Namespace) -> None:
     """Fine-tune, then print the perplexity (or the loss) and the folder of the export."""
     from ligermodels.training.finetune import finetune, resumed_settings
 
-    options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
+    options = {k: v for k, v in vars(given).items() if k not in ("module", "modules", "quiet")}
     if options["model"] is None:
         del options["model"]
     if options.get("resume"):

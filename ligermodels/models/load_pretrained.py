@@ -111,15 +111,13 @@ def load_pretrained(
     folder = hub.resolve(path, revision=revision)
     family = family_of(folder)
     config = family.config_class.from_hf(folder)
-    weight_map = family.weight_map(config)
+    model, weight_map = family.on_meta(config)
     checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
     checkpoint.plan(weight_map)
     checkpoint.check_aliases(weight_map)
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     entries, unused = _match(parameters, weight_map.entries, rename, folder)
-    with torch.device("meta"):
-        model = family(config)
     mismatched = {}
     for name, entry in entries.items():
         if why := _difference(module, name, parameters[name], model, entry):
