@@ -24,7 +24,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "text": ("converters",),
     "generation": ("models", "text"),
     "training": ("generation",),
-    "cli": ("training",),
+    "integrations": ("training",),
+    "cli": ("integrations",),
 }
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {

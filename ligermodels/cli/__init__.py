@@ -1,4 +1,4 @@
-"""The command line: `ligermodels finetune | generate | inspect | convert | families`.
+"""The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
 A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
@@ -18,11 +18,11 @@ from types import ModuleType
 from typing import Any
 
 from ligermodels import __version__
-from ligermodels.cli import convert, families, finetune, generate, inspect
+from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
 from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
 from ligermodels.errors import LigerError, first_line
 
-COMMANDS = (finetune, generate, inspect, convert, families)
+COMMANDS = (finetune, generate, inspect, convert, families, check_family)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2]
+    return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def _say(text: str) -> None:

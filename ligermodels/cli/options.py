@@ -56,18 +56,17 @@ def import_argument(command: argparse.ArgumentParser) -> None:
         dest="modules",
         metavar="MODULE",
         action="append",
-        default=[],
         help="import a module, or a .py file, that registers model families; may be repeated",
     )
 
 
-def import_modules(names: list[str]) -> None:
+def import_modules(names: list[str] | None) -> None:
     """Import modules by name, from the current folder too, or .py files by path.
 
     Raises:
         LigerError: there is no such module, or it raised an error.
     """
-    for name in names:
+    for name in names or ():
         try:
             if name.endswith(".py"):
                 _import_file(name)

@@ -71,32 +71,34 @@ def check_weight_map(cls: type[DecoderModel]) -> None:
     Raises:
         ConfigError: the map does not fit the parameters, or no small model can be made.
     """
-    for name, change in small_variants(cls.config_class).items():
-        try:
-            cls.on_meta(cls.config_class.small(**change))
-        except LigerError as error:
-            raise ConfigError(f"{_full_name(cls)}, {name}: {error}") from error
-        except Exception as error:
-            raise ConfigError(
-                f"{_full_name(cls)}, {name}: the small model that a registration checks cannot be "
-                f"made: {first_line(error)}; define what the class uses before it is registered, "
-                f"and set small_fields of {cls.config_class.__name__} if it needs other sizes"
-            ) from error
+    variant = "small config"
+    try:
+        for name, config in small_variants(cls.config_class.small()).items():
+            variant = name
+            cls.on_meta(config)
+    except LigerError as error:
+        raise ConfigError(f"{_full_name(cls)}, {variant}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{_full_name(cls)}, {variant}: the small model that a registration checks cannot be "
+            f"made: {type(error).__name__}: {first_line(error)}; define what the class uses before "
+            f"it is registered, and set small_fields of {cls.config_class.__name__} if it needs "
+            "other sizes"
+        ) from error
 
 
-def small_variants(config_class: type[ModelConfig]) -> dict[str, dict[str, bool]]:
-    """Return what to change in `config_class.small()`: nothing, and each boolean by itself.
+def small_variants(config: ModelConfig) -> dict[str, ModelConfig]:
+    """Return a small config, and copies of it in which one boolean each has its other value.
 
-    A change that the config refuses is left out.
+    A value that the config refuses is left out.
     """
-    config = config_class.small()
-    variants: dict[str, dict[str, bool]] = {"small config": {}}
+    variants = {"small config": config}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, bool):
             with contextlib.suppress(ConfigError):
-                config_class.small(**{field.name: not value})
-                variants[f"small config with {field.name}={not value}"] = {field.name: not value}
+                change: dict[str, Any] = {field.name: not value}
+                variants[f"{field.name}={not value}"] = dataclasses.replace(config, **change)
     return variants
 
 
