@@ -32,7 +32,7 @@ def weight_map(config: Olmo2Config) -> lm.WeightMap:
         yield from lm.attention_entries(config, name, hf, qkv_bias=bias, out_bias=bias)
         heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
         for norm, count in heads.items():
-            yield lm.norm_entry(f"{name}.{norm}", f"{hf}.{norm}", count * config.head_dim)
+            yield from lm.norm_entries(f"{name}.{norm}", f"{hf}.{norm}", count * config.head_dim)
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     return lm.decoder_weight_map(config, norms=norms, attention=attention)

@@ -200,9 +200,13 @@ def linear_entries(
     return weight, packed_entry(f"{name}.bias", (), *((f"{hf}.bias", rows) for hf, rows in pieces))
 
 
-def norm_entry(name: str, source: str, size: int) -> Entry:
-    """Return the entry of the weight of a norm over `size` features; `source` is its HF name."""
-    return packed_entry(f"{name}.weight", (), (f"{source}.weight", size))
+def norm_entries(name: str, source: str, size: int, *, bias: bool = False) -> tuple[Entry, ...]:
+    """Return the entries of a norm over `size` features: its weight, and its bias if it has one.
+
+    Args: source is the norm's name in HF.
+    """
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return tuple(packed_entry(f"{name}.{kind}", (), (f"{source}.{kind}", size)) for kind in kinds)
 
 
 class Family(Protocol):

@@ -47,7 +47,7 @@ MEANINGS = {
     "loss": "beside that of transformers",
     "gradients": "the worst parameter beside transformers",
     "padding": "logits of rows with padding on the left, beside transformers",
-    "generation": "greedy tokens that differ from transformers, and from ours without a cache",
+    "generation": "greedy tokens that differ from those of transformers, both with a cache",
     "export": "tensors, config keys and files that save_hf changes; logits in transformers",
     "packing": "logits of documents in one row, beside those of each document alone",
     "recompute": "gradients if backward computes each layer again, beside plain ones",
@@ -55,7 +55,8 @@ MEANINGS = {
 }
 # If two logits are nearer than this fraction of the largest one, either token may be chosen.
 _NEAR_TIE = 1e-4
-_SEQ, _PROMPT, _NEW = 24, 9, 12
+# Scaled rope goes beyond its original length, which is 16 in `shrunk`, from the prompt on.
+_SEQ, _PROMPT, _NEW = 24, 17, 12
 _MOST_LAYERS = 8
 
 
@@ -267,9 +268,10 @@ class _Checks:
         return self.family.from_hf(self.folder, dtype=torch.float32).eval()
 
     def _reference(self) -> Any:
+        """Return a copy of transformers' model: some types of rope remember a longer call."""
         if self.theirs is None:
             raise _LeftOut(self.without)
-        return self.theirs
+        return copy.deepcopy(self.theirs)
 
     def _logits(self) -> float:
         expected = self._reference()(self.ids).logits
@@ -282,7 +284,7 @@ class _Checks:
 
     def _gradients(self) -> float:
         """Save transformers' gradients as a checkpoint: our load then gives them our names."""
-        theirs = copy.deepcopy(self._reference())
+        theirs = self._reference()
         theirs(self.ids, labels=self.labels).loss.backward()
         with torch.no_grad():
             for weight in theirs.parameters():
@@ -301,23 +303,28 @@ class _Checks:
         return _relative(found[mask.bool()], expected[mask.bool()])
 
     def _generation(self) -> float:
-        """Generate with a cache, and compare with the most likely tokens of the whole text."""
-        ours = self._ours()
+        """Compare greedy tokens with those of transformers, or with those without our cache."""
+        ours, text = self._ours(), self.ids[:, :_PROMPT]
         never = self.config.vocab_size  # no row stops early
-        whole = ours.generate(
-            self.ids[:, :_PROMPT], max_new_tokens=_NEW, eos_token_id=never, pad_token_id=0
-        )
-        logits = [_logits(ours, whole)]
-        if self.theirs is not None:
-            with torch.no_grad():
-                logits.append(self.theirs(whole, use_cache=False).logits)
-        differing = 0
-        for each in logits:
-            each = each[:, _PROMPT - 1 : -1]
-            chosen = each.gather(-1, whole[:, _PROMPT:].unsqueeze(-1)).squeeze(-1)
-            near = _NEAR_TIE * each.abs().amax(-1)
-            differing += int((each.amax(-1) - chosen > near).sum())
-        return differing
+        found = ours.generate(text, max_new_tokens=_NEW, eos_token_id=never, pad_token_id=0)
+        if self.theirs is None:
+            if self.config.rope_scaling is not None:
+                raise _LeftOut("rope may depend on the length, so the cache matters")
+            logits = _logits(ours, found)[:, _PROMPT - 1 : -1]
+            expected = logits.argmax(-1)
+        else:
+            theirs = self._reference()
+            theirs.generation_config.eos_token_id = None
+            made = theirs.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                max_new_tokens=_NEW,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            logits, expected = torch.stack(made.logits, 1), made.sequences[:, _PROMPT:]
+        return sum(map(_differing, found[:, _PROMPT:], expected, logits))
 
     def _export(self) -> float:
         out = self.scratch / "export"
@@ -327,10 +334,18 @@ class _Checks:
             raise ConfigError(str(report.differences[0]))
         if self.theirs is None:
             return 0
-        opened = type(self.theirs).from_pretrained(
+        import transformers
+
+        (name,) = hf_config.to_hf(type(self.config).small())["architectures"]
+        if name != type(self.theirs).__name__:
+            raise ConfigError(
+                f"a new model is exported as {name!r}, but transformers' class is "
+                f"{type(self.theirs).__name__!r}; set architecture of the config class to that"
+            )
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
             out, attn_implementation="eager", dtype=torch.float32
         )
-        same = torch.equal(opened.eval()(self.ids).logits, self.theirs(self.ids).logits)
+        same = torch.equal(opened.eval()(self.ids).logits, self._reference()(self.ids).logits)
         return 0 if same else math.inf
 
     def _packing(self) -> float:
@@ -418,6 +433,20 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
         ((found[name] - grad).double().norm() / grad.double().norm().clamp(min=1e-3 * whole)).item()
         for name, grad in expected.items()
     )
+
+
+def _differing(found: Tensor, expected: Tensor, logits: Tensor) -> int:
+    """Count the tokens (new) that differ. After two tokens that tie, the rest may differ.
+
+    Args: logits (new, vocab), which `expected` was chosen from.
+    """
+    unequal = found != expected
+    if not unequal.any():
+        return 0
+    first = int(unequal.int().argmax())
+    best = logits[first].topk(2).values
+    tie = best[0] - best[1] <= _NEAR_TIE * logits[first].abs().max()
+    return 0 if tie else int(unequal.sum())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from ligermodels.converters.weight_map import (
     Towers,
     WeightMap,
     linear_entries,
-    norm_entry,
+    norm_entries,
     packed_entry,
 )
 from ligermodels.models.config import ModelConfig
@@ -42,7 +42,7 @@ def attention_entries(
     norms = ("q_norm", "k_norm") if head_norms else ()
     return [
         *linear_entries(f"{name}.qkv_proj", hidden, *qkv, bias=qkv_bias),
-        *(norm_entry(f"{name}.{each}", f"{hf}.{each}", head) for each in norms),
+        *(entry for n in norms for entry in norm_entries(f"{name}.{n}", f"{hf}.{n}", head)),
         *linear_entries(f"{name}.o_proj", q_rows, (f"{hf}.o_proj", hidden), bias=out_bias),
     ]
 
@@ -73,6 +73,7 @@ def decoder_weight_map(
     mlp_bias: bool = False,
     head_norms: bool = False,
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    norm_bias: bool = False,
     attention: Part | None = None,
     mlp: Part | None = None,
     towers: Towers | None = None,
@@ -86,6 +87,7 @@ def decoder_weight_map(
         head_norms: whether q and k have norms over head_dim.
         norms: names of a block's norms over the hidden size, which are the same in HF. An export
             writes the first one before attention and the others after it.
+        norm_bias: whether these norms and the final norm have a bias.
         attention, mlp: a function that returns the entries of a layer's `self_attn` or `mlp`, for a
             family where they differ from `attention_entries` and `mlp_entries`.
         towers: the other tensors that a checkpoint of the family may hold, such as a vision tower.
@@ -105,13 +107,17 @@ def decoder_weight_map(
     attention, mlp = attention or default_attention, mlp or default_mlp
     for i in range(config.num_hidden_layers):
         block, hf = f"layers.{i}", f"model.layers.{i}"
+        of_norms = [
+            norm_entries(f"{block}.{name}", f"{hf}.{name}", hidden, bias=norm_bias)
+            for name in norms
+        ]
         entries += [
-            norm_entry(f"{block}.{norms[0]}", f"{hf}.{norms[0]}", hidden),
+            *of_norms[0],
             *attention(i, f"{block}.self_attn", f"{hf}.self_attn"),
-            *(norm_entry(f"{block}.{name}", f"{hf}.{name}", hidden) for name in norms[1:]),
+            *(entry for each in of_norms[1:] for entry in each),
             *mlp(i, f"{block}.mlp", f"{hf}.mlp"),
         ]
-    entries.append(norm_entry("norm", "model.norm", hidden))
+    entries += norm_entries("norm", "model.norm", hidden, bias=norm_bias)
     aliases = {}
     if config.tie_word_embeddings:
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -4,7 +4,7 @@ from ligermodels.converters.weight_map import (
     Towers,
     WeightMap,
     linear_entries,
-    norm_entry,
+    norm_entries,
     packed_entry,
 )
 
@@ -35,5 +35,8 @@ def test_a_linear_has_a_bias_where_it_is_asked_for():
     )
 
 
-def test_a_norm_has_a_weight():
-    assert norm_entry("n", "hf.n", 4) == packed_entry("n.weight", (), ("hf.n.weight", 4))
+def test_a_norm_has_a_bias_where_it_is_asked_for():
+    weight = packed_entry("n.weight", (), ("hf.n.weight", 4))
+    bias = packed_entry("n.bias", (), ("hf.n.bias", 4))
+    assert norm_entries("n", "hf.n", 4) == (weight,)
+    assert norm_entries("n", "hf.n", 4, bias=True) == (weight, bias)
