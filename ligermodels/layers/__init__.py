@@ -4,7 +4,7 @@ from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
 from ligermodels.layers.embedding import ScaledEmbedding
-from ligermodels.layers.fusion import pre_norm
+from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
@@ -21,6 +21,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "LossHead",
+    "PreNormed",
     "RMSNorm",
     "RotaryEmbedding",
     "SandwichBlock",

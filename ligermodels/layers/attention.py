@@ -80,10 +80,15 @@ class Attention(Planned, nn.Module):
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         layer_index: index of this layer in a KV cache.
+        rotary_dim: the number of elements at the start of each head that rope rotates. The default
+            is head_dim; 0 means that the layer does not use positions.
+        interleaved_rope: whether rope rotates neighbouring elements together, as in Cohere. By
+            default, they are half of rotary_dim apart, as in Llama.
 
     Raises:
         ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
-            does not divide num_heads, or sliding_window or softcap is not positive.
+            does not divide num_heads, sliding_window or softcap is not positive, or rotary_dim is
+            odd or greater than head_dim.
     """
 
     def __init__(
@@ -101,6 +106,8 @@ class Attention(Planned, nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         layer_index: int = 0,
+        rotary_dim: int | None = None,
+        interleaved_rope: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -118,6 +125,13 @@ class Attention(Planned, nn.Module):
         self.sliding_window = sliding_window
         self.softcap = softcap
         self.layer_index = layer_index
+        self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"Attention: rotary_dim={self.rotary_dim}; expected an even number from 0 to "
+                f"head_dim, which is {self.head_dim}"
+            )
+        self.interleaved_rope = interleaved_rope
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Attention: num_heads {num_heads} is not a multiple of num_kv_heads "
@@ -172,13 +186,15 @@ class Attention(Planned, nn.Module):
         Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim); the sum if
             x comes from `pre_norm`, else None.
         """
-        heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
+        heads, angles = (self.num_heads, self.num_kv_heads), self._angles(context)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
         fuses_norm = not with_head_norms and is_plain(linear, nn.Linear)
         if fuses_norm and isinstance(x, PendingNorm) and x.x.numel():
             return kernels.norm_qkv_rope(
-                x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads, **x.options
+                *(x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads),
+                interleaved=self.interleaved_rope,
+                **x.options,
             )
         qkv, total = norm_then_linear(x, linear)
         if self.fuses_head_norms and qkv.numel():
@@ -190,7 +206,20 @@ class Attention(Planned, nn.Module):
             q = q if q_norm is None else q_norm(q)
             k = k if k_norm is None else k_norm(k)
             qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
-        return *kernels.rope(qkv, *angles, *heads), total
+        return *kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope), total
+
+    def _angles(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the context, or empty ones if nothing is rotated."""
+        cos, sin = context.cos, context.sin
+        if self.rotary_dim == 0:
+            return cos[..., :0], sin[..., :0]
+        if 2 * cos.shape[-1] != self.rotary_dim:
+            raise ValueError(
+                f"Attention: the context's angles {tuple(cos.shape)} rotate {2 * cos.shape[-1]} "
+                f"elements of a head, but this layer rotates {self.rotary_dim}; make them with "
+                f"RotaryEmbedding({self.rotary_dim}), or set rotary_dim"
+            )
+        return cos, sin
 
     @property
     def _keeps_output(self) -> bool:
@@ -199,10 +228,15 @@ class Attention(Planned, nn.Module):
 
     @property
     def fuses_head_norms(self) -> bool:
-        """Whether q_norm and k_norm are plain RMSNorms with the same options."""
+        """Whether the norms of q and k run in one op with rope.
+
+        They must be plain RMSNorms with the same options, and rope must rotate whole heads.
+        """
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
-            is_plain(q_norm, RMSNorm)
+            self.rotary_dim == self.head_dim
+            and not self.interleaved_rope
+            and is_plain(q_norm, RMSNorm)
             and is_plain(k_norm, RMSNorm)
             and q_norm.options == k_norm.options
         )

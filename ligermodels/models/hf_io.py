@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 import warnings
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +64,22 @@ class HFModel(nn.Module):
         )
 
     @classmethod
+    def on_meta(cls, config: Any) -> tuple[Self, WeightMap]:
+        """Return the model on the meta device, without values, and its checked weight map.
+
+        Raises:
+            ConfigError: the class has no config_class, or its weight map does not fit its
+                parameters: see `WeightMap.check`.
+        """
+        check_class(cls)
+        weight_map = cls.weight_map(config)
+        with torch.device("meta"), _WithoutInitialValues():
+            model = cls(config)
+        parameters = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        weight_map.check(cls.__name__, parameters)
+        return model, weight_map
+
+    @classmethod
     def from_hf(
         cls,
         path: str | os.PathLike[str],
@@ -89,6 +107,7 @@ class HFModel(nn.Module):
         """
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
         def read() -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
@@ -98,7 +117,7 @@ class HFModel(nn.Module):
             return config, checkpoint, copied_files(folder), generation or {}
 
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
-        weight_map = cls.weight_map(config)
+        model, weight_map = cls.on_meta(config)
         stored = checkpoint.plan(weight_map)
         checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
@@ -108,8 +127,6 @@ class HFModel(nn.Module):
             )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
-        with torch.device("meta"), _WithoutInitialValues():
-            model = cls(config)
         weights: dict[str, Tensor] = {
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
@@ -172,6 +189,21 @@ class HFModel(nn.Module):
             max_shard_size=max_shard_size,
             allow_nonfinite=allow_nonfinite,
             overwrite=overwrite,
+        )
+
+
+def check_class(cls: type[HFModel]) -> None:
+    """Raise ConfigError unless the class says what its config is and how weights are mapped."""
+    config_class = getattr(cls, "config_class", None)
+    if not isinstance(config_class, type) or not issubclass(config_class, ModelConfig):
+        raise ConfigError(
+            f"{cls.__name__}: config_class is {config_class!r}; set it to the family's subclass of "
+            "ModelConfig"
+        )
+    if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
+        raise ConfigError(
+            f"{cls.__name__}: weight_map is called with the config alone, without self; declare it "
+            "as `weight_map = staticmethod(weight_map)`"
         )
 
 

@@ -119,14 +119,12 @@ def load_pretrained(
         return family, family.config_class.from_hf(folder), checkpoint
 
     family, config, checkpoint = read_one_version(folder, read)
-    weight_map = family.weight_map(config)
+    model, weight_map = family.on_meta(config)
     checkpoint.plan(weight_map)
     checkpoint.check_aliases(weight_map)
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     entries, unused = _match(parameters, weight_map.entries, rename, folder)
-    with torch.device("meta"):
-        model = family(config)
     mismatched = {}
     for name, entry in entries.items():
         if why := _difference(module, name, parameters[name], model, entry):

@@ -3,9 +3,9 @@ from ligermodels.converters.weight_map import (
     Span,
     Towers,
     WeightMap,
-    linear,
-    norm,
-    packed,
+    linear_entries,
+    norm_entries,
+    packed_entry,
 )
 
 
@@ -23,17 +23,20 @@ def test_the_first_spelling_that_fits_is_replaced():
 
 
 def test_packed_stacks_rows():
-    assert packed("n", (5,), ("a", 2), ("b", 3)).shape == (5, 5)
+    assert packed_entry("n", (5,), ("a", 2), ("b", 3)).shape == (5, 5)
 
 
 def test_a_linear_has_a_bias_where_it_is_asked_for():
-    (weight,) = linear("n", 5, ("a", 2), ("b", 3))
-    assert weight == packed("n.weight", (5,), ("a.weight", 2), ("b.weight", 3))
-    assert linear("n", 5, ("a", 2), ("b", 3), bias=True) == (
+    (weight,) = linear_entries("n", 5, ("a", 2), ("b", 3))
+    assert weight == packed_entry("n.weight", (5,), ("a.weight", 2), ("b.weight", 3))
+    assert linear_entries("n", 5, ("a", 2), ("b", 3), bias=True) == (
         weight,
-        packed("n.bias", (), ("a.bias", 2), ("b.bias", 3)),
+        packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3)),
     )
 
 
-def test_a_norm_has_a_weight():
-    assert norm("n", "hf.n", 4) == packed("n.weight", (), ("hf.n.weight", 4))
+def test_a_norm_has_a_bias_where_it_is_asked_for():
+    weight = packed_entry("n.weight", (), ("hf.n.weight", 4))
+    bias = packed_entry("n.bias", (), ("hf.n.bias", 4))
+    assert norm_entries("n", "hf.n", 4) == (weight,)
+    assert norm_entries("n", "hf.n", 4, bias=True) == (weight, bias)

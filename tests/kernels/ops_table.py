@@ -81,14 +81,17 @@ def rope(
     heads: int = 3,
     kv_heads: int = 1,
     each_row: bool = False,
+    rest: int = 0,
+    **options: Any,
 ) -> Inputs:
-    """Make inputs whose heads have 2 * half columns."""
-    columns = (heads + 2 * kv_heads) * 2 * half
+    """Make inputs whose heads have 2 * half columns that are rotated, and `rest` that are not."""
+    columns = (heads + 2 * kv_heads) * (2 * half + rest)
     return {
         "qkv": random(*batch_and_seq(leading), columns, seed=6, scale=3.0),
         **angles(leading, half, each_row),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
+        **options,
     }
 
 
@@ -270,6 +273,9 @@ CASES = {
     "rope": Case("rope", formulas.rope, rope, HEADS, ANGLES),
     "rope with angles of each row": Case(
         "rope", formulas.rope, partial(rope, each_row=True), HEADS[-1:], ANGLES
+    ),
+    "rope of a part, interleaved": Case(
+        "rope", formulas.rope, partial(rope, rest=32, interleaved=True), HEADS[-1:], ANGLES
     ),
     "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, HEADS, ANGLES),
     "qk_norm_rope of Gemma": Case(
