@@ -20,10 +20,14 @@ from pathlib import Path
 import torch
 import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
-from ligermodels.training import run_dir as runs
+from ligermodels.training import checkpoints
 from ligermodels.training import trainer as training
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
+from ligermodels.training.run_dir import RunDir
+
+# As users run it. This process computes nothing, so a fork can start threads of its own.
+THREADS = 4
 
 
 class Countdown:
@@ -60,7 +64,7 @@ class Countdown:
             (training.Trainer, "evaluate"),
         ):
             self.around(holder, name)
-        save_file, log = runs.save_file, runs.RunDir.log
+        save_file, log = checkpoints.save_file, RunDir.log
 
         def half_a_file(tensors, path, metadata):
             save_file(tensors, path, metadata)
@@ -77,7 +81,7 @@ class Countdown:
             self.tick("half a line")
             folder.metrics_file.write_bytes(whole)
 
-        runs.save_file, runs.RunDir.log = half_a_file, half_a_line
+        checkpoints.save_file, RunDir.log = half_a_file, half_a_line
 
 
 def live(
@@ -123,7 +127,7 @@ FATES = [
 
 def main() -> None:
     model, text, folder, *chains = sys.argv[1:]
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     settings = {
         "model": model,
         "train_files": [text],

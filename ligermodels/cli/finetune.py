@@ -89,6 +89,8 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
 def run(given: argparse.Namespace) -> None:
     """Fine-tune, then print the perplexity (or the loss) and the folder of the export."""
     from ligermodels.training.finetune import finetune, resumed_settings
+    from ligermodels.training.interrupts import Interrupted
+    from ligermodels.training.trainer import shown_perplexity
 
     options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
     if options["model"] is None:
@@ -106,17 +108,17 @@ def run(given: argparse.Namespace) -> None:
     _require(options, *REQUIRED)
     try:
         result = finetune(FinetuneConfig(**options), progress=not given.quiet)
-    except KeyboardInterrupt:
-        print(
-            "ligermodels: interrupted; 'ligermodels finetune --resume --output-dir "
-            f"{options['output_dir']}' continues from the last checkpoint",
-            file=sys.stderr,
-        )
-        raise SystemExit(130) from None
-    before, after = result.perplexity_before, result.perplexity_after
-    if before is not None and after is not None:
-        print(f"held-out perplexity {before:.3f} -> {after:.3f} in {result.steps} steps")
-    else:
+    except Interrupted as stop:
+        print(f"ligermodels: {stop}", file=sys.stderr)
+        raise SystemExit(128 + stop.signum) from None
+    before, after = (
+        None if value is None else shown_perplexity(value)
+        for value in (result.perplexity_before, result.perplexity_after)
+    )
+    if after is not None:
+        change = after if before is None else f"{before} -> {after}"
+        print(f"held-out perplexity {change} in {result.steps} steps")
+    elif result.loss is not None:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")
 

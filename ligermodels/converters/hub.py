@@ -62,8 +62,7 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    recover_dir(folder)
-    if os.path.isdir(folder):
+    if recover_dir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{name}: this is a local folder, so revision {revision!r} cannot apply; leave "

@@ -61,13 +61,15 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A safetensors file. The constructor reads the header and nothing else.
+    """A safetensors file. The constructor opens it, and reads the header and nothing else.
 
     Unlike `safetensors.safe_open`, this class reads tensors and does not map the file. If another
     process truncates a mapped file, an access to the mapping kills this process. The class also
     detects that the file was changed after its header was read.
 
-    Attributes: tensors maps the name of each tensor to its header entry.
+    Attributes:
+        tensors: the name of each tensor -> its header entry.
+        metadata: the texts in the header, by key.
     Raises:
         CheckpointError: the file is absent, truncated or damaged. The message names the file and,
             if one tensor is at fault, that tensor.
@@ -75,10 +77,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._opened: _OpenFile | None = None
-        with open_regular(path, CheckpointError) as file:
-            self._identity = _identity(file)
-            self._data, self.tensors = _read_header(path, file)
+        # It stays open: if a save replaces the checkpoint, this is still the file of the header.
+        self._opened: _OpenFile | None = _OpenFile(path)
+        self._identity = self._opened.identity()
+        self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
     def read(
         self, name: str, first: int = 0, last: int | None = None, *, out: Tensor | None = None
@@ -139,22 +141,23 @@ class _OpenFile:
     """An open file that several threads may read. It is closed when nothing refers to it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_regular(path, CheckpointError)
+        self.file = open_regular(path, CheckpointError)
         self._lock = Lock()
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [buffer], offset)
+            return os.preadv(self.file.fileno(), [buffer], offset)
         with self._lock:
-            self._file.seek(offset)
-            return self._file.readinto(buffer) or 0
+            self.file.seek(offset)
+            return self.file.readinto(buffer) or 0
 
     def identity(self) -> tuple[int, ...]:
-        return _identity(self._file)
+        status = os.fstat(self.file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
+        if hasattr(self, "file"):
+            self.file.close()
 
 
 def _linux_madvise() -> Any:
@@ -179,13 +182,8 @@ def _populate(out: Tensor) -> None:
         _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
 
 
-def _identity(file: FileIO) -> tuple[int, ...]:
-    status = os.fstat(file.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
-    """Return where the data begins, and the header's entries, checked against the file's size."""
+def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
+    """Return where the data begins, the entries, checked against the file's size, and the texts."""
     try:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER)) or b""
@@ -231,7 +229,7 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo]]:
         raise CheckpointError(
             f"{path}: {held - expected} bytes follow the last tensor, expected none"
         )
-    return 8 + length, tensors
+    return 8 + length, tensors, metadata
 
 
 _HEADER_KEYS = {"dtype", "shape", "data_offsets"}

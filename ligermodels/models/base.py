@@ -169,7 +169,6 @@ class DecoderModel(HFModel):
         x, residual = self.embed_tokens(input_ids), None
         plan = self._memory_plan
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
-        tile = None if plan is None else plan.mlp_tile
         if plan is not None:
             _check_layers(plan, len(self.layers))
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
@@ -177,7 +176,7 @@ class DecoderModel(HFModel):
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
                 x, residual = run_layer(
-                    layer, x, residual, contexts[rope], choice.keep, tile, kept_in
+                    layer, x, residual, contexts[rope], choice.keep, choice.tile, kept_in
                 )
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
@@ -401,10 +400,8 @@ class DecoderModel(HFModel):
         """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
         for index, layer in enumerate(self.layers):
-            if plan is None:
-                set_keep(layer, "all")
-            else:
-                set_keep(layer, plan.layers[index].keep, plan.mlp_tile)
+            choice = LayerPlan() if plan is None else plan.layers[index]
+            set_keep(layer, choice.keep, choice.tile)
 
     def plan_memory(
         self,

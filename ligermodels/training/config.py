@@ -8,17 +8,21 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+# Runs beyond these never end, or take more memory than there is.
+MAX_STEPS = 10**9
+MAX_ROWS = 2**20  # of one optimizer step
 
 
 def _option(
@@ -32,8 +36,8 @@ def _option(
     """Return a dataclass field that holds an option's help, choices and limits.
 
     `limits` are those of `limit_complaint`. A resumed run may change an option that is
-    `free_on_resume`: either it does not affect the trained weights, or (the data files) the hash of
-    the packed rows is compared instead.
+    `free_on_resume`: either it does not affect the trained weights, or (the data files, the model)
+    a hash of the content is compared instead.
     """
     facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
     return field(default=default, metadata=facts)
@@ -54,7 +58,7 @@ class FinetuneConfig:
             other.
     """
 
-    model: str = _option(MISSING, "hub id or local folder of the checkpoint to start from")
+    model: str = _free_option(MISSING, "hub id or local folder of the checkpoint to start from")
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
         MISSING, "plain text, or .jsonl objects with text, prompt and completion, or messages"
     )
@@ -81,14 +85,19 @@ class FinetuneConfig:
         "line that separates the documents of a text file; '' splits at blank lines "
         "(default: each file is one document)",
     )
-    revision: str | None = _option(None, "branch, tag or commit of a hub checkpoint")
+    revision: str | None = _free_option(None, "branch, tag or commit of a hub checkpoint")
 
     seq_len: int = _option(1024, "tokens per row; documents are packed into rows", at_least=2)
-    batch_size: int = _option(4, "rows per forward pass", at_least=1)
-    gradient_accumulation_steps: int = _option(1, "forward passes per optimizer step", at_least=1)
+    batch_size: int = _option(4, "rows per forward pass", at_least=1, at_most=MAX_ROWS)
+    gradient_accumulation_steps: int = _option(
+        1, "forward passes per optimizer step", at_least=1, at_most=MAX_ROWS
+    )
     num_train_epochs: float = _option(1.0, "passes over the training rows", more_than=0)
     max_steps: int | None = _option(
-        None, "number of optimizer steps; overrides the number of epochs", at_least=1
+        None,
+        "number of optimizer steps; overrides the number of epochs",
+        at_least=1,
+        at_most=MAX_STEPS,
     )
 
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
@@ -127,7 +136,9 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
-    save_steps: int = _free_option(500, "steps between checkpoints; 0 writes none", at_least=0)
+    save_steps: int = _free_option(
+        500, "steps between checkpoints; 0 writes one only if the run is interrupted", at_least=0
+    )
     save_total_limit: int = _free_option(2, "number of newest checkpoints to keep", at_least=1)
     logging_steps: int = _free_option(1, "steps between two reports of the loss", at_least=1)
     export_dtype: str | None = _free_option(
@@ -144,16 +155,31 @@ class FinetuneConfig:
     overwrite_output_dir: bool = _free_option(False, "remove the run that the output folder holds")
 
     def __post_init__(self) -> None:
-        self.model, self.output_dir = str(self.model), str(self.output_dir)
-        self.train_files = _as_list(self.train_files)
-        if self.eval_files is not None:
-            self.eval_files = _as_list(self.eval_files)
+        for name in ("model", "output_dir"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(path))
+        for name in ("train_files", "eval_files"):
+            setattr(self, name, _as_list(getattr(self, name)))
+        if type(self.memory) is int:
+            self.memory = str(self.memory)
+        types, optional = option_types(), _optional()
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None and option.name in optional:
+                continue
+            complaint = _complaint(option, types[option.name], value)
+            if complaint is not None:
+                raise ConfigError(f"{option.name}: {complaint}")
         if not self.train_files:
             raise ConfigError("train_files: at least one file is needed")
+        if self.batch_size * self.gradient_accumulation_steps > MAX_ROWS:
+            raise ConfigError(
+                "batch_size and gradient_accumulation_steps: their product must be at most "
+                f"{MAX_ROWS}, not {self.batch_size * self.gradient_accumulation_steps}"
+            )
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
-            self.memory = str(self.memory)
             if self.memory not in MEMORY:
                 parse_bytes(self.memory, "memory")
             if self.activation_checkpointing and self.memory != "off":
@@ -161,12 +187,6 @@ class FinetuneConfig:
                     "activation_checkpointing and memory: choose one of the two; memory recomputes "
                     "only as much as is needed"
                 )
-        types = option_types()
-        for option in fields(self):
-            value = getattr(self, option.name)
-            complaint = None if value is None else _complaint(option, types[option.name], value)
-            if complaint is not None:
-                raise ConfigError(f"{option.name}: {complaint}")
 
 
 FREE_ON_RESUME = frozenset(
@@ -184,6 +204,12 @@ def option_types() -> dict[str, type]:
     }
 
 
+def _optional() -> set[str]:
+    """Return the names of the options that may be None."""
+    hints = get_type_hints(FinetuneConfig)
+    return {name for name, hint in hints.items() if isinstance(hint, UnionType)}
+
+
 _LIMITS = {
     "at_least": operator.ge,
     "more_than": operator.gt,
@@ -195,27 +221,38 @@ _LIMITS = {
 def limit_complaint(value: float, **limits: float) -> str | None:
     """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
 
-    A number that is not finite breaks every limit.
+    A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
 
     Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
     """
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "must fit into 64 bits"
     for name, limit in limits.items():
         if not (math.isfinite(value) and _LIMITS[name](value, limit)):
-            return f"must be {name.replace('_', ' ')} {limit:g}, not {value!r}"
+            return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
     return None
 
 
-def _complaint(option: Field[Any], kind: type, value: Any) -> str | None:
+_KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
+
+
+def _complaint(option: Field[Any], kind: Any, value: Any) -> str | None:
     choices = option.metadata["choices"]
     if choices is not None and value not in choices:
-        return f"must be one of {', '.join(choices)}, not {value!r}"
-    if kind is int and type(value) is not int:
-        return f"must be a whole number, not {value!r}"
-    if kind is float and not isinstance(value, (int, float)):
-        return f"must be a number, not {value!r}"
-    return limit_complaint(value, **option.metadata["limits"])
+        return f"must be one of {', '.join(choices)}, not {shown(value)}"
+    if kind == list[str]:
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return None if fits else f"must be a list of paths, not {shown(value)}"
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        return f"must be {_KINDS[kind]}, not {shown(value)}"
+    return limit_complaint(value, **option.metadata["limits"]) if kind in (int, float) else None
 
 
-def _as_list(paths: Any) -> list[str]:
-    """Return the paths as strings; a single path gives a list of one."""
-    return [str(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+def _as_list(paths: Any) -> Any:
+    """Return paths as a list of strings; a single path gives a list of one."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    if not isinstance(paths, Iterable) or isinstance(paths, Mapping):
+        return paths
+    return [os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths]

@@ -7,7 +7,10 @@ seed. A run that was killed therefore finds the same rows in the same order when
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ligermodels.errors import DataError, LigerError, first_line
+from ligermodels.converters.files import open_regular
+from ligermodels.errors import CheckpointError, DataError, LigerError, first_line, shown
 from ligermodels.text.tokenizer import Tokenizer
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+_DATASET = re.compile(r"[\w.-]+/[\w.-]+")  # the form of an id on the hub
 REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 
@@ -44,16 +49,20 @@ class Document:
         return int(self.loss_mask.sum())
 
 
-def file_hashes(paths: Sequence[str | Path]) -> dict[str, str]:
-    """Return the SHA-256 of each file, by absolute path."""
-    found = {}
-    for path in paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
+def file_hash(path: str | Path) -> str:
+    """Return the SHA-256 of a file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open_regular(Path(path), DataError) as file:
+        try:
             while block := file.read(2**20):
                 digest.update(block)
-        found[str(Path(path).resolve())] = digest.hexdigest()
-    return found
+        except OSError as error:
+            raise DataError(f"{path}: the file cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def check_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -65,8 +74,20 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
     for file in files:
         if file.is_dir():
             raise DataError(f"{file}: this is a folder; give a text or JSONL file")
-        if not file.is_file():
-            raise DataError(f"{file}: the file does not exist")
+        if not os.path.lexists(file):
+            hint = ""
+            if _DATASET.fullmatch(str(file)):
+                hint = (
+                    "; if this is a data set of the hub, download it first and give its files, as "
+                    "text or .jsonl"
+                )
+            raise DataError(f"{file}: the file does not exist{hint}")
+        if file.exists() and not file.is_file():
+            raise DataError(
+                f"{file}: this is a pipe or a device; a run reads its data again when it resumes, "
+                "so write the data to a file first"
+            )
+        open_regular(file, DataError).close()
         if file.suffix.lower() in REFUSED_SUFFIXES:
             raise DataError(
                 f"{file}: {file.suffix} files are not supported; give plain text, or .jsonl "
@@ -121,7 +142,8 @@ def split_text(text: str, separator: str | None) -> list[str]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        with open_regular(file, DataError) as opened:
+            return io.BufferedReader(opened).read().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{file}: the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -155,6 +177,11 @@ def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | N
         raise DataError(f"{where}: expected an object, found {_kind(record)}")
     kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
     if len(kinds) != 1:
+        if not kinds and "conversations" in record:
+            raise DataError(
+                f'{where}: "conversations" is not a key that is read; write "messages", a list of '
+                'objects with "role" (user, assistant or system) and "content"'
+            )
         raise DataError(
             f'{where}: expected one of the keys "text", "prompt" (with "completion") or '
             f'"messages"; found {", ".join(map(repr, record)) or "no keys"}'
@@ -196,9 +223,13 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{where}: a message must be an object, found {_kind(message)}")
         for key in ("role", "content"):
             _checked_string(message, key, where)
-    if not any(message["role"] == "assistant" for message in messages):
+    roles = list(dict.fromkeys(message["role"] for message in messages))
+    if "assistant" not in roles:
+        named = ", ".join(map(shown, roles[:4]))
         raise DataError(
-            f'{where}: "messages" has no turn of the assistant, so there is nothing to learn'
+            f'{where}: "messages" has no turn of the assistant, so there is nothing to learn; its '
+            f'roles are {named}; name the turns of the model "assistant", the others "user" or '
+            '"system"'
         )
     return messages
 
@@ -218,13 +249,13 @@ class _Encoder:
 
     def text(self, text: str) -> Document:
         ids = self.prefix + self._encode(text) + self.end
-        return _document(ids, [True] * len(ids), divisible=True)
+        return self._document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:
         ids, loss_mask = self._segments([(prompt, False), (completion, True)])
         ids = self.prefix + ids + self.end
         loss_mask = [False] * len(self.prefix) + loss_mask + [True] * len(self.end)
-        return _document(ids, loss_mask, divisible=False)
+        return self._document(ids, loss_mask, divisible=False)
 
     def chat(self, messages: list[dict[str, Any]], where: str) -> Document:
         """Encode a conversation with the chat template; the assistant's turns are the targets.
@@ -253,7 +284,7 @@ class _Encoder:
             done = len(through)
         segments.append((whole[done:], False))
         ids, loss_mask = self._segments([segment for segment in segments if segment[0]])
-        return _document(ids, loss_mask, divisible=False)
+        return self._document(ids, loss_mask, divisible=False)
 
     def _render(self, messages: list[dict[str, Any]], generation: bool, where: str) -> str:
         try:
@@ -290,8 +321,18 @@ class _Encoder:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-
-def _document(ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
-    mask = np.array(loss_mask, dtype=np.bool_)
-    mask[:1] = False  # no token before the first one could predict it
-    return Document(np.array(ids, dtype=np.int32), mask, divisible)
+    def _document(self, ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
+        mask = np.array(loss_mask, dtype=np.bool_)
+        mask[:1] = False  # no token before the first one could predict it
+        try:
+            document = Document(np.array(ids, dtype=np.int32), mask, divisible)
+            fits = document.ids.min(initial=0) >= 0
+        except OverflowError:
+            fits = False
+        if not fits:
+            odd = next(i for i in ids if not 0 <= i < 2**31)
+            raise CheckpointError(
+                f"{getattr(self.tokenizer, 'source', 'tokenizer')}: the tokenizer makes token "
+                f"{shown(odd)}, but an id must be from 0 to 2**31 - 1"
+            )
+        return document

@@ -6,6 +6,9 @@ This module runs all stages, from the options to the export. `data` and `packing
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,19 +18,25 @@ import torch
 from tqdm import tqdm
 
 from ligermodels import __version__
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.checkpoints import Checkpoints, digests, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
-from ligermodels.training.data import Document, check_files, file_hashes, read_documents
+from ligermodels.training.data import Document, check_files, file_hash, read_documents
+from ligermodels.training.interrupts import Interrupted, Interrupts
 from ligermodels.training.memory import planner, summary, weight_dtype
 from ligermodels.training.packing import PackedRows, hold_out
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
+
+NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
+LOSSES = ("loss", "eval_loss")
 
 
 @dataclass(kw_only=True)
@@ -35,13 +44,14 @@ class FinetuneResult:
     """The result of a run. Losses are per token, in nats; perplexity is their exponential.
 
     `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    The evaluation losses are None if no data was held out.
+    The evaluation losses are None if no data was held out. A loss is also None if a resumed run
+    found a metrics.jsonl without it.
     """
 
     output_dir: Path
     model_dir: Path
     steps: int
-    loss: float
+    loss: float | None
     eval_loss_before: float | None
     eval_loss_after: float | None
     metrics: list[dict[str, Any]] = field(repr=False)
@@ -63,31 +73,59 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     """Train, evaluate and export as `config` says.
 
     With `progress`, a progress bar and notes go to stderr. The run may be killed at any moment, and
-    `resume=True` continues it. On a CPU in float32, the resumed run gives the same weights bit for
-    bit.
+    `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
+    handlers of its own. On a CPU in float32, the resumed run gives the same weights bit for bit.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
-        CheckpointError, ConfigError: the model cannot be loaded or does not support an option.
+        CheckpointError, ConfigError: the model cannot be loaded or does not support an option, or
+            what a resumed run needs was changed or damaged.
         SaveError: the output cannot be written.
-        LigerError: the output folder holds another run, or the loss is no longer finite.
+        LigerError: the output folder holds another run, or a loss or weight is no longer finite.
+        Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
     run_dir = RunDir(config.output_dir)
-    inputs = [("model", Path(config.model))]
-    inputs += [("training data", file) for file in check_files(config.train_files)]
-    inputs += [("evaluation data", file) for file in check_files(config.eval_files or [])]
-    run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-    device = pick_device(config.device)
-    gpus = [device] if device.type == "cuda" else []
-    # fork_rng restores the random generators of the caller.
-    with run_dir.locked(), torch.random.fork_rng(devices=gpus):
-        return _Run(config, run_dir, device, progress).run()
+    with Interrupts(verbose=progress) as interrupts:
+        run = None
+        try:
+            inputs = [("model", Path(config.model))]
+            inputs += [("training data", file) for file in check_files(config.train_files)]
+            inputs += [("evaluation data", file) for file in check_files(config.eval_files or [])]
+            run_dir.check(config.resume, config.overwrite_output_dir, inputs)
+            device = pick_device(config.device)
+            gpus = [device] if device.type == "cuda" else []
+            # fork_rng restores the random generators of the caller.
+            with run_dir.locked(), torch.random.fork_rng(devices=gpus):
+                # Another process may have written a run since the first check.
+                run_dir.check(config.resume, config.overwrite_output_dir, inputs)
+                run = _Run(config, run_dir, device, progress, interrupts)
+                return run.run()
+        except KeyboardInterrupt:
+            signum = interrupts.signum or signal.SIGINT
+            raise Interrupted(_what_is_saved(run, config.output_dir), signum) from None
+
+
+def _what_is_saved(run: _Run | None, output_dir: str) -> str:
+    """Say what an interrupted run has left in its folder, and how to go on."""
+    if run is not None and run.exported:
+        return f"interrupted after the export; {run.run_dir.model_dir} is complete"
+    command = f"'ligermodels finetune --resume --output-dir {shlex.quote(output_dir)}'"
+    if run is None or not run.began:
+        return "interrupted before the run began; nothing was changed"
+    step = run.checkpoints.latest()
+    if step is None:
+        return f"interrupted before a step was saved; {command} starts from the beginning"
+    return f"interrupted; the state after step {step} is saved, and {command} continues from there"
 
 
 def resumed_settings(output_dir: str | Path) -> dict[str, Any]:
-    """Return the options that started the run in `output_dir`, or {} if there is no run."""
+    """Return the options that started the run in `output_dir`, or {} if there is no run.
+
+    Raises:
+        CheckpointError: run.json is damaged.
+    """
     saved = RunDir(output_dir).read_settings()
-    known = {each.name for each in fields(FinetuneConfig)} - {"resume", "overwrite_output_dir"}
+    known = {each.name for each in fields(FinetuneConfig)} - NOT_KEPT
     return {k: v for k, v in saved["settings"].items() if k in known} if saved else {}
 
 
@@ -115,11 +153,21 @@ class _Run:
     """The stages of one call of `finetune`: load, train and export."""
 
     def __init__(
-        self, config: FinetuneConfig, run_dir: RunDir, device: torch.device, progress: bool
+        self,
+        config: FinetuneConfig,
+        run_dir: RunDir,
+        device: torch.device,
+        progress: bool,
+        interrupts: Interrupts,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
+        self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
+        self.interrupts = interrupts
+        self.began = False  # whether run.json describes this run
+        self.exported = False
+        self.saved: dict[str, Any] = {}  # the content of run.json
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
@@ -129,22 +177,34 @@ class _Run:
         saved = self.run_dir.read_settings() if config.resume else None
         if saved is not None:
             self._check_settings(saved["settings"])
+        self.began = saved is not None
         source = Path(resolve(config.model, revision=config.revision))
+        files = _file_hashes(source)
         rows, eval_rows = self._rows(source)
         model = self._model(source, rows, eval_rows)
         self._plan_memory(model, rows, eval_rows, saved)
         trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision)
-        self._start(rows, trainer, saved)
-        trainer.train(self.run_dir, progress=self.progress)
-        return self._finish(model, trainer)
+        _check_unchanged(source, files)
+        base = {**files, "weights": _weights_hash(model)}
+        self._start(source, base, rows, trainer, saved)
+        try:
+            trainer.train(self.run_dir, self.checkpoints, self.interrupts, progress=self.progress)
+            # The export copies the tokenizer files from there.
+            _check_unchanged(source, files)
+            return self._finish(trainer)
+        except KeyboardInterrupt:
+            if not self.exported:
+                with self.interrupts.saving():
+                    trainer.save(self.run_dir, self.checkpoints)
+            raise
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
             old = saved.get(name, value)
             if name not in FREE_ON_RESUME and old != value:
                 raise LigerError(
-                    f"{self.run_dir.path}: {name}: the run was started with {old!r} and cannot be "
-                    f"resumed with {value!r}"
+                    f"{self.run_dir.path}: {name}: the run was started with {shown(old)} and "
+                    f"cannot be resumed with {shown(value)}"
                 )
 
     def _settings(self) -> dict[str, Any]:
@@ -152,10 +212,10 @@ class _Run:
         settings = {**asdict(self.config), "precision": self.precision}
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
-                settings[name] = [str(Path(file).resolve()) for file in settings[name]]
+                settings[name] = [os.path.realpath(file) for file in settings[name]]
         if Path(self.config.model).is_dir():
-            settings["model"] = str(Path(self.config.model).resolve())
-        return settings
+            settings["model"] = os.path.realpath(self.config.model)
+        return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
     def _rows(self, source: Path) -> tuple[PackedRows, PackedRows | None]:
         """Return the packed rows for training and for evaluation."""
@@ -166,14 +226,12 @@ class _Run:
             held_out = read_documents(config.eval_files, tokenizer, separator=config.separator)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
-        pad = tokenizer.pad_token_id
-        pad = (tokenizer.eos_token_id if pad is None else pad) or 0
-        rows = self._pack("training", train, pad)
-        return rows, self._pack("held-out", held_out, pad) if held_out else None
+        rows = self._pack("training", train)
+        return rows, self._pack("held-out", held_out) if held_out else None
 
-    def _pack(self, what: str, documents: list[Document], pad: int) -> PackedRows:
+    def _pack(self, what: str, documents: list[Document]) -> PackedRows:
         seq_len = self.config.seq_len
-        rows = PackedRows(documents, seq_len, pad)
+        rows = PackedRows(documents, seq_len)
         self._note(
             f"{what} data: {_count(len(documents), 'document')}, "
             f"{_count(rows.num_tokens, 'token')}, "
@@ -232,57 +290,109 @@ class _Run:
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"
 
-    def _start(self, rows: PackedRows, trainer: Trainer, saved: dict[str, Any] | None) -> None:
-        """Write the settings of a new run, or check that a resumed run has the same rows.
+    def _start(
+        self,
+        source: Path,
+        base: dict[str, str],
+        rows: PackedRows,
+        trainer: Trainer,
+        saved: dict[str, Any] | None,
+    ) -> None:
+        """Write the settings of a new run, or check that a resumed run has the same rows and model.
 
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
-        where = self.run_dir.path
-        facts = {"rows": rows.fingerprint(), "steps": trainer.total_steps}
         in_use = trainer.model.memory_plan
-        plan = {"memory_plan": None if in_use is None else in_use.to_dict()}
+        facts = {"base": base, "rows": rows.fingerprint(), "steps": trainer.total_steps}
+        settings = self._settings()
+        self.saved = {
+            "settings": settings,
+            **facts,
+            "memory_plan": None if in_use is None else in_use.to_dict(),
+        }
         if saved is None:
-            files = file_hashes(self.config.train_files)
-            self.run_dir.clear()
-            settings = {"settings": self._settings(), **facts, "files": files}
-            self.run_dir.write_settings({**settings, **plan, "ligermodels": __version__})
-        elif saved.get("rows") != facts["rows"]:
+            files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
+            self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
+            with self.interrupts.held():
+                self.run_dir.clear()
+                self.run_dir.write_settings(self.saved)
+                self.began = True
+        else:
+            self._check_same(source, saved, facts)
+            self.saved = {**saved, **self.saved}
+            if saved != self.saved:
+                self.run_dir.write_settings(self.saved)
+        fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
+        self.checkpoints.run = fingerprint({"settings": fixed, **facts})
+
+    def _check_same(self, source: Path, saved: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Raise LigerError if a run is resumed with another model, other data or other steps."""
+        where = self.run_dir.path
+        if other := _changed(saved["base"], facts["base"]):
+            raise LigerError(
+                f"{source}: this is not the model that the run in {where} was started with: "
+                f"{', '.join(other)} changed; restore the model, or start another run"
+            )
+        if saved["rows"] != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
-                + _difference(saved.get("files", {}), file_hashes(self.config.train_files))
+                + _difference(saved["files"], self.config.train_files)
             )
-        elif saved.get("steps") != facts["steps"]:
+        if saved["steps"] != facts["steps"]:
             raise LigerError(
-                f"{where}: the run was started with {saved.get('steps')} steps and cannot be "
+                f"{where}: the run was started with {shown(saved['steps'])} steps and cannot be "
                 f"resumed with {facts['steps']}"
             )
-        elif saved["settings"].get("memory") != self.config.memory:
-            settings = {**saved["settings"], "memory": self.config.memory}
-            self.run_dir.write_settings({**saved, "settings": settings, **plan})
 
-    def _finish(self, model: DecoderModel, trainer: Trainer) -> FinetuneResult:
-        if self.config.export_dtype is not None:
-            model.to(getattr(torch, self.config.export_dtype))
-        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+    def _finish(self, trainer: Trainer) -> FinetuneResult:
+        """Export the model, draw the losses and return the result."""
+        config, model = self.config, trainer.model
+        self._export(trainer)
+        self.exported = True
         metrics = self.run_dir.read_metrics()
         if not plot_losses(metrics, self.run_dir.loss_plot):
             self._note(
                 "loss.png was not drawn, because matplotlib is not installed "
                 "(pip install 'ligermodels[plot]')"
             )
-        losses = [entry["loss"] for entry in metrics if "loss" in entry]
-        evals = [entry["eval_loss"] for entry in metrics if "eval_loss" in entry]
+        if not config.save_steps:  # An interruption may have written some.
+            self.checkpoints.clear()
+        found = {key: {e["step"]: e[key] for e in metrics if key in e} for key in LOSSES}
+        last = trainer.total_steps
         return FinetuneResult(
             output_dir=self.run_dir.path,
             model_dir=self.run_dir.model_dir,
             steps=trainer.total_steps,
-            loss=losses[-1],
-            eval_loss_before=evals[0] if evals else None,
-            eval_loss_after=evals[-1] if evals else None,
+            loss=found["loss"].get(last),
+            eval_loss_before=found["eval_loss"].get(0),
+            eval_loss_after=found["eval_loss"].get(last),
             metrics=metrics,
             model=model,
             notes=self.notes,
         )
+
+    def _export(self, trainer: Trainer) -> None:
+        model, name = trainer.model, self.config.export_dtype
+        dtype = None if name is None else getattr(torch, name)
+        where = f"{self.run_dir.path}: the trained weights cannot be exported"
+        if odd := first_not_finite(model.named_parameters()):
+            raise LigerError(
+                f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
+                "or a longer warm-up"
+            )
+        if odd := first_not_finite(model.named_parameters(), dtype):
+            trainer.save(self.run_dir, self.checkpoints)
+            raise LigerError(
+                f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
+                "resume the run with it (--resume --export-dtype bfloat16)"
+            )
+        if not self.saved["exported"]:
+            self.saved["exported"] = True
+            self.run_dir.write_settings(self.saved)
+        if dtype is not None:
+            trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
+            model.to(dtype)
+        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -290,17 +400,44 @@ class _Run:
             tqdm.write(text, file=sys.stderr)
 
 
+def _file_hashes(source: Path) -> dict[str, str]:
+    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name."""
+    names = [CONFIG_NAME, *copied_files(source)]
+    return {name: file_hash(source / name) for name in names}
+
+
+def _check_unchanged(source: Path, files: dict[str, str]) -> None:
+    """Raise CheckpointError if files of the model were changed since they were hashed."""
+    if changed := _changed(files, _file_hashes(source)):
+        raise CheckpointError(
+            f"{source / changed[0]}: the file was changed while the run was using it; restore it "
+            "and resume the run"
+        )
+
+
+def _weights_hash(model: DecoderModel) -> str:
+    """Return a SHA-256 of all weights."""
+    weights = dict(model.named_parameters())
+    return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _difference(then: dict[str, str], now: dict[str, str]) -> str:
+def _changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the names whose values differ, also by being absent."""
+    return sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
+
+
+def _difference(then: dict[str, str], files: list[str]) -> str:
     """Say which training files differ. Hashes decide, because files may have been renamed."""
+    now = {os.path.realpath(file): file_hash(file) for file in files}
     if changed := [file for file, digest in now.items() if digest not in then.values()]:
         return f"{', '.join(changed)} changed or is new"
     if gone := [file for file, digest in then.items() if digest not in now.values()]:
         return f"{', '.join(gone)} is left out"
     return (
-        "the files are the same, but their order, eval_files, eval_fraction or the tokenizer "
-        "changed"
+        "the files are the same, but their order, the evaluation files (--eval-files), the part "
+        "that is held out (--eval-fraction) or the tokenizer changed"
     )

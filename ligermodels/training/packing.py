@@ -21,6 +21,9 @@ from ligermodels.errors import DataError
 from ligermodels.training.data import Document
 
 IGNORE_INDEX = -100
+# No result depends on the token that fills the end of a row, and every model has this one. The
+# tokenizer's own pad token may be one that the model has no embedding for.
+PAD_ID = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def hold_out(
     if not train or not held:
         raise DataError(
             "the training data is too small to hold out a part of it for evaluation; give "
-            "evaluation files, or set eval_fraction to 0 to hold out nothing"
+            "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
         )
     return train, held
 
@@ -122,15 +125,13 @@ class PackedRows:
     Args:
         documents: the documents to pack; `cut` shortens those that are longer than a row.
         seq_len: tokens per row, at least 2.
-        pad_id: the token that fills the end of a row.
 
     `width` is the length of the longest row, and all rows are padded to it. With little data it is
     less than `seq_len`. `num_truncated` counts the examples with a prompt that were too long and
     lost their end. `num_dropped` counts those of them that have no target left.
     """
 
-    def __init__(self, documents: Sequence[Document], seq_len: int, pad_id: int = 0) -> None:
-        self.pad_id = pad_id
+    def __init__(self, documents: Sequence[Document], seq_len: int) -> None:
         self.pieces: list[Document] = []
         self.num_truncated = self.num_dropped = 0
         for document in documents:
@@ -141,7 +142,8 @@ class PackedRows:
                 self.num_dropped += not pieces
         if not self.pieces:
             raise DataError(
-                f"no document has a target within the first {seq_len} tokens; use a larger seq_len"
+                f"no document has a target within the first {seq_len} tokens; use longer rows "
+                "(--seq-len)"
             )
         self.rows = best_fit([len(piece) for piece in self.pieces], seq_len)
         self.width = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
@@ -175,7 +177,7 @@ class PackedRows:
         """
         indices = list(indices)
         shape = (len(indices), self.width)
-        input_ids = torch.full(shape, self.pad_id)
+        input_ids = torch.full(shape, PAD_ID)
         labels = torch.full(shape, IGNORE_INDEX)
         position_ids = torch.zeros(shape, dtype=torch.int64)
         num_tokens = num_targets = 0

@@ -1,6 +1,6 @@
-"""The folder of a training run: its settings, metrics and checkpoints. A kill damages none.
+"""The folder of a training run: its settings and metrics. A kill damages none.
 
-    run.json        the options of the run, and the hashes of its data
+    run.json        the options of the run, and the hashes of its model and data
     metrics.jsonl   one line per step and per evaluation
     checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
     model/          the export
@@ -8,25 +8,40 @@
 
 A file is written beside its final name, flushed to the disk and renamed. A reader therefore finds
 the old file or the new file, and never a part. Only metrics.jsonl grows in place. On resume it is
-cut back to the checkpoint's step.
+cut back to the checkpoint's step. Only files that a run has made are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from ligermodels.converters.files import read_json, sync_file, sync_folder
-from ligermodels.errors import CheckpointError, LigerError, SaveError, listing
+from ligermodels.converters.checkpoint_files import (
+    CHAT_TEMPLATE_DIR,
+    CONFIG_NAME,
+    COPIED_FILES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SHARD_NAME,
+)
+from ligermodels.converters.files import (
+    is_int,
+    is_number,
+    names_if_present,
+    open_if_present,
+    parse_json,
+    read_json_if_present,
+    sync_file,
+)
+from ligermodels.errors import CheckpointError, LigerError, shown
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.files import PART, atomic_write, writing
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -36,40 +51,20 @@ LOSS_PLOT = "loss.png"
 LOCK_FILE = ".lock"
 OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, LOSS_PLOT)
 
+# run.json has these keys, with values of these types.
+_RUN_KEYS: dict[str, tuple[type, ...]] = {
+    "settings": (dict,),  # the options of the run
+    "base": (dict,),  # hash of each part of the model that the run started from
+    "files": (dict,),  # SHA-256 of each training file
+    "rows": (str,),  # hash of the packed rows
+    "steps": (int,),  # number of steps of the whole run
+    "memory_plan": (dict, type(None)),
+    "exported": (bool,),  # whether the run has begun to write model/
+    "ligermodels": (str,),  # the version
+}
+
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into a SaveError that names the file."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SaveError(f"{path}: cannot be written: {reason}") from error
-
-
-def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then replace `path` by it in one step.
-
-    Raises:
-        SaveError: the file cannot be written; `path` is unchanged.
-    """
-    aside = path.with_name(path.name + ".part")
-    try:
-        with _writing(path):
-            write(aside)
-            # safetensors ignores the umask: it creates files that only their owner can read.
-            umask = os.umask(0o077)
-            os.umask(umask)
-            os.chmod(aside, 0o666 & ~umask)
-            sync_file(aside)
-            os.replace(aside, path)
-            sync_folder(path.parent)
-    except SaveError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 class RunDir:
@@ -90,79 +85,152 @@ class RunDir:
         """Raise LigerError if the folder must not be written to. Nothing has been loaded yet.
 
         `inputs` are pairs of a name and a path that the run reads. The run must not write among the
-        model's files, and overwriting must not remove any input.
+        model's files or among others in the current directory, and overwriting must not remove any
+        input or anything that no run has made.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise LigerError(f"{self.path}: this is a file, but the output must be a folder")
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise LigerError(f"{self.path}: this is not a folder, but the output must be one")
         found = self.existing()
+        listed = ", ".join(found)
+        elsewhere = "or choose another folder (--output-dir)"
+        if found and RUN_FILE not in found:
+            raise LigerError(
+                f"{self.path}: the folder holds {listed} but no {RUN_FILE}, so no run has made "
+                f"this; move it away, {elsewhere}"
+            )
         if found and not resume and not overwrite:
             raise LigerError(
-                f"{self.path}: the folder holds another run ({', '.join(found)}); resume it "
-                "(--resume), overwrite it (--overwrite-output-dir), or choose another folder"
+                f"{self.path}: the folder holds another run ({listed}); resume it (--resume), "
+                f"overwrite it (--overwrite-output-dir), {elsewhere}"
             )
-        if resume and found and RUN_FILE not in found:
+        if os.path.lexists(self.model_dir) and not self.model_dir.is_dir():
+            raise LigerError(f"{self.model_dir}: this is not a folder; move it away")
+        if (saved := self.read_settings()) and not saved["exported"] and self._exported():
             raise LigerError(
-                f"{self.path}: the folder holds {', '.join(found)} but no {RUN_FILE}, so there is "
-                "no run that can be resumed; overwrite it (--overwrite-output-dir), or choose "
-                "another folder"
+                f"{self.model_dir}: the run has not exported anything yet, so it has not made "
+                f"this; move it away, {elsewhere}"
+            )
+        if os.path.ismount(self.model_dir) or _is_within(Path.cwd(), self.model_dir):
+            raise LigerError(
+                f"{self.model_dir}: the export replaces this folder, so it must not be a mount "
+                "point or contain the current directory"
+            )
+        others = set(names_if_present(self.path, CheckpointError) or ()) - {*found, LOCK_FILE}
+        if others and not found and _is_within(Path.cwd(), self.path):
+            raise LigerError(
+                f"{self.path}: the current directory is in this folder and other files are there; "
+                "choose a folder for the run alone (--output-dir)"
             )
         for what, source in inputs:
-            if what == "model" and source.is_dir() and source.resolve() == self.path.resolve():
+            real = Path(os.path.realpath(source))
+            if what == "model" and source.is_dir() and real == Path(os.path.realpath(self.path)):
                 raise LigerError(
                     f"{self.path}: this is the checkpoint to start from; choose another folder for "
                     "the run, so that their files do not mix"
                 )
             for name in found if overwrite else ():
-                owned = (self.path / name).resolve()
-                if source.resolve() == owned or owned in source.resolve().parents:
+                if _is_within(real, self.path / name):
                     raise LigerError(
                         f"{source}: overwriting {self.path} would remove the {what} that the run "
                         "reads; choose another folder"
                     )
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder, and keep other processes from writing to it inside the context."""
-        with _writing(self.path):
+        """Create the folder, and keep other processes from writing to it inside the context.
+
+        If no run has begun when the context ends, what was created here is removed again.
+        """
+        path = self.path / LOCK_FILE
+        # Never through a link, and without a change to what is there.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with writing(path):
+            new_folder = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / LOCK_FILE, "w")
+            new_lock = not os.path.lexists(path)
+            lock = open(os.open(path, flags, 0o666), "rb", buffering=0)
         with lock:
+            if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
+                raise LigerError(f"{path}: this is not a regular file; remove it")
             try:
                 import fcntl
 
                 # The process holds this lock, so a killed run leaves no lock behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass
-            except BlockingIOError:
-                raise LigerError(
-                    f"{self.path}: another process is writing a run to this folder"
-                ) from None
-            yield
+                is_ours = os.path.samestat(os.fstat(lock.fileno()), os.lstat(path))
+            except ImportError:  # Windows has no such lock.
+                is_ours = True
+            except (BlockingIOError, FileNotFoundError):
+                is_ours = False
+            if not is_ours:
+                raise LigerError(f"{self.path}: another process is writing a run to this folder")
+            try:
+                yield
+            finally:
+                if not self.existing():
+                    with contextlib.suppress(OSError):  # The folder may hold the user's files.
+                        if new_lock:
+                            path.unlink()
+                        if new_folder:
+                            self.path.rmdir()
 
     def clear(self) -> None:
-        """Remove only a run's files, the settings last, because they mark the folder as a run."""
-        for name in reversed(self.existing()):
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        """Remove what a run has made, the settings last, because they mark the folder as a run.
+
+        Other files stay. Of a link the target stays.
+
+        Raises:
+            SaveError: something cannot be removed.
+        """
+        for file in (self.loss_plot, self.metrics_file):
+            _remove(file.with_name(file.name + PART))
+            _remove(file)
+        if self.checkpoint_dir.is_symlink():
+            _remove(self.checkpoint_dir)
+        else:
+            Checkpoints(self.checkpoint_dir).clear()
+        if self.model_dir.is_symlink():
+            _remove(self.model_dir)
+        else:
+            for name in self._exported():
+                _remove(self.model_dir / name)
+            for folder in (self.model_dir / CHAT_TEMPLATE_DIR, self.model_dir):
+                with contextlib.suppress(OSError):  # It is absent, or something else is in it.
+                    folder.rmdir()
+        _remove(self.path / RUN_FILE)
+
+    def _exported(self) -> list[str]:
+        """Return the names in model/ that an export writes."""
+        own = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *COPIED_FILES}
+        names = names_if_present(self.model_dir, CheckpointError) or []
+        found = [name for name in names if name in own or SHARD_NAME.fullmatch(name)]
+        if CHAT_TEMPLATE_DIR in names:
+            templates = names_if_present(self.model_dir / CHAT_TEMPLATE_DIR, CheckpointError) or []
+            found += [f"{CHAT_TEMPLATE_DIR}/{name}" for name in templates]
+        return found
 
     def read_settings(self) -> dict[str, Any] | None:
-        """Return the content of run.json, or None if the file does not exist.
+        """Return the content of run.json, or None if nothing has this name.
 
         Raises:
             CheckpointError: the file cannot be read, or it does not describe a run.
         """
         file = self.path / RUN_FILE
-        if not file.is_file():
+        found = read_json_if_present(file, CheckpointError)
+        if found is None:
             return None
-        found = read_json(file, CheckpointError)
-        if not isinstance(found.get("settings"), dict):
-            raise CheckpointError(
-                f"{file}: settings: the key is missing, so this is no run of ligermodels"
-            )
+        for key, kind in _RUN_KEYS.items():
+            if key not in found:
+                raise CheckpointError(
+                    f"{file}: {key}: the key is missing, so this is no run of ligermodels, or one "
+                    "of an older version; move the folder away, or choose another one"
+                )
+            value = found[key]
+            texts = value.values() if key in ("base", "files") and isinstance(value, dict) else ()
+            if type(value) not in kind or not all(isinstance(text, str) for text in texts):
+                raise CheckpointError(
+                    f"{file}: {key}: {shown(value)} is not what a run writes; restore the file"
+                )
         return found
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
@@ -172,21 +240,35 @@ class RunDir:
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""
-        with _writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
+        with writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def sync_metrics(self) -> None:
+        """Flush metrics.jsonl to the disk: what a checkpoint goes on from must not be lost."""
+        if self.metrics_file.is_file():
+            with writing(self.metrics_file):
+                sync_file(self.metrics_file)
+
     def read_metrics(self) -> list[Metrics]:
-        """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
-        if not self.metrics_file.is_file():
+        """Return the lines of metrics.jsonl, without a last line that a kill cut short.
+
+        Raises:
+            CheckpointError: the file cannot be read, or a line is not one that a run writes.
+        """
+        file = open_if_present(self.metrics_file, CheckpointError)
+        if file is None:
             return []
+        with file:
+            lines = io.BufferedReader(file).read().split(b"\n")
         entries = []
-        for line in self.metrics_file.read_bytes().splitlines(keepends=True):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if line.endswith(b"\n") and isinstance(entry, dict) and "step" in entry:
-                entries.append(entry)
+        for number, line in enumerate(lines[:-1], start=1):
+            where = f"{self.metrics_file}:{number}"
+            entry = parse_json(line, where, CheckpointError)
+            if not (is_int(entry.get("step")) and all(map(is_number, entry.values()))):
+                raise CheckpointError(
+                    f"{where}: {shown(entry)} is not a line of metrics; restore or remove the file"
+                )
+            entries.append(entry)
         return entries
 
     def cut_metrics(self, step: int) -> None:
@@ -196,84 +278,18 @@ class RunDir:
             self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
         )
 
-    def latest_checkpoint(self) -> Path | None:
-        """Return the checkpoint of the highest step, or None if there is none."""
-        return max(self._all_checkpoints(), default=None)
 
-    def _all_checkpoints(self) -> list[Path]:
-        return sorted(self.checkpoint_dir.glob("step-*.safetensors"))
-
-    def save_checkpoint(
-        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int
-    ) -> Path:
-        """Write the state after `step` steps, then keep only the newest `keep` checkpoints."""
-        tensors = dict(named_state(model, optimizer))
-        file = self.checkpoint_dir / f"step-{step:08d}.safetensors"
-        with _writing(file):
-            self.checkpoint_dir.mkdir(exist_ok=True)
-            if self.metrics_file.is_file():
-                # If the checkpoint survives a power cut, its metrics must survive, too.
-                sync_file(self.metrics_file)
-        atomic_write(file, lambda path: save_file(tensors, path, {"step": str(step)}))
-        self.prune(keep)
-        return file
-
-    def prune(self, keep: int) -> None:
-        """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
-        for old in [*self._all_checkpoints()[:-keep], *self.checkpoint_dir.glob("*.part")]:
-            old.unlink()
+def _is_within(path: Path, folder: Path) -> bool:
+    """Return whether the real path is the real folder or is in it."""
+    real = Path(os.path.realpath(folder))
+    path = Path(os.path.realpath(path))
+    return path == real or real in path.parents
 
 
-def named_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor that resuming needs: the weights and the optimizer's state, by name."""
-    for name, parameter in model.named_parameters():
-        yield f"model.{name}", parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer.{key}.{name}", value.detach()
-
-
-def load_checkpoint(file: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Copy a checkpoint into the model and a fresh, fused AdamW, and return the checkpoint's step.
-
-    Raises:
-        CheckpointError: the file is damaged or belongs to another model; nothing was changed.
-    """
-    try:
-        with safe_open(file, framework="pt") as checkpoint:
-            held = {name: checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()}
-            wanted: dict[str, list[int]] = {}
-            for name, parameter in model.named_parameters():
-                for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-                    wanted[f"{kind}.{name}"] = list(parameter.shape)
-                wanted[f"optimizer.step.{name}"] = []
-            names = sorted(held.keys() | wanted.keys())
-            wrong = [name for name in names if held.get(name) != wanted.get(name)]
-            if wrong:
-                raise CheckpointError(
-                    f"{file}: {wrong[0]}: the checkpoint belongs to another model\n{listing(wrong)}"
-                )
-            step = int((checkpoint.metadata() or {})["step"])
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(checkpoint.get_tensor(f"model.{name}"))
-                    state = optimizer.state[parameter]
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        # Allocate as the optimizer does: a kernel may round differently on memory
-                        # with another alignment.
-                        state[key] = torch.empty_like(parameter)
-                        state[key].copy_(checkpoint.get_tensor(f"optimizer.{key}.{name}"))
-                    # A fused optimizer keeps its step count on the parameter's device.
-                    count = checkpoint.get_tensor(f"optimizer.step.{name}")
-                    state["step"] = count.to(parameter.device)
-    except CheckpointError:
-        raise
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: cannot be read: {error}; remove the file to resume from an earlier checkpoint"
-        ) from None
-    return step
+def _remove(path: Path) -> None:
+    """Remove a file or a link, if it is there."""
+    with writing(path):
+        path.unlink(missing_ok=True)
 
 
 def plot_losses(metrics: list[Metrics], file: Path) -> bool:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.errors import LigerError
+from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.config import MAX_STEPS, FinetuneConfig
+from ligermodels.training.interrupts import Interrupts
 from ligermodels.training.packing import Batch, PackedRows, row_order
-from ligermodels.training.run_dir import Metrics, RunDir, load_checkpoint
+from ligermodels.training.run_dir import Metrics, RunDir
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: int, min_lr_rate: float) -> float:
@@ -46,16 +48,31 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
-    """Return the number of optimizer steps that the config asks for with `num_rows` rows."""
+    """Return the number of optimizer steps that the config asks for with `num_rows` rows.
+
+    Raises:
+        ConfigError: the run would never end.
+    """
     if config.max_steps is not None:
         return config.max_steps
     rows_per_step = config.batch_size * config.gradient_accumulation_steps
-    return max(1, math.ceil(num_rows * config.num_train_epochs / rows_per_step))
+    steps = num_rows * config.num_train_epochs / rows_per_step
+    if steps > MAX_STEPS:
+        raise ConfigError(
+            f"num_train_epochs: {config.num_train_epochs:g} passes over the data take {steps:g} "
+            f"steps; the most is {MAX_STEPS}"
+        )
+    return max(1, math.ceil(steps))
 
 
 def perplexity(loss: float) -> float:
     """Return the exponential of a loss in nats. A loss above 700 counts as 700: no overflow."""
     return math.exp(min(loss, 700.0))
+
+
+def shown_perplexity(value: float) -> str:
+    """Return a perplexity as text. One that only a broken model has is not written out."""
+    return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
 class Trainer:
@@ -91,6 +108,9 @@ class Trainer:
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
+        self.done = 0
+        self._between_steps = True
+        self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
         self._row = row_order(len(rows), config.seed)
 
     def autocast(self) -> torch.autocast:
@@ -166,88 +186,141 @@ class Trainer:
         loss = float(total) / targets
         return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
 
-    def train(self, run_dir: RunDir, *, progress: bool = True) -> None:
-        """Run the remaining steps. Log, evaluate and write checkpoints on the way."""
+    def train(
+        self,
+        run_dir: RunDir,
+        checkpoints: Checkpoints,
+        interrupts: Interrupts,
+        *,
+        progress: bool = True,
+    ) -> None:
+        """Run the remaining steps. Log, evaluate and write checkpoints on the way.
+
+        A signal raises KeyboardInterrupt between two steps or in an evaluation. Afterwards `save`
+        writes a checkpoint from which a resumed run goes on as if there had been no signal.
+
+        Raises:
+            CheckpointError: the last checkpoint or the metrics cannot be resumed from.
+            LigerError: a loss or a weight is no longer finite.
+            SaveError: the disk is full, for example.
+        """
         config = self.config
-        checkpoint = run_dir.latest_checkpoint()
-        done = load_checkpoint(checkpoint, self.model, self.optimizer) if checkpoint else 0
-        run_dir.prune(config.save_total_limit)
-        run_dir.cut_metrics(done if checkpoint else -1)
+        saved = checkpoints.latest()
+        if saved is not None:
+            if saved > self.total_steps:
+                raise CheckpointError(
+                    f"{checkpoints.files()[saved]}: the run has only {self.total_steps} steps; "
+                    "remove the file to resume from an earlier checkpoint"
+                )
+            checkpoints.load(saved, self.model, self.optimizer)
+            checkpoints.prune(config.save_total_limit)
+        self.done = saved or 0
+        run_dir.cut_metrics(-1 if saved is None else saved)
+        evaluated = {entry["step"] for entry in run_dir.read_metrics() if "eval_loss" in entry}
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=self.total_steps,
-            initial=done,
+            initial=self.done,
             unit="step",
             disable=not progress,
             mininterval=interval,
             dynamic_ncols=True,
         ) as bar:
-            if checkpoint is None:
-                self._evaluate(run_dir, 0, bar)
-            waiting: list[dict[str, float | Tensor]] = []
-            for step in range(done, self.total_steps):
-                started = time.perf_counter()
-                batches = self.micro_batches(step)
-                loss, norm, rate = self.step(step, batches)
-                last = step + 1 == self.total_steps
-                evaluates = last or (step + 1) % self.eval_steps == 0
-                saves = config.save_steps and (last or (step + 1) % config.save_steps == 0)
-                waiting.append(
-                    {
-                        "step": step + 1,
-                        "loss": loss,
-                        "learning_rate": rate,
-                        "grad_norm": norm,
-                        "tokens": sum(batch.num_tokens for batch in batches),
-                        "targets": sum(batch.num_targets for batch in batches),
-                        "seconds": time.perf_counter() - started,
-                    }
-                )
-                if evaluates or saves or (step + 1) % config.logging_steps == 0:
-                    _log(run_dir, waiting, started, bar)
-                    waiting.clear()
-                if evaluates:
-                    self._evaluate(run_dir, step + 1, bar)
-                if saves:
-                    run_dir.save_checkpoint(
-                        step + 1, self.model, self.optimizer, config.save_total_limit
+            # A run that was interrupted before or in an evaluation has not logged it.
+            if (
+                self._evaluates(self.done)
+                and self.done not in evaluated
+                and (self.done or saved is None)
+            ):
+                self._evaluate(run_dir, bar)
+            for step in range(self.done, self.total_steps):
+                with interrupts.held():
+                    self._between_steps = False
+                    started = time.perf_counter()
+                    batches = self.micro_batches(step)
+                    loss, norm, rate = self.step(step, batches)
+                    self.done += 1
+                    self._waiting.append(
+                        {
+                            "step": step + 1,
+                            "loss": loss,
+                            "learning_rate": rate,
+                            "grad_norm": norm,
+                            "tokens": sum(batch.num_tokens for batch in batches),
+                            "targets": sum(batch.num_targets for batch in batches),
+                            "seconds": time.perf_counter() - started,
+                        }
                     )
+                    evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
+                    if evaluates or saves or (step + 1) % config.logging_steps == 0:
+                        self._log(run_dir, started, bar)
+                    self._between_steps = True
+                if evaluates:
+                    self._evaluate(run_dir, bar)
+                if saves:
+                    with interrupts.held():
+                        self.save(run_dir, checkpoints)
 
-    def _evaluate(self, run_dir: RunDir, step: int, bar: tqdm[Any]) -> None:
+    def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> None:
+        """Write a checkpoint of the steps that are done, unless there is one already.
+
+        This does nothing if a second Ctrl-C has broken off a step.
+        """
+        if not self._between_steps:
+            return
+        if self._waiting:
+            self._log(run_dir, time.perf_counter(), None)
+        if not self.done or checkpoints.latest() == self.done:
+            return
+        run_dir.sync_metrics()
+        checkpoints.save(self.done, self.model, self.optimizer)
+        checkpoints.prune(self.config.save_total_limit)
+
+    def _evaluates(self, done: int) -> bool:
+        return done == self.total_steps or done % self.eval_steps == 0
+
+    def _saves(self, done: int) -> bool:
+        every = self.config.save_steps
+        return bool(every) and (done == self.total_steps or done % every == 0)
+
+    def _evaluate(self, run_dir: RunDir, bar: tqdm[Any]) -> None:
         if self.eval_rows is None:
             return
         found = self.evaluate()
-        run_dir.log({"step": step, **found})
+        if not math.isfinite(found["eval_loss"]):
+            raise LigerError(f"step {self.done}: the held-out loss is {found['eval_loss']}")
+        run_dir.log({"step": self.done, **found})
         if not bar.disable:
             bar.write(
-                f"step {step}: held-out loss {found['eval_loss']:.4f}, "
-                f"perplexity {found['eval_perplexity']:.3f}",
+                f"step {self.done}: held-out loss {found['eval_loss']:.4f}, "
+                f"perplexity {shown_perplexity(found['eval_perplexity'])}",
                 file=sys.stderr,
             )
 
+    def _log(self, run_dir: RunDir, started: float, bar: tqdm[Any] | None) -> None:
+        """Read the losses of the waiting steps from the device, and log the steps.
 
-def _log(
-    run_dir: RunDir, waiting: list[dict[str, float | Tensor]], started: float, bar: tqdm[Any]
-) -> None:
-    """Read the losses of the `waiting` steps from the device, and log the steps.
-
-    Reading waits for the device. The last step began at `started`, and its time includes that wait.
-    """
-    entries: list[Metrics] = [
-        {key: v.item() if isinstance(v, Tensor) else v for key, v in step.items()}
-        for step in waiting
-    ]
-    entries[-1]["seconds"] = time.perf_counter() - started
-    for entry in entries:
-        if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
-            raise LigerError(
-                f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm is "
-                f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
-            )
-        run_dir.log(entry)
-    seconds = sum(entry["seconds"] for entry in entries)
-    speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
-    loss = f"{entries[-1]['loss']:.4f}"
-    bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
-    bar.update(len(entries))
+        Reading waits for the device. The last step began at `started`, and its time includes that
+        wait.
+        """
+        entries: list[Metrics] = [
+            {key: v.item() if isinstance(v, Tensor) else v for key, v in step.items()}
+            for step in self._waiting
+        ]
+        self._waiting.clear()
+        entries[-1]["seconds"] = time.perf_counter() - started
+        for entry in entries:
+            if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
+                raise LigerError(
+                    f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm is "
+                    f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
+                )
+            run_dir.log(entry)
+        if bar is None:
+            return
+        seconds = sum(entry["seconds"] for entry in entries)
+        speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
+        loss = f"{entries[-1]['loss']:.4f}"
+        bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
+        bar.update(len(entries))

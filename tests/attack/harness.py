@@ -46,7 +46,7 @@ class Result:
         """Require a refusal: exit code 2 and one line on stderr that has these words."""
         if self.code != 2 or "Traceback" in self.err:
             raise Fault(f"expected a refusal, got exit code {self.code}: {self.err[-400:]}")
-        lines = [line for line in self.err.splitlines() if "arning" not in line]
+        lines = [line for line in self.err.splitlines() if "arning:" not in line]
         if len(lines) != 1:
             raise Fault(f"{len(lines)} lines on stderr instead of one: {self.err[-400:]}")
         for word in words:

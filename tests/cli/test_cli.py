@@ -116,7 +116,7 @@ def test_nan_weights_are_refused_naming_the_option_that_lets_them_in(
     model = LigerLlama.from_hf(checkpoint)
     with torch.no_grad():
         model.norm.weight[3] = float("nan")
-    model.save_hf(broken)
+    model.save_hf(broken, allow_nonfinite=True)
     rest = {
         "generate": ["a", "--device", "cpu", "--max-new-tokens", "2"],
         "convert": [tmp_path / "copy", "--verify"],

@@ -10,6 +10,8 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from ligermodels.training.config import FinetuneConfig
 from tests.cli.helpers import SMALL, assert_one_line
 
@@ -39,6 +41,9 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         ),
         (["finetune", "m", "--seq-len", "1"], ["--seq-len: ", "at least 2"]),
         (["finetune", "m", "--eval-fraction", "nan"], ["--eval-fraction: ", "at least 0"]),
+        (["finetune", "m", "--max-steps", str(10**30)], ["--max-steps: must fit into 64 bits"]),
+        (["finetune", "m", "--batch-size", str(10**12)], ["--batch-size: must be at most 1048576"]),
+        (["finetune", "m", "--seed", "9" * 5000], ["--seed: invalid int value: '99", "..."]),
     ):
         with subtests.test(" ".join(arguments)):
             assert_one_line(call(*arguments), *words)
@@ -88,6 +93,19 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert out.startswith("training loss ")
 
 
+def test_a_run_whose_metrics_are_lost_says_what_it_knows(call, checkpoint, text, tmp_path):
+    output = tmp_path / "run"
+    base = ["finetune", checkpoint, "--train-files", text, "--output-dir", output, *SMALL]
+    assert call(*base, "--quiet")[0] == 0
+    (output / "metrics.jsonl").unlink()
+    code, out, _ = call("finetune", "--resume", "--output-dir", output, "--quiet")
+    assert code == 0 and "->" not in out and "held-out perplexity " in out
+    (output / "metrics.jsonl").unlink()
+    resume = ["finetune", "--resume", "--output-dir", output, "--quiet"]
+    (output / "checkpoints" / "step-00000002.safetensors").write_bytes(b"")
+    assert_one_line(call(*resume), "step-00000002.safetensors: ", "remove the file to resume")
+
+
 def test_resuming_a_folder_without_a_run_is_refused(call, tmp_path):
     result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
     assert_one_line(result, "nothere: the folder holds no run to resume")
@@ -100,7 +118,8 @@ def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tm
         assert_one_line(result, str(output))
 
 
-def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum):
     output = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", "ligermodels", "finetune", checkpoint, "--train-files", text]
@@ -110,12 +129,14 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         # A child of a background shell ignores the signal unless it sets the default handler.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
     )
     metrics = output / "metrics.jsonl"
     while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size > 500):
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + signum
     assert err.count("\n") == 1 and f"--resume --output-dir {output}" in err
+    (file,) = (output / "checkpoints").iterdir()
+    assert f"the state after step {int(file.stem[5:])} is saved" in err

@@ -34,9 +34,29 @@ def test_values_that_make_no_sense_are_refused(subtests):
         ({"memory": "auto", "activation_checkpointing": True}, "memory: choose one of the two"),
         ({"memory": 10**9, "activation_checkpointing": True}, "memory: choose one of the two"),
         ({"train_files": []}, "train_files: at least one file"),
+        ({"train_files": 3}, "train_files: must be a list of paths, not 3"),
+        ({"train_files": [None]}, "train_files: must be a list of paths"),
+        ({"train_files": {"a": 1}}, "train_files: must be a list of paths"),
+        ({"train_files": None}, "train_files: must be a list of paths"),
+        ({"model": None}, "model: must be a text, not None"),
+        ({"output_dir": 3}, "output_dir: must be a text, not 3"),
+        ({"separator": 3}, "separator: must be a text, not 3"),
+        ({"compile": "yes"}, "compile: must be True or False, not 'yes'"),
+        ({"seq_len": None}, "seq_len: must be a whole number, not None"),
+        ({"seq_len": True}, "seq_len: must be a whole number, not True"),
+        ({"learning_rate": True}, "learning_rate: must be a number, not True"),
+        ({"memory": []}, "memory: must be a text"),
+        ({"seed": 2**63}, "seed: must fit into 64 bits"),
+        ({"seed": 10**5000}, "seed: must fit into 64 bits"),
+        ({"max_steps": 10**10}, "max_steps: must be at most 1000000000, not 10000000000"),
+        ({"batch_size": 2**21}, "batch_size: must be at most 1048576"),
+        (
+            {"batch_size": 2**11, "gradient_accumulation_steps": 2**11},
+            "batch_size and gradient_accumulation_steps: their product must be at most 1048576",
+        ),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
     ):
-        with subtests.test(str(changes)):
+        with subtests.test(message):
             with pytest.raises(ConfigError) as error:
                 make(**changes)
             assert message in str(error.value)
@@ -64,6 +84,7 @@ def test_memory_is_a_text_and_may_be_a_number():
 
 def test_options_that_change_training_are_fixed_on_resume():
     assert {
+        "model",
         "train_files",
         "output_dir",
         "eval_steps",
@@ -71,7 +92,7 @@ def test_options_that_change_training_are_fixed_on_resume():
         "resume",
         "memory",
     } <= FREE_ON_RESUME
-    fixed = {"model", "separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
+    fixed = {"separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
     assert not fixed & FREE_ON_RESUME
 
 

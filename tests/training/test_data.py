@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-from ligermodels.errors import DataError
+from ligermodels.errors import CheckpointError, DataError
 from ligermodels.training.data import check_files, read_documents, split_text
 
 BOS, EOS = 1, 2
@@ -166,6 +167,11 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
         ({"messages": ["hello"]}, "a message must be an object, found a string"),
         ({"messages": [{"role": "user"}]}, '"content" is missing'),
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
+        (
+            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
+            "its roles are 'human', 'gpt'; name the turns of the model \"assistant\"",
+        ),
+        ({"conversations": [{"from": "human", "value": "a"}]}, 'write "messages", a list'),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
         ("[" * 100_000, "nested too deeply"),
     ):
@@ -198,3 +204,35 @@ def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
         check_files([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="is a folder"):
         check_files([tmp_path])
+    with pytest.raises(DataError, match=r"tatsu-lab/alpaca: .*data set of the hub, download it"):
+        check_files(["tatsu-lab/alpaca"])
+
+
+def test_what_cannot_be_read_again_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "dead link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    reading, writing = os.pipe()
+    try:
+        for path in (tmp_path / "pipe", tmp_path / "device", f"/dev/fd/{reading}"):
+            with pytest.raises(DataError, match="this is a pipe or a device; a run reads its data"):
+                check_files([path])
+    finally:
+        os.close(reading)
+        os.close(writing)
+    for name, message in (("dead link", "link to nowhere"), ("loop", "Too many levels")):
+        with pytest.raises(DataError, match=message):
+            check_files([tmp_path / name])
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**64])
+def test_a_token_that_is_no_id_is_refused(tmp_path, token):
+    class Odd(Letters):
+        source = "folder"
+
+        def encode(self, text, add_special_tokens=True):
+            return [1, token] if text == "odd" else super().encode(text, add_special_tokens)
+
+    with pytest.raises(CheckpointError, match=f"folder: the tokenizer makes token {token}, but"):
+        read_documents([write(tmp_path, "a.txt", "odd")], Odd())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels import AutoLiger, MemoryPlan
+from ligermodels import AutoLiger, LigerLlama, MemoryPlan
 from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
+from ligermodels.training import checkpoints, data
+from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
+from ligermodels.training.interrupts import Interrupted
+from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parents[2]
+# The handlers of a fresh process.
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +305,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text, tmp_path):
     )
     with pytest.raises(ConfigError, match="vocab_size: the tokenizer makes token 257"):
         run(small, text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_checkpoint_of_the_run_is_named(checkpoint, text, tmp_path):
     first = run(checkpoint, text, tmp_path / "run", max_steps=2)
     (file,) = (first.output_dir / "checkpoints").iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"step-00000002\.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"step-00000002\.safetensors: the file is trunc"):
         run(checkpoint, text, tmp_path / "run", max_steps=2, resume=True)
 
 
@@ -312,6 +321,210 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
         with pytest.raises(ConfigError, match="device: "):
             run(checkpoint, text, tmp_path / "run", device=device)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(checkpoint, text, tmp_path_factory):
+    """A run of six steps, and the bytes of its export."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    out = run(checkpoint, text, folder, save_steps=2, eval_steps=2).output_dir
+    return out, (out / "model" / "model.safetensors").read_bytes()
+
+
+PHASES = {
+    "tokenizing": (data, "split_text", 1),
+    "loading": (AutoLiger, "from_hf", 1),
+    "first evaluation": (Trainer, "evaluate", 1),
+    "step": (Trainer, "step", 3),
+    "a later evaluation": (Trainer, "evaluate", 3),
+    "checkpoint": (checkpoints, "save_file", 1),
+    "last step": (Trainer, "step", 6),
+    "export": (LigerLlama, "save_hf", 1),
+    "picture": (module, "plot_losses", 1),
+}
+
+
+@pytest.mark.parametrize("save_steps", [0, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_at_every_phase_loses_nothing(
+    checkpoint, text, tmp_path, undisturbed, monkeypatch, phase, save_steps
+):
+    if save_steps == 0 and phase == "checkpoint":
+        pytest.skip("no checkpoint is written")
+    holder, name, count = PHASES[phase]
+    original = getattr(holder, name)
+    signum = signal.SIGTERM if len(phase) % 2 else signal.SIGINT
+    left = count
+
+    def interrupted(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signum)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, interrupted)
+    old = [signal.signal(s, h) for s, h in DEFAULTS.items()]
+    given = {"save_steps": save_steps, "eval_steps": 2}
+    try:
+        with pytest.raises(Interrupted) as stop:
+            run(checkpoint, text, tmp_path / "run", **given)
+    finally:
+        for s, handler in zip(DEFAULTS, old):
+            signal.signal(s, handler)
+    assert stop.value.signum == signum
+    steps = {"step": 3, "a later evaluation": 4, "checkpoint": 2, "last step": 6, "export": 6}
+    said = str(stop.value)
+    if phase in steps:
+        assert f"the state after step {steps[phase]} is saved" in said and "--resume" in said
+    elif phase == "picture":
+        assert "after the export" in said
+    elif phase == "first evaluation":
+        assert "starts from the beginning" in said
+    else:
+        assert "nothing was changed" in said and not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    straight, weights = undisturbed
+    assert (again.model_dir / "model.safetensors").read_bytes() == weights
+    assert timeless(again.output_dir) == timeless(straight)
+    assert (again.output_dir / "checkpoints").exists() == bool(save_steps)
+
+
+def test_a_second_ctrl_c_within_a_step_keeps_the_last_checkpoint(
+    checkpoint, text, tmp_path, undisturbed, monkeypatch
+):
+    step = Trainer.step
+
+    def broken_off(self, number, batches):
+        if number == 4:
+            self.model.embed_tokens.weight.data.fill_(9)
+            raise KeyboardInterrupt
+        return step(self, number, batches)
+
+    monkeypatch.setattr(Trainer, "step", broken_off)
+    given = {"save_steps": 3, "eval_steps": 2}
+    with pytest.raises(Interrupted, match="the state after step 3 is saved"):
+        run(checkpoint, text, tmp_path / "run", **given)
+    monkeypatch.undo()
+    again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    assert (again.model_dir / "model.safetensors").read_bytes() == undisturbed[1]
+
+
+@pytest.mark.parametrize("change", ["config.json", "tokenizer_config.json", "weights"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_replaced_model_is_refused_on_resume(text, tmp_path, change, begun):
+    base = make_checkpoint(tmp_path / "base")
+    first = run(base, text, tmp_path / "run", max_steps=2)
+    if not begun:
+        shutil.rmtree(first.output_dir / "checkpoints")
+    if change == "weights":
+        model = AutoLiger.from_hf(base)
+        with torch.no_grad():
+            model.norm.weight[0] += 1
+        model.save_hf(base)
+    else:
+        found = json.loads((base / change).read_text())
+        found |= {"rms_norm_eps": 0.1, "chat_template": "none"}
+        (base / change).write_text(json.dumps(found))
+    before = everything(first.output_dir)
+    with pytest.raises(LigerError, match=f"not the model that the run .* with: {change} changed"):
+        run(base, text, tmp_path / "run", max_steps=2, resume=True)
+    assert everything(first.output_dir) == before
+
+
+def test_a_model_that_has_moved_is_the_same_model(text, tmp_path):
+    base = make_checkpoint(tmp_path / "base")
+    first = run(base, text, tmp_path / "run", max_steps=2)
+    base.rename(tmp_path / "moved")
+    again = run(tmp_path / "moved", text, tmp_path / "run", max_steps=2, resume=True)
+    assert again.metrics == first.metrics
+    assert resumed_settings(tmp_path / "run")["model"] == str(tmp_path / "moved")
+
+
+def test_a_tokenizer_that_changes_during_the_run_is_not_exported(text, tmp_path, monkeypatch):
+    base = make_checkpoint(tmp_path / "base")
+    file = base / "tokenizer_config.json"
+    kept = file.read_text()
+    step = Trainer.step
+
+    def change(self, number, batches):
+        file.write_text("{}")
+        return step(self, number, batches)
+
+    monkeypatch.setattr(Trainer, "step", change)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config\.json: the file was changed while"
+    ):
+        run(base, text, tmp_path / "run", max_steps=2)
+    monkeypatch.undo()
+    file.write_text(kept)
+    done = run(base, text, tmp_path / "run", max_steps=2, resume=True)
+    assert (done.model_dir / file.name).read_text() == kept
+
+
+@pytest.mark.parametrize("save_steps", [0, 1])
+@pytest.mark.parametrize("fraction", [0, 0.1])
+def test_a_last_update_that_is_not_finite_is_not_exported(
+    checkpoint, text, tmp_path, save_steps, fraction
+):
+    with pytest.raises(LigerError, match=r"infinite or NaN|held-out loss is nan"):
+        run(
+            checkpoint,
+            text,
+            tmp_path / "run",
+            max_steps=1,
+            learning_rate=1e39,
+            save_steps=save_steps,
+            eval_fraction=fraction,
+        )
+    assert not (tmp_path / "run" / "model").exists()
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_weights_too_large_for_the_dtype_of_the_export_are_kept(text, tmp_path):
+    base = make_checkpoint(tmp_path / "base")
+    model = AutoLiger.from_hf(base)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight[0, 0] = 1e5
+    model.save_hf(base)
+    given = {"max_steps": 2, "save_steps": 0}
+    with pytest.raises(LigerError, match=r"down_proj\.weight has values too large for float16"):
+        run(base, text, tmp_path / "run", **given, export_dtype="float16")
+    assert not (tmp_path / "run" / "model").exists()
+    done = run(base, text, tmp_path / "run", **given, resume=True, export_dtype="bfloat16")
+    assert {t.dtype for t in tensors(done.model_dir).values()} == {torch.bfloat16}
+
+
+def test_metrics_that_are_lost_are_not_made_up(checkpoint, text, tmp_path):
+    first = run(checkpoint, text, tmp_path / "run", max_steps=3)
+    (first.output_dir / "metrics.jsonl").unlink()
+    again = run(checkpoint, text, tmp_path / "run", max_steps=3, resume=True)
+    assert again.loss is None and again.eval_loss_before is None
+    assert again.perplexity_before is None
+    assert again.eval_loss_after == first.eval_loss_after
+
+
+def test_checkpoints_of_another_run_are_refused(checkpoint, text, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        run(checkpoint, text, tmp_path / name, max_steps=2, seed=seed)
+    file = "checkpoints/step-00000002.safetensors"
+    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / file)
+    with pytest.raises(CheckpointError, match="belongs to a run with another model, other data"):
+        run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)
+    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / "checkpoints/step-00000003.safetensors")
+    with pytest.raises(CheckpointError, match="the run has only 2 steps; remove"):
+        run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)
+
+
+def test_a_pad_token_without_an_embedding_does_no_harm(text, tmp_path):
+    base = make_checkpoint(tmp_path / "base")
+    found = json.loads((base / "tokenizer.json").read_text())
+    found["added_tokens"].append({**found["added_tokens"][0], "id": 258, "content": "<pad>"})
+    (base / "tokenizer.json").write_text(json.dumps(found))
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<pad>"}))
+    assert run(base, text, tmp_path / "run", max_steps=2).steps == 2
 
 
 @pytest.mark.gpu

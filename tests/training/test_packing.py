@@ -36,7 +36,7 @@ def random_documents(count, seed=0, longest=40):
 
 
 def test_a_row_holds_documents_with_positions_that_restart():
-    rows = PackedRows([text(3, 10), text(4, 20)], seq_len=8, pad_id=7)
+    rows = PackedRows([text(3, 10), text(4, 20)], seq_len=8)
     assert (len(rows), rows.width) == (1, 7)
     batch = rows.batch([0])
     assert batch.input_ids.tolist() == [[20, 21, 22, 23, 10, 11, 12]]
@@ -46,9 +46,9 @@ def test_a_row_holds_documents_with_positions_that_restart():
 
 
 def test_padding_is_a_document_of_its_own_without_targets():
-    rows = PackedRows([text(5, 10), text(3, 20), text(3, 30)], seq_len=6, pad_id=7)
+    rows = PackedRows([text(5, 10), text(3, 20), text(3, 30)], seq_len=6)
     batch = rows.batch([0, 1])
-    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 7], [20, 21, 22, 30, 31, 32]]
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 0], [20, 21, 22, 30, 31, 32]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 2]]
     assert batch.labels[0, 5] == IGNORE_INDEX
 

@@ -1,33 +1,25 @@
-"""The run folder: its checkpoints, its metrics, and the folders that a run refuses."""
+"""The run folder: its settings, its metrics, and the folders that a run refuses."""
 
 from __future__ import annotations
 
+import json
 import os
-import stat
 
 import pytest
-import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.training.run_dir import RunDir, atomic_write, load_checkpoint, plot_losses
+from ligermodels.training.run_dir import RunDir, plot_losses
 
-
-def make_model(width=3, seed=0):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-
-def take_steps(model, optimizer, steps):
-    for step in steps:
-        torch.manual_seed(step)
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+SETTINGS = {
+    "settings": {},
+    "base": {},
+    "files": {},
+    "rows": "",
+    "steps": 1,
+    "memory_plan": None,
+    "exported": False,
+    "ligermodels": "0",
+}
 
 
 @pytest.fixture
@@ -35,70 +27,6 @@ def folder(tmp_path):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     return run
-
-
-def test_going_on_from_a_checkpoint_is_bitwise_the_same(folder):
-    model, optimizer = make_model()
-    take_steps(model, optimizer, range(3))
-    file = folder.save_checkpoint(3, model, optimizer, keep=2)
-    take_steps(model, optimizer, range(3, 7))
-    other, fresh = make_model(seed=1)
-    assert load_checkpoint(file, other, fresh) == 3
-    take_steps(other, fresh, range(3, 7))
-    assert torch.equal(weights(model), weights(other))
-
-
-def test_old_checkpoints_go_and_the_latest_is_found(folder):
-    model, optimizer = make_model()
-    assert folder.latest_checkpoint() is None
-    take_steps(model, optimizer, range(1))
-    for step in (9, 10, 100):
-        folder.save_checkpoint(step, model, optimizer, keep=2)
-    names = sorted(file.name for file in folder.checkpoint_dir.iterdir())
-    assert names == ["step-00000010.safetensors", "step-00000100.safetensors"]
-    assert folder.latest_checkpoint().name == names[-1]
-
-
-@pytest.mark.parametrize("damage", ["cut", "shape", "name"])
-def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changed(folder, damage):
-    model, optimizer = make_model()
-    take_steps(model, optimizer, range(1))
-    file = folder.save_checkpoint(1, model, optimizer, keep=1)
-    other, fresh = make_model(width=5 if damage == "shape" else 3)
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-8])
-    if damage == "name":
-        other = torch.nn.Sequential(*other, torch.nn.Linear(1, 1))
-    before = weights(other)
-    with pytest.raises(CheckpointError) as error:
-        load_checkpoint(file, other, fresh)
-    assert str(error.value).startswith(f"{file}: ")
-    assert torch.equal(weights(other), before)
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("old")
-
-    def full_disk(path):
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(SaveError, match=r"a\.txt: cannot be written: No space left on device"):
-        atomic_write(file, full_disk)
-    assert file.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_files_have_the_mode_of_the_umask(folder):
-    model, optimizer = make_model()
-    take_steps(model, optimizer, range(1))
-    old = os.umask(0o027)
-    try:
-        file = folder.save_checkpoint(1, model, optimizer, keep=1)
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
 def test_metrics_are_cut_at_the_step_and_a_torn_line_is_dropped(folder):
@@ -113,11 +41,37 @@ def test_metrics_are_cut_at_the_step_and_a_torn_line_is_dropped(folder):
     assert folder.metrics_file.read_text() == ""
 
 
+def test_lines_of_metrics_that_no_run_writes_are_refused(folder, subtests):
+    for line in (
+        "[]",
+        '{"loss": 1}',
+        '{"step": "1"}',
+        '{"step": true}',
+        '{"step": 1, "loss": "a"}',
+        '{"step": 1, "loss": NaN}',
+        "",
+        "[" * 100_000,
+        '{"step": 1, "step": 2}',
+        "\0\0",
+    ):
+        with subtests.test(line[:30]):
+            folder.metrics_file.write_text('{"step": 0}\n' + line + "\n")
+            with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: "):
+                folder.read_metrics()
+    folder.metrics_file.write_bytes(b'{"step": 0}\n\0\0\0')
+    assert folder.read_metrics() == [{"step": 0}]
+    folder.metrics_file.unlink()
+    assert folder.read_metrics() == []
+    folder.metrics_file.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        folder.read_metrics()
+
+
 def test_another_run_is_refused_unless_told_otherwise(folder, tmp_path):
     folder.check(False, False, [])
     (folder.path / "notes.txt").write_text("mine")
     folder.check(False, False, [])
-    folder.write_settings({"settings": {}})
+    folder.write_settings(SETTINGS)
     with pytest.raises(LigerError, match=r"holds another run \(run\.json\)"):
         folder.check(False, False, [])
     folder.check(True, False, [])
@@ -126,7 +80,82 @@ def test_another_run_is_refused_unless_told_otherwise(folder, tmp_path):
     assert os.listdir(folder.path) == ["notes.txt"]
 
 
+def test_what_no_run_has_made_is_never_written_over(folder, subtests):
+    for name in ("model", "checkpoints", "metrics.jsonl", "loss.png"):
+        with subtests.test(name):
+            (folder.path / name).mkdir()
+            for resume, overwrite in ((False, False), (True, False), (False, True)):
+                with pytest.raises(LigerError, match=rf"holds {name} but no run\.json, so no run"):
+                    folder.check(resume, overwrite, [])
+            (folder.path / name).rmdir()
+
+
+def test_a_model_that_was_put_into_a_run_is_not_the_runs(folder):
+    folder.write_settings(SETTINGS)
+    folder.model_dir.mkdir()
+    (folder.model_dir / "notes.txt").touch()
+    folder.check(True, False, [])
+    (folder.model_dir / "model.safetensors").touch()
+    for resume in (True, False):
+        with pytest.raises(LigerError, match="has not exported anything yet"):
+            folder.check(resume, not resume, [])
+    folder.write_settings({**SETTINGS, "exported": True})
+    folder.check(False, True, [])
+    folder.clear()
+    assert os.listdir(folder.path) == ["model"] and os.listdir(folder.model_dir) == ["notes.txt"]
+
+
+def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").touch()
+    (elsewhere / "step-00000001.safetensors").touch()
+    for name in ("model", "checkpoints"):
+        (folder.path / name).symlink_to(elsewhere)
+    folder.clear()
+    assert os.listdir(folder.path) == [] and len(os.listdir(elsewhere)) == 2
+    for name in (
+        "model/config.json",
+        "model/model-00001-of-00002.safetensors",
+        "model/additional_chat_templates/a.jinja",
+        "model/mine.gguf",
+        "checkpoints/step-00000001.safetensors",
+        "checkpoints/best.safetensors",
+        "metrics.jsonl",
+        "loss.png",
+        "run.json",
+        "mine",
+    ):
+        (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.path / name).touch()
+    folder.clear()
+    left = [str(path.relative_to(folder.path)) for path in folder.path.rglob("*")]
+    assert sorted(left) == [
+        "checkpoints",
+        "checkpoints/best.safetensors",
+        "mine",
+        "model",
+        "model/mine.gguf",
+    ]
+
+
+def test_the_current_directory_is_not_filled_with_a_run(folder, monkeypatch):
+    monkeypatch.chdir(folder.path)
+    RunDir(".").check(False, False, [])
+    (folder.path / "thesis.tex").touch()
+    for path in (".", folder.path, "..", "/"):
+        with pytest.raises(LigerError, match="the current directory is in this folder and other"):
+            RunDir(path).check(False, False, [])
+    folder.write_settings(SETTINGS)
+    RunDir(".").check(True, False, [])
+    folder.model_dir.mkdir()
+    monkeypatch.chdir(folder.model_dir)
+    with pytest.raises(LigerError, match="the export replaces this folder"):
+        RunDir("..").check(True, False, [])
+
+
 def test_overwriting_what_the_run_reads_is_refused(folder):
+    folder.write_settings({**SETTINGS, "exported": True})
     folder.model_dir.mkdir()
     with pytest.raises(LigerError, match="would remove the model"):
         folder.check(False, True, [("model", folder.model_dir)])
@@ -135,18 +164,35 @@ def test_overwriting_what_the_run_reads_is_refused(folder):
     folder.check(False, True, [("training data", folder.path / "a.txt")])
 
 
-def test_a_folder_without_a_run_cannot_be_resumed(folder, tmp_path):
-    folder.model_dir.mkdir()
-    with pytest.raises(LigerError, match=r"no run\.json"):
-        folder.check(True, False, [])
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(LigerError, match="is a file"):
-        RunDir(file).check(False, False, [])
-    for text, message in (("[]", "holds a list"), ("{}", "settings"), ("{", "is not JSON")):
-        (folder.path / "run.json").write_text(text)
-        with pytest.raises(CheckpointError, match=rf"run\.json: .*{message}"):
-            folder.read_settings()
+def test_an_output_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dead link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in tmp_path.iterdir():
+        with pytest.raises(LigerError, match="is not a folder"):
+            RunDir(path).check(False, False, [])
+
+
+def test_a_file_of_settings_that_no_run_writes_is_refused(folder, subtests):
+    file = folder.path / "run.json"
+    assert folder.read_settings() is None
+    cases = [("[]", "holds a list"), ("{}", "settings: the key is missing"), ("{", "is not JSON")]
+    cases += [("[" * 100_000, "nested too deep")]
+    for key in SETTINGS:
+        left = {k: v for k, v in SETTINGS.items() if k != key}
+        cases.append((json.dumps(left), f"{key}: the key is missing"))
+        cases.append((json.dumps({**SETTINGS, key: [1]}), rf"{key}: \[1\] is not what"))
+    cases.append((json.dumps({**SETTINGS, "steps": True}), "steps: True is not what"))
+    cases.append((json.dumps({**SETTINGS, "files": {"a": 1}}), "files: {'a': 1} is not what"))
+    for text, message in cases:
+        with subtests.test(text[:60]):
+            file.write_text(text)
+            with pytest.raises(CheckpointError, match=rf"run\.json: .*{message}"):
+                folder.read_settings()
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="a pipe"):
+        folder.read_settings()
 
 
 def test_two_processes_do_not_share_a_folder(folder):
@@ -158,6 +204,53 @@ def test_two_processes_do_not_share_a_folder(folder):
     ):
         pass
     with folder.locked():
+        pass
+
+
+def test_a_folder_in_which_no_run_began_is_left_as_it_was(tmp_path):
+    def lock(path, *names):
+        with RunDir(path).locked():
+            for name in names:
+                (path / name).touch()
+
+    lock(tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "old").mkdir()
+    lock(tmp_path / "old")
+    assert os.listdir(tmp_path / "old") == []
+    lock(tmp_path / "old", "mine")
+    assert os.listdir(tmp_path / "old") == ["mine"]
+    lock(tmp_path / "old", "run.json")
+    assert sorted(os.listdir(tmp_path / "old")) == [".lock", "mine", "run.json"]
+
+
+def test_the_lock_changes_no_file_of_the_user(folder, tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    lock = folder.path / ".lock"
+    lock.symlink_to(mine)
+    with pytest.raises(SaveError, match=r"\.lock: cannot be written"), folder.locked():
+        pass
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(LigerError, match="not a regular file"), folder.locked():
+        pass
+    lock.unlink()
+    lock.write_text("mine")
+    with folder.locked():
+        pass
+    assert mine.read_text() == "mine" and lock.read_text() == "mine"
+
+
+def test_a_lock_file_that_was_replaced_locks_nothing(folder, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def replaced(lock, flags):
+        (folder.path / ".lock").unlink()
+        (folder.path / ".lock").touch()
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    with pytest.raises(LigerError, match="another process"), folder.locked():
         pass
 
 

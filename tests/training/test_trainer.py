@@ -10,10 +10,18 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.errors import ConfigError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
 from ligermodels.training.packing import PackedRows
-from ligermodels.training.trainer import Trainer, learning_rate, number_of_steps, parameter_groups
+from ligermodels.training.trainer import (
+    Trainer,
+    learning_rate,
+    number_of_steps,
+    parameter_groups,
+    perplexity,
+    shown_perplexity,
+)
 from tests.training.tiny_run import make_checkpoint, tiny_config
 
 
@@ -98,6 +106,19 @@ def test_the_number_of_steps_covers_the_epochs():
     assert steps(10, batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == 5
     assert steps(10, batch_size=4, num_train_epochs=0.1) == 1
     assert steps(10, max_steps=7) == 7
+    for epochs in (1e9, 1e308):
+        with pytest.raises(ConfigError, match=r"num_train_epochs: .* steps; the most is 10"):
+            steps(10, num_train_epochs=epochs)
+
+
+def test_only_a_reasonable_perplexity_is_written_out():
+    assert [shown_perplexity(perplexity(loss)) for loss in (0.0, 2.0, 13.8, 13.9, 900.0)] == [
+        "1.000",
+        "7.389",
+        "984609.111",
+        "1.1e+06",
+        "1.0e+304",
+    ]
 
 
 def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():

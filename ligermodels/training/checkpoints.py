@@ -1,0 +1,246 @@
+"""The checkpoints of a run: the weights and the optimizer's state, under a checksum.
+
+The header of a file holds the step, a hash that tells the run from others, and a SHA-256 of these
+two and of all tensors. A flipped bit, a renamed file or a file of another run is therefore found
+before anything is computed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ligermodels.converters.files import names_if_present, parse_json
+from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
+from ligermodels.errors import CheckpointError, LigerError, listing, shown
+from ligermodels.training.files import PART, atomic_write, writing
+
+_FACTS = "ligermodels"  # the key of the file's metadata
+_NAME = re.compile(r"step-(\d{8,18})\.safetensors")
+
+
+class Checkpoints:
+    """The checkpoints in a folder. `run` is a hash that tells the run from others."""
+
+    def __init__(self, folder: Path, run: str = "") -> None:
+        self.folder = folder
+        self.run = run
+
+    def files(self) -> dict[int, Path]:
+        """Return the file of each step, in the order of the steps.
+
+        Raises:
+            CheckpointError: the folder cannot be listed.
+        """
+        found = {}
+        for name in names_if_present(self.folder, CheckpointError) or ():
+            if match := _NAME.fullmatch(name):
+                found[int(match[1])] = self.folder / name
+        return dict(sorted(found.items()))
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint, or None if there is none."""
+        return max(self.files(), default=None)
+
+    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+        """Write the state after `step` steps.
+
+        Raises:
+            LigerError: a value is not finite, so that nobody could go on from this state.
+            SaveError: the file cannot be written.
+        """
+        if name := first_not_finite(named_state(model, optimizer)):
+            raise LigerError(
+                f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
+                "written; try a lower learning rate or a longer warm-up"
+            )
+        file = self.folder / f"step-{step:08d}.safetensors"
+        tensors = {name: tensor.cpu() for name, tensor in named_state(model, optimizer)}
+        facts = {"step": step, "run": self.run}
+        facts["sha256"] = _seal(facts, digests(tensors, lambda name: [tensors[name]]))
+        # safetensors writes several keys in an order that changes from process to process.
+        metadata = {_FACTS: json.dumps(facts)}
+        with writing(file):
+            self.folder.mkdir(exist_ok=True)
+        atomic_write(file, lambda path: save_file(tensors, path, metadata))
+        return file
+
+    def load(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state after `step` steps into the model and a fresh, fused AdamW.
+
+        Raises:
+            CheckpointError: the file is damaged, or belongs to another model, step or run. Nothing
+                was changed, unless the file was changed while it was read.
+        """
+        path = self.files()[step]
+        try:
+            self._load(step, path, model, optimizer)
+        except CheckpointError as error:
+            first, *rest = str(error).split("\n")
+            first += "; remove the file to resume from an earlier checkpoint"
+            raise CheckpointError("\n".join([first, *rest])) from None
+
+    def _load(
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        file = SafetensorsFile(path)
+        _match(file, _expected(model))
+        text = file.metadata.get(_FACTS, "{}").encode(errors="surrogatepass")
+        facts = parse_json(text, f"{path} (header)", CheckpointError)
+        if facts.pop("sha256", None) != _seal(facts, digests(file.tensors, file.read)):
+            raise CheckpointError(f"{path}: the content does not match its checksum")
+        counts = {_value(file, name).item() for name in file.tensors if name.startswith(_COUNT)}
+        if facts.get("step") != step or counts - {step}:
+            raise CheckpointError(
+                f"{path}: the name says step {step}, but the file holds step "
+                f"{shown(facts.get('step'))}"
+            )
+        if facts.get("run") != self.run:
+            raise CheckpointError(
+                f"{path}: the file belongs to a run with another model, other data or options"
+            )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                _copy(file, f"model.{name}", parameter)
+                state = optimizer.state[parameter]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    # Allocate as the optimizer does: a kernel may round differently on memory
+                    # with another alignment.
+                    state[key] = torch.empty_like(parameter)
+                    _copy(file, f"optimizer.{key}.{name}", state[key])
+                # A fused optimizer keeps its step count on the parameter's device.
+                state["step"] = _value(file, f"{_COUNT}{name}").to(parameter.device)
+        file.close()
+
+    def prune(self, keep: int) -> None:
+        """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
+        files = list(self.files().values())
+        for old in files[: max(0, len(files) - keep)]:
+            _remove(old)
+        for name in names_if_present(self.folder, CheckpointError) or ():
+            if name.endswith(PART) and _NAME.fullmatch(name.removesuffix(PART)):
+                _remove(self.folder / name)
+
+    def clear(self) -> None:
+        """Remove all checkpoints, and the folder if nothing else is in it."""
+        self.prune(0)
+        with contextlib.suppress(OSError):  # It is absent, or something else is in it.
+            self.folder.rmdir()
+
+
+def _remove(file: Path) -> None:
+    with writing(file):
+        file.unlink()
+
+
+def named_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that resuming needs: the weights and the optimizer's state, by name."""
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer.{key}.{name}", value.detach()
+
+
+def first_not_finite(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> str | None:
+    """Return the first name whose tensor has a value that is not finite (in `dtype`), or None.
+
+    This takes no memory for a mask: NaN and infinite values show in the extremes. Reads the device
+    once.
+    """
+    names, ends = [], []
+    for name, tensor in tensors:
+        low, high = tensor.aminmax()
+        names.append(name)
+        ends.append(torch.stack([low, high]).to(dtype or tensor.dtype).isfinite().all())
+    finite = torch.stack(ends).tolist() if ends else []
+    return next((name for name, fine in zip(names, finite) if not fine), None)
+
+
+def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> dict[str, str]:
+    """Return the SHA-256 of the bytes of each tensor, by name, computed by several threads.
+
+    Args: read yields the parts of the tensor of a name.
+    """
+
+    def digest(name: str) -> str:
+        found = hashlib.sha256()
+        for part in read(name):
+            found.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, names)))
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return a SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _seal(facts: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
+    return fingerprint({"facts": dict(facts), "tensors": dict(tensors)})
+
+
+_COUNT = "optimizer.step."
+
+
+def _expected(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and the shape of each tensor of a checkpoint."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+            found[f"{kind}.{name}"] = (parameter.dtype, tuple(parameter.shape))
+        found[f"{_COUNT}{name}"] = (torch.float32, ())
+    return found
+
+
+def _match(
+    file: SafetensorsFile, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Raise CheckpointError unless a file has exactly the expected tensors."""
+    held = {name: (DTYPES.get(info.dtype), info.shape) for name, info in file.tensors.items()}
+    names = sorted(held.keys() | expected.keys())
+    wrong = [name for name in names if held.get(name) != expected.get(name)]
+    if not wrong:
+        return
+    first = wrong[0]
+    if first not in held:
+        what = "is missing"
+    elif first not in expected:
+        what = "is no tensor of this model"
+    else:
+        (dtype, shape), info = expected[first], file.tensors[first]
+        what = f"is {info.dtype} of shape {[*info.shape]}, expected {dtype} of shape {[*shape]}"
+    raise CheckpointError(
+        f"{file.path}: {shown(first)} {what}: the checkpoint is damaged or belongs to another "
+        f"model\n{listing(wrong)}"
+    )
+
+
+def _value(file: SafetensorsFile, name: str) -> Tensor:
+    """Return a tensor of shape ()."""
+    (part,) = file.read(name)
+    return part.reshape(()).clone()
+
+
+def _copy(file: SafetensorsFile, name: str, into: Tensor) -> None:
+    at = 0
+    rows = into.view(into.shape or (1,))
+    for part in file.read(name):
+        rows[at : at + len(part)].copy_(part)
+        at += len(part)
