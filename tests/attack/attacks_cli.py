@@ -65,7 +65,7 @@ def a_start_can_be_interrupted(case: Case) -> None:
         raise Fault(f"import {at}: {done.stderr[-400:]}")
 
 
-@attack("B", 14, weight=2)
+@attack("B", 14, weight=2, seconds=60.0)
 def numbers_of_the_command_line_are_checked(case: Case) -> None:
     """A number of any size gives an answer or one line, before anything is written."""
     model = make_checkpoint(case.folder / "model")
