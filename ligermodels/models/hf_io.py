@@ -91,11 +91,11 @@ class HFModel(nn.Module):
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
         folder = hub.resolve(path, revision=revision)
 
-        def read() -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
-            config = cls.config_class.from_hf(folder)
-            checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-            generation = read_json_if_present(folder / GENERATION_CONFIG_NAME, CheckpointError)
-            return config, checkpoint, copied_files(folder), generation or {}
+        def read(real: Path) -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
+            config = cls.config_class.from_hf(real)
+            checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+            generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+            return config, checkpoint, copied_files(real), generation or {}
 
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         weight_map = cls.weight_map(config)
