@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,24 +97,26 @@ def recover_dir(target: Path) -> bool:
     return True
 
 
-def read_one_version(folder: Path, read: Callable[[], T]) -> T:
-    """Call `read`, which opens files of `folder`, until nobody has replaced it or them meanwhile.
+def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
+    """Call `read`, which opens files of a folder, until nobody has replaced it or them meanwhile.
 
+    Args: read takes the path without links, so that no link leads it to another folder half way.
     Raises:
         LigerError: what `read` raises, if nobody has replaced the folder.
         CheckpointError: the folder was replaced during each of many calls.
     """
     for _ in range(_ATTEMPTS):
         recover_dir(folder)
-        with _hold(folder):
-            before = _version(folder)
+        real = Path(os.path.realpath(folder))
+        with _hold(real):
+            before = _version(real)
             try:
-                result = read()
+                result = read(real)
             except LigerError:
-                if _version(folder) == before:
+                if _version(real) == before:
                     raise
             else:
-                if _version(folder) == before:
+                if _version(real) == before:
                     return result
     raise CheckpointError(
         f"{folder}: the folder was replaced each of the {_ATTEMPTS} times that it was read; try "
@@ -235,6 +237,8 @@ def check_replaceable(target: Path) -> None:
             raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
     except FileNotFoundError:
         return
+    if not _is_writable(target):
+        raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     _refuse_mounts(target)
     try:
         here = Path.cwd()
@@ -366,36 +370,48 @@ class _Carry:
         self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
 
     def over(self, old: Path, new: Path) -> None:
-        """Add the files, or in a second call those that have come or changed since the first.
+        """Add the files. In a second call, do what others did to the old folder since the first.
 
         Raises:
             OSError: a file or folder cannot be added, or another save is at work in a folder.
         """
+        before, self._seen = self._seen, {}
         changed: list[Path] = []
-        self._add(old, new, "", changed)
+        self._add(old, new, "", before, changed)
+        for key in sorted(before.keys() - self._seen.keys(), reverse=True):  # Folders come last.
+            with contextlib.suppress(OSError):
+                gone = new / key
+                gone.rmdir() if gone.is_dir() and not gone.is_symlink() else gone.unlink()
         for folder in changed:
             sync_folder(folder)
 
-    def _add(self, old: Path, new: Path, where: str, changed: list[Path]) -> None:
+    def _add(
+        self,
+        old: Path,
+        new: Path,
+        where: str,
+        before: Mapping[str, tuple[int, ...]],
+        changed: list[Path],
+    ) -> None:
         added = False
         for name in sorted(os.listdir(old)):
             if not where and not self._wanted(name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
-                path, copy, key = old / name, new / name, f"{where}/{name}"
+                path, copy, key = old / name, new / name, f"{where}{name}"
                 status = os.lstat(path)
                 now: tuple[int, ...] = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):
-                    added |= self._enter(path, copy, now, self._seen.get(key))
                     self._seen[key] = now
-                    self._add(path, copy, key, changed)
+                    added |= self._enter(path, copy, now, before.get(key))
+                    self._add(path, copy, f"{key}/", before, changed)
                     shutil.copystat(path, copy)
                     continue
                 now += (status.st_size, status.st_mtime_ns)
-                if self._seen.get(key) != now:
+                if before.get(key) != now:
                     _link(path, copy)
-                    self._seen[key] = now
                     added = True
+                self._seen[key] = now
         if added:
             changed.append(new)
 
@@ -406,14 +422,23 @@ class _Carry:
         with contextlib.suppress(BlockingIOError), _Folder(path):
             if then not in (None, now):
                 raise OSError(errno.EBUSY, f"{path} was replaced meanwhile; try again")
-            if not os.access(path, os.W_OK) and os.stat(path).st_uid != os.geteuid():
-                raise PermissionError(
-                    errno.EACCES, f"{path} belongs to another user, who would lose access to it"
-                )
+            _refuse_others(path)
             if then is None:
                 copy.mkdir()
             return then is None
         raise OSError(errno.EBUSY, f"another save is at work in {path}; try again later")
+
+
+def _is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _refuse_others(path: Path) -> None:
+    """Raise if a copy of what is at the path would take it from another user."""
+    if os.stat(path).st_uid != os.geteuid() and not _is_writable(path):
+        raise PermissionError(
+            errno.EACCES, f"{path} belongs to another user, who would lose access to it"
+        )
 
 
 def _link(source: Path, copy: Path) -> None:
@@ -433,6 +458,8 @@ def _link(source: Path, copy: Path) -> None:
         mode = os.lstat(source).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
             raise  # A copy would read from the pipe or the device.
+        if stat.S_ISREG(mode):
+            _refuse_others(source)
         shutil.copy2(source, copy, follow_symlinks=False)
         if stat.S_ISREG(mode):
             sync_file(copy)

@@ -118,12 +118,12 @@ class AutoLiger:
     ) -> DecoderModel:
         """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
         folder = hub.resolve(path, revision=revision)
-        cls = read_one_version(folder, lambda: family_of(folder))
+        cls = read_one_version(folder, family_of)
         while True:
             try:
                 return cls.from_hf(folder, **options)
             except ConfigError:
-                now = read_one_version(folder, lambda: family_of(folder))
+                now = read_one_version(folder, family_of)
                 if now is cls:
                     raise
                 cls = now  # A save has just replaced the checkpoint by one of another family.

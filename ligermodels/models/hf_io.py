@@ -110,11 +110,11 @@ class HFModel(nn.Module):
         check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
-        def read() -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
-            config = cls.config_class.from_hf(folder)
-            checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-            generation = read_json_if_present(folder / GENERATION_CONFIG_NAME, CheckpointError)
-            return config, checkpoint, copied_files(folder), generation or {}
+        def read(real: Path) -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
+            config = cls.config_class.from_hf(real)
+            checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+            generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+            return config, checkpoint, copied_files(real), generation or {}
 
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         model, weight_map = cls.on_meta(config)

@@ -113,10 +113,10 @@ def load_pretrained(
     """
     folder = hub.resolve(path, revision=revision)
 
-    def read() -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
-        family = family_of(folder)
-        checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-        return family, family.config_class.from_hf(folder), checkpoint
+    def read(real: Path) -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
+        family = family_of(real)
+        checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+        return family, family.config_class.from_hf(real), checkpoint
 
     family, config, checkpoint = read_one_version(folder, read)
     model, weight_map = family.on_meta(config)

@@ -19,7 +19,9 @@ from ligermodels import (
     ConfigError,
     LigerGemma3,
     LigerLlama,
+    LigerQwen2,
     LlamaConfig,
+    Qwen2Config,
     load_pretrained,
     register,
 )
@@ -146,3 +148,17 @@ def test_a_class_that_lacks_something_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Method: weight_map is called with the config alone"):
         register(Method)
+
+
+def test_a_checkpoint_that_becomes_one_of_another_family_is_loaded(tmp_path, monkeypatch):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LigerLlama(LlamaConfig(**sizes)).save_hf(tmp_path)
+    load = LigerLlama.from_hf
+
+    def late(folder, **options):
+        LigerQwen2(Qwen2Config(**sizes)).save_hf(tmp_path)
+        return load(folder, **options)
+
+    monkeypatch.setattr(LigerLlama, "from_hf", late)
+    assert type(AutoLiger.from_hf(tmp_path)) is LigerQwen2

@@ -1,7 +1,10 @@
 """Loading models and saving them: dtypes, round trips, and models that cannot be saved."""
 
+import copy
 import dataclasses
 import json
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -209,3 +212,84 @@ def test_a_tensor_with_memory_is_initialised_also_during_a_load():
         skipped = torch.nn.init.normal_(torch.empty(3))
     assert torch.equal(filled, torch.ones(3)) and torch.equal(drawn, filled)
     assert skipped.is_meta
+
+
+def test_a_save_writes_the_tokenizer_files_that_were_there_at_the_load(tmp_path: Path) -> None:
+    source, templates = tmp_path / "a", "additional_chat_templates/rag.jinja"
+    saved(source)
+    (source / templates).parent.mkdir()
+    files = {"tokenizer.json": b"1\r\n", "vocab.json": b"\0", templates: b"{{ x }}"}
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    model = LigerLlama.from_hf(source)
+    assert model.source_files == files
+    (source / "tokenizer.json").write_bytes(b"2")
+    (source / "vocab.json").unlink()
+    copy.deepcopy(model).save_hf(tmp_path / "b")
+    shutil.rmtree(source)
+    model.save_hf(tmp_path / "c")
+    for folder in (tmp_path / "b", tmp_path / "c"):
+        assert {name: (folder / name).read_bytes() for name in files} == files
+    model.source_files = {}
+    model.save_hf(tmp_path / "d")
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == [
+        *("config.json", "model.safetensors"),
+    ]
+
+
+def test_a_value_that_is_not_finite_is_saved_only_if_asked(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    with torch.no_grad():
+        model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    with pytest.raises(SaveError, match=r"'layers.1.mlp.down_proj.weight' .*allow_nonfinite=True"):
+        model.save_hf(tmp_path / "a")
+    LigerLlama.from_hf(tmp_path / "a")
+    model.save_hf(tmp_path / "a", allow_nonfinite=True)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        LigerLlama.from_hf(tmp_path / "a")
+
+
+def test_a_sparse_parameter_is_not_saved(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    weight = model.embed_tokens.weight.detach().float().to_sparse()
+    model.embed_tokens.weight = torch.nn.Parameter(weight)
+    with pytest.raises(SaveError, match=r"'embed_tokens.weight' is sparse .*to_dense"):
+        model.save_hf(tmp_path / "b")
+
+
+def test_without_overwrite_a_checkpoint_stays(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    with pytest.raises(SaveError, match=r"config.json is in the folder, and overwrite=False"):
+        model.save_hf(tmp_path / "a", overwrite=False)
+    model.save_hf(tmp_path / "b", overwrite=False)
+
+
+def test_loads_during_saves_get_one_version(tmp_path: Path) -> None:
+    """A load during a save is neither of two models nor refused."""
+    folder, errors = tmp_path / "out", []
+    models = []
+    for number in range(2):
+        model = LigerLlama(LlamaConfig(**SIZES, rms_norm_eps=1e-6 * (1 + number)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        models.append(model)
+    models[0].save_hf(folder)
+
+    def save(model: LigerLlama) -> None:
+        try:
+            for _ in range(15):
+                model.save_hf(folder, max_shard_size=20_000)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        model = AutoLiger.from_hf(folder)
+        number = round(model.config.rms_norm_eps * 1e6) - 1
+        assert all((p == number).all() for p in model.parameters())
+        seen.add(number)
+    assert errors == [] and seen and [path.name for path in tmp_path.iterdir()] == ["out"]
