@@ -222,7 +222,12 @@ def added_tokens_of_tokenizer_models(case: Case) -> None:
         return
     for _ in range(9):
         text = "".join(draw.choices([*letters, *found, "a", "b"], k=draw.randint(1, 9)))
-        expected = [known[i] for i in oracle.encode(text).ids if i in known]
+        try:
+            expected = [known[i] for i in oracle.encode(text).ids if i in known]
+        except BaseException as panic:
+            if type(panic).__name__ != "PanicException":  # It cannot split some texts.
+                raise
+            continue
         ids = ours.encode(text, add_special_tokens=False)
         got = [ours.id_to_token(i) for i in ids if i >= 310]
         if got != expected:
@@ -471,14 +476,19 @@ def text_that_is_not_unicode(case: Case) -> None:
     """Half a surrogate pair, or bytes that are not UTF-8, end in one line wherever they come in."""
     draw = case.draw
     model = make_checkpoint(case.folder / "model")
-    bad = "".join(draw.choices(["a", " ", "é", "\udc80", "\ud83d"], k=5)) + draw.choice(
-        "\udcff\ud800"
-    )
+    # A first half before them would make a valid pair in JSON.
+    bad = "".join(draw.choices(["a", " ", "é", "\udc80", "\udcff"], k=5)) + "\udcff"
     raw = b"caf\xe9 " + draw.randbytes(3) + b"\xff"
     one = ("--max-new-tokens", 1)
-    kind = draw.randrange(7)
+    kind = draw.randrange(8)
     if kind == 0:
         case.cli("generate", model, bad, *one).one_line()
+    elif kind == 7:
+        # A folder may have any bytes as its name.
+        folder = model.rename(
+            case.folder / os.fsdecode(b"m" + draw.randbytes(2).hex().encode() + b"\xff")
+        )
+        _use(folder)
     elif kind == 1:
         case.cli("generate", model, *one, stdin=raw).one_line()
     elif kind == 2:
