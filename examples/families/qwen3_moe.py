@@ -23,7 +23,7 @@ class Qwen3MoeConfig(lm.Qwen3Config):
         "moe_intermediate_size": 2**22,
     }
     small_fields = lm.Qwen3Config.small_fields | {
-        "num_experts": 6,
+        "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "router_aux_loss_coef": 0.5,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -41,13 +40,6 @@ class OutsideConfig(LlamaConfig):
 
 class LigerOutside(LigerLlama):
     config_class = OutsideConfig
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The families that a test registers are removed after it."""
-    monkeypatch.setattr(auto, "_registered", families())
-    yield
 
 
 def test_family_of(tmp_path: Path) -> None:
