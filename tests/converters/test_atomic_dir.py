@@ -1,3 +1,4 @@
+import contextlib
 import os
 import shutil
 import signal
@@ -325,6 +326,28 @@ def test_what_others_do_to_the_old_folder_until_the_swap_is_kept(
     assert not (target / "runs" / "empty").exists() and os.listdir(tmp_path) == ["out"]
 
 
+def test_what_others_do_to_the_new_folder_after_the_swap_is_kept(tmp_path, way, monkeypatch):
+    target = tmp_path / "out"
+    fill(target, OLD | {"gone": "a", "replaced": "a"})
+    swap = atomic._swap
+
+    def others(fresh, target):
+        (target / "gone").unlink()
+        (target / "replaced").write_text("b b")
+        (target / "come").write_text("a")
+        old = swap(fresh, target)
+        for name in ("gone", "replaced", "come"):
+            with contextlib.suppress(FileNotFoundError):
+                (target / name).unlink()
+            (target / name).write_text("the newest")
+        return old
+
+    monkeypatch.setattr(atomic, "_swap", others)
+    replace(target)
+    expected = dict.fromkeys(("gone", "replaced", "come"), "the newest")
+    assert content(target) == NEW | expected and os.listdir(tmp_path) == ["out"]
+
+
 def test_another_save_inside_the_folder_is_an_error(tmp_path, before_the_swap):
     target, inner = tmp_path / "out", tmp_path / "out" / "best"
     fill(target, OLD)
@@ -452,8 +475,13 @@ def test_a_load_between_two_renames_waits_for_the_second(tmp_path):
     assert recover_dir(link) and content(target) == OLD and not aside.exists()
 
 
-def test_an_absent_folder_is_not_waited_for(tmp_path):
+def test_an_absent_folder_is_not_waited_for(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
+    (tmp_path / f".absent.replaced-{'0' * 16}").touch()
+    (tmp_path / f".locked.replaced-{'0' * 16}").mkdir()
+    monkeypatch.setattr(os, "rename", lambda a, b: os.close(10**6))  # as if it were not allowed
+    assert not recover_dir(tmp_path / "locked")
+    monkeypatch.undo()
     for name in ("absent", "file", "absent/deep", "a\0b", "\ud800"):
         assert not recover_dir(tmp_path / name)
 
