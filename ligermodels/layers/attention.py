@@ -20,8 +20,9 @@ class AttentionContext:
 
     Args:
         cos, sin: (batch or 1, seq, head_dim / 2), float32.
-        mask: an `AttentionMask`, or a bool tensor (batch, 1, queries, keys) that is True where a
-            query sees a key, or None for a causal mask.
+        mask: what hides keys besides each layer's own rule (causality, window): an `AttentionMask`,
+            or a bool tensor (batch or 1, 1, queries, keys) that is True where a query sees a key
+            and replaces causality. None hides nothing more.
         cache: for inference, the cache to which the layers append their keys and values.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
@@ -65,7 +66,7 @@ class AttentionContext:
 
 
 class Attention(Planned, nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
+    """Self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
 
     Args:
         hidden_size: width of input and output.
@@ -76,7 +77,9 @@ class Attention(Planned, nn.Module):
         bias: whether the projections of queries, keys and values have a bias.
         out_bias: whether the output projection has a bias. The default is `bias`.
         scale: factor on the scores. The default is head_dim^-1/2.
-        sliding_window: the number of keys that a query sees, including its own; default all.
+        causal: whether a token sees no later token. Without it, a token sees its whole row.
+        sliding_window: a token sees only tokens that are less than this number of positions away,
+            so that many keys in a causal layer, with its own. By default it sees all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         layer_index: index of this layer in a KV cache.
@@ -96,6 +99,7 @@ class Attention(Planned, nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         scale: float | None = None,
+        causal: bool = True,
         sliding_window: int | None = None,
         softcap: float | None = None,
         q_norm: nn.Module | None = None,
@@ -115,6 +119,7 @@ class Attention(Planned, nn.Module):
         for name, value in (("sliding_window", sliding_window), ("softcap", softcap)):
             if value is not None and value <= 0:
                 raise ValueError(f"Attention: {name}={value}; expected a positive number or None")
+        self.causal = causal
         self.sliding_window = sliding_window
         self.softcap = softcap
         self.layer_index = layer_index
@@ -149,6 +154,11 @@ class Attention(Planned, nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         key_positions = None
         if context.cache is not None:
+            if not self.causal:
+                raise ValueError(
+                    "Attention: a layer with causal=False sees the tokens after each token, so it "
+                    "cannot continue the tokens in a cache; call it with whole rows, without cache"
+                )
             new = k.shape[2]
             k, v = context.cache.update(self.layer_index, k, v)
             key_positions = context.cache.key_positions(self.layer_index, new)
@@ -159,6 +169,7 @@ class Attention(Planned, nn.Module):
             window=self.sliding_window,
             softcap=self.softcap,
             key_positions=key_positions,
+            causal=self.causal,
         )
         out = attend_once(attention, q, k, v) if self._keeps_output else attention(q, k, v)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))

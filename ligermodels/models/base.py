@@ -287,6 +287,7 @@ class DecoderModel(HFModel):
                     device,
                     dtype,
                     module.head_dim,
+                    module.causal,
                 )
 
     @torch.no_grad()
