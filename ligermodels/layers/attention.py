@@ -10,7 +10,7 @@ from ligermodels import kernels
 from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.kv_cache import CachedLayer, KVCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
 
@@ -65,7 +65,7 @@ class AttentionContext:
         return self._on_device[device]
 
 
-class Attention(Planned, nn.Module):
+class Attention(Planned, CachedLayer, nn.Module):
     """Self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
 
     Args:

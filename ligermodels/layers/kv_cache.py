@@ -4,7 +4,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import Self
+
+
+class CachedLayer:
+    """A module that appends keys and values to a cache.
+
+    Attributes:
+        layer_index: the number of its buffers in the cache.
+        sliding_window: how many tokens it needs there, or None for all.
+        kv_from: the layer_index of the layer whose keys and values it takes instead of its own, or
+            None.
+    """
+
+    layer_index: int
+    sliding_window: int | None
+    kv_from: int | None = None
 
 
 class KVCache:
@@ -52,6 +68,39 @@ class KVCache:
         self._written = [0] * len(self.sizes)
         # Layers with the same window hold the same positions, so they share one tensor.
         self._key_positions: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Return a cache for the layers that a model has, whatever its config says.
+
+        The windows are those of the `Attention` layers in it. A layer that takes the keys and
+        values of another one needs no buffers.
+
+        Raises:
+            ValueError: two layers have the same layer_index.
+        """
+        found: dict[int, str] = {}
+        windows: list[int | None] = [None] * len(getattr(model, "layers", ()))
+        for name, module in model.named_modules():
+            if not isinstance(module, CachedLayer) or module.kv_from is not None:
+                continue
+            index = module.layer_index
+            if index in found:
+                raise ValueError(
+                    f"KVCache: {found[index]} and {name} both have layer_index={index}; give every "
+                    "Attention its own layer_index"
+                )
+            found[index] = name
+            windows += [None] * (index + 1 - len(windows))
+            windows[index] = module.sliding_window
+        return cls(None, batch, max_length, dtype, device, sliding_windows=windows)
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v and return the keys and values that the new tokens may attend to.
