@@ -1,5 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
+import copy
 from functools import partial
 from typing import overload
 
@@ -24,6 +25,8 @@ class AttentionContext:
             or a bool tensor (batch or 1, 1, queries, keys) that is True where a query sees a key
             and replaces causality. None hides nothing more.
         cache: for inference, the cache to which the layers append their keys and values.
+        shared: the keys and values that layers have left for later layers, by layer_index; by
+            default none.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -36,6 +39,7 @@ class AttentionContext:
         sin: Tensor,
         mask: AttentionMask | Tensor | None = None,
         cache: KVCache | None = None,
+        shared: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -45,6 +49,7 @@ class AttentionContext:
             mask = AttentionMask(seq, keys, mask=mask)
         self.mask = mask
         self.cache = cache
+        self.shared = {} if shared is None else shared
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -61,8 +66,14 @@ class AttentionContext:
         if device not in self._on_device:
             cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
             mask = self.mask.to(device, non_blocking)
-            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache)
+            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache, self.shared)
         return self._on_device[device]
+
+    def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":
+        """Return this context with other shared keys and values."""
+        context = copy.copy(self)
+        context.shared, context._on_device = shared, {}
+        return context
 
 
 class Attention(Planned, CachedLayer, nn.Module):
@@ -82,7 +93,10 @@ class Attention(Planned, CachedLayer, nn.Module):
             so that many keys in a causal layer, with its own. By default it sees all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
-        layer_index: index of this layer in a KV cache.
+        layer_index: index of this layer in a KV cache, and for layers that take its keys.
+        shares_kv: whether later layers take the keys and values of this one.
+        kv_from: the layer_index of an earlier layer with shares_kv, whose keys and values this one
+            takes (arXiv:2405.12981). Then qkv_proj computes queries alone.
 
     Raises:
         ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
@@ -105,6 +119,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         layer_index: int = 0,
+        shares_kv: bool = False,
+        kv_from: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -128,7 +144,15 @@ class Attention(Planned, CachedLayer, nn.Module):
                 f"Attention: num_heads {num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if kv_from is not None and (shares_kv or k_norm is not None):
+            raise ValueError(
+                f"Attention: with kv_from={kv_from} the layer has no keys and values of its own; "
+                "leave out shares_kv and k_norm"
+            )
+        self.shares_kv = shares_kv
+        self.kv_from = kv_from
+        self._own_kv_heads = self.num_kv_heads if kv_from is None else 0
+        rows = (num_heads + 2 * self._own_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -152,16 +176,21 @@ class Attention(Planned, CachedLayer, nn.Module):
         """
         q, k, v, total = self._project(x, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if context.cache is not None and not self.causal:
+            raise ValueError(
+                "Attention: a layer with causal=False sees the tokens after each token, so it "
+                "cannot continue the tokens in a cache; call it with whole rows, without cache"
+            )
+        if self.kv_from is not None:
+            k, v = self._kv_of_another_layer(context)
+        elif context.cache is not None:
+            k, v = context.cache.update(self.layer_index, k, v)
+        if self.shares_kv:
+            context.shared[self.layer_index] = k, v
         key_positions = None
         if context.cache is not None:
-            if not self.causal:
-                raise ValueError(
-                    "Attention: a layer with causal=False sees the tokens after each token, so it "
-                    "cannot continue the tokens in a cache; call it with whole rows, without cache"
-                )
-            new = k.shape[2]
-            k, v = context.cache.update(self.layer_index, k, v)
-            key_positions = context.cache.key_positions(self.layer_index, new)
+            owner = self.layer_index if self.kv_from is None else self.kv_from
+            key_positions = context.cache.key_positions(owner, q.shape[2])
         attention = partial(
             attend,
             mask=context.mask,
@@ -180,10 +209,11 @@ class Attention(Planned, CachedLayer, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return rotated q and k, v, and the sum x + residual or None.
 
-        Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim); the sum if
-            x comes from `pre_norm`, else None.
+        Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim), with 0
+            heads if the layer takes those of another one; the sum if x comes from `pre_norm`, else
+            None.
         """
-        heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
+        heads, angles = (self.num_heads, self._own_kv_heads), (context.cos, context.sin)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
         fuses_norm = not with_head_norms and is_plain(linear, nn.Linear)
@@ -202,6 +232,25 @@ class Attention(Planned, CachedLayer, nn.Module):
             k = k if k_norm is None else k_norm(k)
             qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
         return *kernels.rope(qkv, *angles, *heads), total
+
+    def _kv_of_another_layer(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return k, v (batch, kv heads, keys, head_dim) of the layer `kv_from`."""
+        assert self.kv_from is not None
+        if self.kv_from not in context.shared:
+            raise ValueError(
+                f"Attention: layer {self.layer_index} takes the keys and values of layer "
+                f"{self.kv_from}, which has left none in this context; set shares_kv=True there, "
+                "and call that layer first"
+            )
+        device = context.cos.device
+        k, v = (x.to(device) for x in context.shared[self.kv_from])
+        if k.shape[1] != self.num_kv_heads or k.shape[3] != self.head_dim:
+            raise ValueError(
+                f"Attention: layer {self.kv_from} has {k.shape[1]} key heads of size {k.shape[3]}, "
+                f"but layer {self.layer_index}, which takes them, has {self.num_kv_heads} of size "
+                f"{self.head_dim}; make them equal"
+            )
+        return k, v
 
     @property
     def _keeps_output(self) -> bool:

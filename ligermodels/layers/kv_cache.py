@@ -9,18 +9,20 @@ from typing_extensions import Self
 
 
 class CachedLayer:
-    """A module that appends keys and values to a cache.
+    """A module that appends keys and values to a cache, or takes those of another layer.
 
     Attributes:
         layer_index: the number of its buffers in the cache.
         sliding_window: how many tokens it needs there, or None for all.
-        kv_from: the layer_index of the layer whose keys and values it takes instead of its own, or
-            None.
+        kv_from: the layer_index of the layer whose keys and values it takes, or None if it has its
+            own.
+        shares_kv: whether other layers take its keys and values.
     """
 
     layer_index: int
     sliding_window: int | None
     kv_from: int | None = None
+    shares_kv: bool = False
 
 
 class KVCache:
@@ -80,26 +82,29 @@ class KVCache:
     ) -> Self:
         """Return a cache for the layers that a model has, whatever its config says.
 
-        The windows are those of the `Attention` layers in it. A layer that takes the keys and
-        values of another one needs no buffers.
+        The windows are those of the `Attention` layers in it. A layer whose keys and values others
+        take keeps as many as the widest window of them.
 
         Raises:
             ValueError: two layers have the same layer_index.
         """
-        found: dict[int, str] = {}
-        windows: list[int | None] = [None] * len(getattr(model, "layers", ()))
+        owners: dict[int, str] = {}
+        needs: dict[int, list[int | None]] = {}  # windows of the layers that read these buffers
         for name, module in model.named_modules():
-            if not isinstance(module, CachedLayer) or module.kv_from is not None:
+            if not isinstance(module, CachedLayer):
                 continue
-            index = module.layer_index
-            if index in found:
+            index = module.layer_index if module.kv_from is None else module.kv_from
+            if module.kv_from is None and owners.setdefault(index, name) != name:
                 raise ValueError(
-                    f"KVCache: {found[index]} and {name} both have layer_index={index}; give every "
-                    "Attention its own layer_index"
+                    f"KVCache: {owners[index]} and {name} both have layer_index={index}; give "
+                    "every Attention its own layer_index"
                 )
-            found[index] = name
-            windows += [None] * (index + 1 - len(windows))
-            windows[index] = module.sliding_window
+            needs.setdefault(index, []).append(module.sliding_window)
+        count = max([len(getattr(model, "layers", ())), *(index + 1 for index in needs)])
+        windows = [
+            max((w for w in each if w is not None), default=None) if None not in each else None
+            for each in (needs.get(index, [None]) for index in range(count))
+        ]
         return cls(None, batch, max_length, dtype, device, sliding_windows=windows)
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -300,9 +300,10 @@ class DecoderModel(HFModel):
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
             length = past + seq
         contexts = {}
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
-            contexts[name] = AttentionContext(cos, sin, mask, cache)
+            contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
         return contexts, document_ids
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
