@@ -17,12 +17,14 @@ class CachedLayer:
         kv_from: the layer_index of the layer whose keys and values it takes, or None if it has its
             own.
         shares_kv: whether other layers take its keys and values.
+        causal: whether it uses a cache at all.
     """
 
     layer_index: int
     sliding_window: int | None
     kv_from: int | None = None
     shares_kv: bool = False
+    causal: bool = True
 
 
 class KVCache:
@@ -82,8 +84,8 @@ class KVCache:
     ) -> Self:
         """Return a cache for the layers that a model has, whatever its config says.
 
-        The windows are those of the `Attention` layers in it. A layer whose keys and values others
-        take keeps as many as the widest window of them.
+        The windows are those of the causal `Attention` layers in it. A layer whose keys and values
+        others take keeps as many as the widest window of them.
 
         Raises:
             ValueError: two layers have the same layer_index.
@@ -91,7 +93,7 @@ class KVCache:
         owners: dict[int, str] = {}
         needs: dict[int, list[int | None]] = {}  # windows of the layers that read these buffers
         for name, module in model.named_modules():
-            if not isinstance(module, CachedLayer):
+            if not isinstance(module, CachedLayer) or not module.causal:
                 continue
             index = module.layer_index if module.kv_from is None else module.kv_from
             if module.kv_from is None and owners.setdefault(index, name) != name:

@@ -309,7 +309,7 @@ class DecoderModel(HFModel):
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         weight = self.embed_tokens.weight
         dtype = autocast_dtype(weight) or weight.dtype
-        for module in self.modules():
+        for module in self.layers.modules():
             if isinstance(module, Attention):
                 prepare(
                     mask,

@@ -112,10 +112,11 @@ def test_layers_may_differ_in_heads_and_the_windows_may_be_given():
 
 
 def test_a_cache_of_the_layers_of_a_model():
-    def attention(index, window=None):
-        return Attention(16, 4, 2, layer_index=index, sliding_window=window)
+    def attention(index, window=None, **options):
+        return Attention(16, 4, 2, layer_index=index, sliding_window=window, **options)
 
     model = torch.nn.ModuleDict({"a": attention(1, 3), "b": attention(0), "other": LayerNorm(16)})
+    model["of images"] = attention(0, causal=False)
     cache = KVCache.of(model, 2, 9, torch.bfloat16)
     assert (cache.sizes, cache.batch, cache.dtype) == ([9, 3], 2, torch.bfloat16)
     model["c"] = attention(1)
