@@ -200,7 +200,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             key_positions=key_positions,
             causal=self.causal,
         )
-        out = attend_once(attention, q, k, v) if self._keeps_output else attention(q, k, v)
+        out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
 
@@ -251,11 +251,6 @@ class Attention(Planned, CachedLayer, nn.Module):
                 f"{self.head_dim}; make them equal"
             )
         return k, v
-
-    @property
-    def _keeps_output(self) -> bool:
-        # In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
-        return self.keep == "attention" and not torch.compiler.is_compiling()
 
     @property
     def fuses_head_norms(self) -> bool:

@@ -53,6 +53,14 @@ class Planned:
     keep: Keep = "all"
     tile: int | None = None
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether attention calls `attend_once`.
+
+        In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
+        """
+        return self.keep == "attention" and not torch.compiler.is_compiling()
+
 
 def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
     """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
