@@ -223,6 +223,8 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     """
     config_class = type(config)
     raw = copy.deepcopy(config.extra)
+    if raw.get("model_type") not in (None, config_class.model_type, config_class.wrapper_type):
+        raw = {}  # the fields of another family's config were copied into this one
     names = {item.name for item in dataclasses.fields(config_class)} - {"extra"}
     if raw:
         before = config_class(**fields_from_hf(raw, config_class))

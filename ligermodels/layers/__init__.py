@@ -3,6 +3,7 @@
 from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
 from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
@@ -15,6 +16,7 @@ __all__ = [
     "Attention",
     "AttentionContext",
     "AttentionMask",
+    "CrossAttention",
     "DecoderBlock",
     "GatedMLP",
     "HeadOutput",

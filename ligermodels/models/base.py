@@ -123,13 +123,15 @@ class DecoderModel(HFModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         cache: KVCache | None = None,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
@@ -141,8 +143,10 @@ class DecoderModel(HFModel):
             input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
                 ends in a device-side assertion: the next synchronisation raises RuntimeError,
                 nothing is returned, and the process cannot use the GPU any more.
-            labels: (batch, seq) int64, at the same positions as input_ids: the model shifts them
+            labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
+            inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
+                for tokens, and anything else in the place of others, such as parts of images.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
                 positions restart, and attention stays inside each document. The default is 0, 1,
                 2, ...
@@ -153,6 +157,8 @@ class DecoderModel(HFModel):
             attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens.
+            prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
+                tokens and padding included, also see the tokens after them up to that length.
             cache: a `ligermodels.KVCache`, for inference.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
@@ -163,19 +169,20 @@ class DecoderModel(HFModel):
             ConfigError: an attribute that the class declares was not set.
         """
         self._check_attributes()
-        vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-        seq = _check_ids(input_ids, vocab)
+        inputs = self._check_inputs(input_ids, inputs_embeds)
+        batch, seq = inputs.shape[:2]
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
                 "options out"
             )
         if labels is not None:
-            _check_labels(labels, input_ids)
+            _check_labels(labels, (batch, seq))
         contexts, document_ids = self._contexts(
-            input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
+            inputs, position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache
         )
-        hidden, extras = self._hidden(input_ids, contexts)
+        embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
+        hidden, extras = self._hidden(embeds, contexts)
         if cache is not None:
             cache.advance(seq)
         if labels is None:
@@ -217,11 +224,34 @@ class DecoderModel(HFModel):
         """
         return self(input_ids, labels=labels, **options).loss
 
+    def _check_inputs(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Return the one of the two that is given, after a check."""
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "both are given" if input_ids is not None else "neither is given"
+            raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
+        if input_ids is not None:
+            vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
+            _check_ids(input_ids, vocab)
+            return input_ids
+        assert inputs_embeds is not None
+        hidden = self.embed_tokens.embedding_dim
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
+            raise ValueError(
+                f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (batch, seq, "
+                f"{hidden})"
+            )
+        if not inputs_embeds.is_floating_point() or 0 in inputs_embeds.shape:
+            raise ValueError(
+                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}; "
+                "expected floating point numbers, and at least one token per row"
+            )
+        return inputs_embeds
+
     def _hidden(
-        self, input_ids: Tensor, contexts: dict[str, AttentionContext]
+        self, embeds: Tensor, contexts: dict[str, AttentionContext]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm, and the third tensors of the layers."""
-        x, residual = self.embed_tokens(input_ids), None
+        x, residual = embeds, None
         extras: list[Tensor] = []
         extra: list[Tensor]
         plan = self._memory_plan
@@ -282,18 +312,19 @@ class DecoderModel(HFModel):
 
     def _contexts(
         self,
-        input_ids: Tensor,
+        inputs: Tensor,
         position_ids: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         attention_mask: Tensor | None,
+        prefix_lengths: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[dict[str, AttentionContext], Tensor | None]:
         """Return each rope's context (angles and the shared mask), and the document ids.
 
         The document ids are None if rows are not packed.
         """
-        batch, seq = input_ids.shape
+        batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
         if cu_seqlens is not None:
             if position_ids is not None or cache is not None:
@@ -339,24 +370,26 @@ class DecoderModel(HFModel):
             padding_mask=attention_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
+            prefix_lengths=prefix_lengths,
         )
         if cache is None:
-            self._prepare(mask, batch, input_ids.device)
+            self._prepare(mask, batch, inputs.device)
 
         length: int | None = None
         if position_ids is None:
-            position_ids = torch.arange(past, past + seq, device=input_ids.device).unsqueeze(0)
+            position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
             length = past + seq
         contexts = {}
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
-            contexts[name] = AttentionContext(cos, sin, mask, cache)
+            contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
         return contexts, document_ids
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         weight = self.embed_tokens.weight
         dtype = autocast_dtype(weight) or weight.dtype
-        for module in self.modules():
+        for module in self.layers.modules():
             if isinstance(module, Attention):
                 prepare(
                     mask,
@@ -367,6 +400,7 @@ class DecoderModel(HFModel):
                     device,
                     dtype,
                     module.head_dim,
+                    module.causal,
                 )
 
     @torch.no_grad()
@@ -395,7 +429,7 @@ class DecoderModel(HFModel):
                         if weight.dim() > 1:
                             nn.init.normal_(weight, std=std)
 
-    def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor | list[Any] | None = None, **options: Any) -> Tensor:
         """Continue prompts, greedily by default; see `ligermodels.generation.generate`."""
         from ligermodels.generation.generate import generate
 
@@ -557,26 +591,22 @@ def next_token_targets(
     return targets.masked_fill(ends, ignore_index)
 
 
-def _check_labels(labels: Tensor, input_ids: Tensor) -> None:
+def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
-    if labels.shape != input_ids.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)} differ in shape"
-        )
+    if labels.shape != shape:
+        raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> int:
-    """Check (batch, seq) ids and return seq."""
+def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
     check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
         )
-    batch, seq = input_ids.shape
-    if batch == 0 or seq == 0:
+    if 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids is empty: it has shape {(batch, seq)}; pass at least one token per row"
+            f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
+            "per row"
         )
-    return seq

@@ -21,7 +21,7 @@ from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import WeightMap
+from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
@@ -55,12 +55,25 @@ class HFModel(nn.Module):
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
 
-    @staticmethod
-    def weight_map(config: Any) -> WeightMap:
-        """Return the map from this config's parameters to the tensors of an HF checkpoint."""
-        raise ConfigError(
-            f"model_type {config.model_type!r} has no weight map; to load and save HF checkpoints, "
-            "define weight_map on the model's class"
+    @classmethod
+    def weight_map(cls, config: Any) -> WeightMap:
+        """Return the map from this config's parameters to the tensors of an HF checkpoint.
+
+        A family defines it. An architecture of one's own need not: its checkpoint holds the
+        parameters as they are, under their own names.
+
+        Raises:
+            ConfigError: the class has no weight map of its own, and its checkpoints would look like
+                those of a family, or could not hold all of its tensors.
+        """
+        with torch.device("meta"), _WithoutInitialValues():
+            model = cls(config)
+        _check_own_architecture(model)
+        return WeightMap(
+            tuple(
+                packed_entry(name, tuple(weight.shape[1:]), (name, len(weight)))
+                for name, weight in model.named_parameters()
+            )
         )
 
     @classmethod
@@ -220,6 +233,38 @@ class _WithoutInitialValues(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
+
+
+def _check_own_architecture(model: HFModel) -> None:
+    """Raise unless the parameters of a model without weight map are a checkpoint of their own."""
+    name, model_type = type(model).__name__, model.config.model_type
+    others = [HFModel]
+    for other in others:
+        others += other.__subclasses__()
+        defines_map = "weight_map" in vars(other) and other is not HFModel
+        if defines_map and getattr(other, "config_class", None) is not None:
+            if other.config_class.model_type == model_type:
+                raise ConfigError(
+                    f"{name} has no weight map, and model_type {model_type!r} belongs to "
+                    f"{other.__name__}, so that other programs would read its checkpoints as that; "
+                    "give it a config class with a model_type of its own"
+                )
+    weights: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, weight in parameters.items():
+        if weights.setdefault(id(weight), key) != key:
+            raise ConfigError(
+                f"{name}: {weights[id(weight)]!r} and {key!r} are one parameter, which a "
+                "checkpoint cannot say; tie a head with LossHead(tied_to=...), or save the "
+                "state_dict()"
+            )
+        if weight.dim() == 0:
+            raise ConfigError(f"{name}: {key!r} has no dimension; give it the shape (1,)")
+    if buffers := sorted(model.state_dict().keys() - parameters.keys()):
+        raise ConfigError(
+            f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
+            "it with persistent=False, or make it a parameter without gradient"
+        )
 
 
 def _check_one_dtype(

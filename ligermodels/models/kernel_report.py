@@ -87,13 +87,20 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
             ),
             "padding: ": AttentionMask(length, padding_mask=documents),
         }
-        key = "attention"
+        key = "attention" if module.causal else "attention in both directions"
         key += "" if module.sliding_window is None else f", window {module.sliding_window}"
         key += "" if module.softcap is None else f", soft cap {module.softcap:g}"
         with torch.enable_grad():
             taken = {
                 how: choose_backend(
-                    mask, module.sliding_window, module.softcap, device, dtype, module.head_dim, 1
+                    mask,
+                    module.sliding_window,
+                    module.softcap,
+                    device,
+                    dtype,
+                    module.head_dim,
+                    1,
+                    module.causal,
                 )
                 for how, mask in masks.items()
             }

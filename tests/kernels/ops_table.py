@@ -277,6 +277,9 @@ CASES = {
     "rope of a part, interleaved": Case(
         "rope", formulas.rope, partial(rope, rest=32, interleaved=True), HEADS[-1:], ANGLES
     ),
+    "rope of queries alone": Case(
+        "rope", formulas.rope, partial(rope, kv_heads=0), ({"half": 64, "heads": 32},), ANGLES
+    ),
     "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, HEADS, ANGLES),
     "qk_norm_rope of Gemma": Case(
         "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), HEADS[-1:], ANGLES
@@ -294,6 +297,13 @@ CASES = {
         formulas.norm_qkv_rope,
         partial(norm_qkv_rope, full=False),
         QKV,
+        ANGLES,
+    ),
+    "norm_qkv_rope of queries alone": Case(
+        "norm_qkv_rope",
+        formulas.norm_qkv_rope,
+        partial(norm_qkv_rope, kv_heads=0),
+        ({"width": 4096, "half": 64, "heads": 32},),
         ANGLES,
     ),
     "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear, INTERMEDIATE),

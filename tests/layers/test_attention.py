@@ -104,6 +104,34 @@ def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool)
     compare(attention, context_of(positions, mask), sees)
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.3}], ids=str)
+def test_both_directions(window: int | None, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False, sliding_window=window, **options)
+    reach = window or SEQ
+    sees = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1 - reach).tril(reach - 1)
+    context = context_of(torch.arange(SEQ)[None])
+    compare(attention, context, sees.expand(BATCH, -1, -1))
+
+
+def test_a_prefix() -> None:
+    torch.manual_seed(0)
+    prefix = torch.tensor([5, 2])
+    sees = causal() | (torch.arange(SEQ) < prefix[:, None, None])
+    context = context_of(torch.arange(SEQ)[None], AttentionMask(SEQ, prefix_lengths=prefix))
+    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
+
+
+def test_a_cache_needs_causality() -> None:
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False)
+    context = AttentionContext(
+        *RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=GrowingCache()
+    )
+    with pytest.raises(ValueError, match=r"causal=False .* without cache"):
+        attention(torch.randn(1, 3, HIDDEN), context)
+
+
 def head_norm(offset: float, seed: int) -> RMSNorm:
     norm = RMSNorm(HEAD_DIM, offset=offset, casting_mode="gemma" if offset else "llama")
     with torch.no_grad():

@@ -44,6 +44,7 @@ def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
         ({"cu_seqlens": torch.tensor([0, 8])}, "batch must be 1"),
         ({"cu_seqlens": torch.tensor([0, 8]), "position_ids": torch.arange(8)}, "position_ids"),
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: both are given"),
         ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
         ({"position_ids": torch.arange(7)[None]}, "position_ids"),
         ({"labels": torch.zeros(2, 7, dtype=torch.int64)}, "differ in shape"),
@@ -69,6 +70,50 @@ def test_input_ids_of_another_shape_are_refused(subtests: pytest.Subtests) -> No
                 tiny_model()(torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"input_ids is torch\.float32; expected"):
         tiny_model()(torch.zeros(2, 8))
+
+
+def test_embeddings_in_the_place_of_tokens() -> None:
+    model = tiny_model()
+    ids, labels = tokens()
+    expected = step(model, ids, labels=labels)
+    reference = gradients(model)
+    model.zero_grad()
+    out = model(inputs_embeds=model.embed_tokens(ids), labels=labels)
+    out.loss.backward()
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(grad, reference[name]) for name, grad in gradients(model).items())
+    embeds = model.embed_tokens(ids).detach().requires_grad_()
+    model.activation_checkpointing_enable()
+    model.loss(None, labels, inputs_embeds=embeds).backward()
+    assert embeds.grad is not None and embeds.grad.count_nonzero() > 0
+
+
+def test_embeddings_of_another_shape_or_dtype_are_refused(subtests: pytest.Subtests) -> None:
+    model = tiny_model()
+    hidden = model.config.hidden_size
+    for inputs, complaint in (
+        ({}, "input_ids and inputs_embeds: neither is given"),
+        ({"inputs_embeds": torch.zeros(8, hidden)}, rf"has shape \(8, {hidden}\); expected"),
+        ({"inputs_embeds": torch.zeros(2, 8, 7)}, rf"expected \(batch, seq, {hidden}\)"),
+        ({"inputs_embeds": torch.zeros(2, 0, hidden)}, "at least one token per row"),
+        (
+            {"inputs_embeds": torch.zeros(2, 8, hidden, dtype=torch.int64)},
+            r"torch.int64 .* floating point",
+        ),
+    ):
+        with subtests.test(complaint):
+            with pytest.raises(ValueError, match=complaint):
+                model(**inputs)
+
+
+def test_a_prefix_sees_both_directions() -> None:
+    model = tiny_model()
+    ids, _ = tokens(2, 8)
+    changed = ids.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 100 + 3
+    prefix = torch.tensor([5, 3])
+    differs = (model(ids, prefix_lengths=prefix) != model(changed, prefix_lengths=prefix)).any(-1)
+    assert differs.tolist() == [[True] * 8, [False] * 4 + [True] * 4]
 
 
 def test_label_outside_the_vocabulary_is_refused() -> None:
