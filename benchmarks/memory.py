@@ -96,6 +96,7 @@ class Work:
         small: those for a GPU of 80 GB. Without any, the work is only for the larger one.
         changes: fields of the config that differ from the preset.
         adamw: whether an AdamW step follows backward. All gradients exist then in either case.
+        chunk: tokens of a chunk of our loss head. None means the head's default.
         steps, turns: each turn measures every setting for so many steps, after a step to warm up.
     """
 
@@ -107,8 +108,19 @@ class Work:
     small: tuple[Setting, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     adamw: bool = True
+    chunk: int | None = None
     steps: int = 2
     turns: int = 2
+
+    @property
+    def name(self) -> str:
+        chunk = "" if self.chunk is None else f", our head in chunks of {self.chunk}"
+        return f"{self.preset}, {self.batch} x {self.seq}" + ", AdamW" * self.adamw + chunk
+
+    def head_options(self, setting: Setting) -> dict[str, Any]:
+        """Return what our model's forward gets besides tokens and labels."""
+        own = setting.implementation == OURS and self.chunk is not None
+        return {"chunk_size": self.chunk} if own else {}
 
     def settings_for(self, memory: int) -> tuple[Setting, ...]:
         """Return the settings for a GPU of `memory` bytes."""
@@ -127,6 +139,16 @@ WORKS = {
         2048,
         (*LLAMA, *plans(61.5, (61.5, 32), 70, 80, 90, None)),
         (*LLAMA_80GB, Setting(OURS, "attention"), *plans(61.5, 70, None)),
+    ),
+    "llama-adamw-chunks": Work(
+        "llama",
+        "llama-3-8b",
+        8,
+        2048,
+        (*peers(("input", None)), *plans(61.5, (61.5, 32), 80)),
+        (*peers(("input", 22)), *plans(None)),
+        chunk=4096,
+        turns=1,
     ),
     "llama-32k": Work(
         "llama",
@@ -315,6 +337,7 @@ def planned(
         host_budget=round(setting.host * GIB),
         **counted,
         optimizer_bytes=0 if optimizer is None else optimizer,
+        head_options=work.head_options(setting),
     )
     prediction = plan.prediction
     return plan, {
@@ -357,9 +380,11 @@ def release() -> None:
             break
 
 
-def training_step(model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor) -> float:
+def training_step(
+    model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor, **head_options: Any
+) -> float:
     """Compute the loss and all gradients, then step. Return the loss."""
-    loss = model(ids, labels=ids).loss
+    loss = model(ids, labels=ids, **head_options).loss
     loss.backward()
     parameters = list(model.parameters())
     assert all(p.grad is not None for p in parameters if p.requires_grad)
@@ -395,7 +420,7 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
         losses: list[float] = []
 
         def step() -> None:
-            losses.append(training_step(model, optimizer, ids))
+            losses.append(training_step(model, optimizer, ids, **work.head_options(setting)))
 
         row.setdefault("first ms", milliseconds(step))
         torch.cuda.reset_peak_memory_stats()
@@ -427,7 +452,7 @@ def run_work(name: str, deadline: float, emit: Callable[[str, Row], None]) -> No
     models = Models(work, torch.bfloat16)
     rows = {
         setting: {
-            "work": f"{work.preset}, {work.batch} x {work.seq}" + ", AdamW" * work.adamw,
+            "work": work.name,
             "setting": setting.name,
             "implementation": setting.implementation,
             "keeps": setting.keeps,
@@ -517,14 +542,16 @@ def level_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
 
 
 def run_part(part: str, deadline: float, emit: Callable[[str, Row], None]) -> None:
-    """Run a part in this process: "levels", "predict:N" or a work's name."""
+    """Run a part in this process: "levels", "predict:N:NUMBERS" or a work's name."""
     name, _, argument = part.partition(":")
     if name == "levels":
         run_levels(deadline, emit)
     elif name == "predict":
         from benchmarks.memory_cases import run_cases
 
-        run_cases(int(argument), deadline, emit)
+        count, _, chosen = argument.partition(":")
+        numbers = [int(number) for number in chosen.split(",")] if chosen else None
+        run_cases(int(count), deadline, emit, numbers)
     else:
         run_work(name, deadline, emit)
 
@@ -589,6 +616,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=WORKS, help="works; the default is all")
     parser.add_argument("--levels", action="store_true", help="measure every level")
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
+    parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
     parser.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")
     parser.add_argument("--out", type=Path, help="folder for memory.json")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -604,7 +632,8 @@ def main() -> None:
         return
     parts = [] if given.rows is None else list(given.rows or WORKS)
     parts += ["levels"] * given.levels
-    parts += [f"predict:{given.predict}"] * bool(given.predict)
+    chosen = ",".join(map(str, given.cases or ()))
+    parts += [f"predict:{given.predict}:{chosen}"] * bool(given.predict)
     result = run_parts(parts or list(WORKS), given.seconds, given.out)
     columns = ["work", "setting", "ms", "peak GiB", "predicted GiB", "reserved GiB", "host GiB"]
     print(table(result.get("rows", []), [*columns, "error"]))

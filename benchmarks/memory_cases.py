@@ -6,11 +6,12 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import release_memory
 from ligermodels.layers.recompute import KEEPS
@@ -42,7 +43,7 @@ TILES = (None, None, None, 1024)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs and its plan."""
+    """A model, its inputs and its plan. With several ranks, FSDP2 shards the parameters."""
 
     number: int
     family: str
@@ -54,15 +55,17 @@ class Case:
     packing: str
     trainable: str
     plan: MemoryPlan
+    ranks: int = 1
 
     @property
     def name(self) -> str:
-        layers = ", ".join(str(layer) for layer in self.plan.layers)
+        layers = ", ".join(str(replace(layer, tile=None)) for layer in self.plan.layers)
         return (
-            f"{self.number}: {self.preset}, {len(self.plan.layers)} layers, {self.dtype}"
+            f"{self.ranks} ranks, " * (self.ranks > 1)
+            + f"{self.number}: {self.preset}, {len(self.plan.layers)} layers, {self.dtype}"
             + f" with autocast to {self.autocast}" * bool(self.autocast)
             + f", {self.batch} x {self.seq}, packing {self.packing}, trainable {self.trainable}"
-            + f", MLP tile {self.plan.mlp_tile}, keeps {layers}"
+            + f", MLP tile {self.plan.layers[0].tile}, keeps {layers}"
         )
 
 
@@ -72,9 +75,9 @@ def deck(generator: random.Random, values: Sequence[Value]) -> Iterator[Value]:
         yield from generator.sample(values, len(values))
 
 
-def draw(count: int, seed: int = SEED) -> list[Case]:
+def draw(count: int, seed: int = SEED, ranks: int = 1) -> list[Case]:
     """Return `count` cases. Every choice occurs equally often, in random combinations."""
-    generator = random.Random(seed)
+    generator = random.Random(seed + ranks - 1)
     presets, dtypes = deck(generator, PRESETS), deck(generator, DTYPES)
     lengths, layers = deck(generator, LENGTHS), deck(generator, LAYERS)
     packings, trainable = deck(generator, PACKINGS), deck(generator, TRAINABLE)
@@ -85,16 +88,17 @@ def draw(count: int, seed: int = SEED) -> list[Case]:
         batch, seq = next(lengths)
         if packing == "cu_seqlens":  # it describes a single row
             batch, seq = 1, batch * seq
-        plan = MemoryPlan(
-            tuple(
+        plan = MemoryPlan.of(
+            [
                 LayerPlan(generator.choice(KEEPS), host and generator.random() < 0.7)
                 for _ in range(next(layers))
-            ),
+            ],
             mlp_tile=next(tiles),
             host_budget=16 * GIB if host else 0,
         )
         names, kinds = next(presets), next(dtypes)
-        cases.append(Case(number, *names, *kinds, batch, seq, packing, next(trainable), plan))
+        rest = next(trainable), plan, ranks
+        cases.append(Case(number, *names, *kinds, batch, seq, packing, *rest))
     return cases
 
 
@@ -118,8 +122,22 @@ def build(case: Case, device: str, **changes: Any) -> Any:
         model.embed_tokens.requires_grad_(False)
     if case.trainable == "the upper half":
         model.layers[: layers // 2].requires_grad_(False)
+    if case.ranks > 1:
+        shard(model, case.autocast)
     model.set_memory_plan(case.plan)
     return model
+
+
+def shard(model: Any, autocast: str | None) -> None:
+    """Apply FSDP2 to each block, an untied head and the root.
+
+    Args: autocast, the dtype of the gathered weights; gradients are then reduced in float32.
+    """
+    dtype = None if autocast is None else getattr(torch, autocast)
+    policy = MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
+    head = [] if model.config.tie_word_embeddings else [model.head]
+    for module in [*model.layers, *head, model]:
+        fully_shard(module, mp_policy=policy)
 
 
 def inputs(case: Case, vocab: int, device: str) -> dict[str, Any]:
@@ -140,6 +158,11 @@ def inputs(case: Case, vocab: int, device: str) -> dict[str, Any]:
     return found | {"position_ids": positions[None].to(device)}
 
 
+def autocast_of(case: Case) -> torch.dtype | None:
+    """Return the dtype of torch.autocast in a case. FSDP2 has its own mixed precision."""
+    return None if case.autocast is None or case.ranks > 1 else getattr(torch, case.autocast)
+
+
 def predict(case: Case, model: Any, arguments: dict[str, Any], device: str) -> int:
     """Return the bytes of the peak that the simulation predicts."""
     from ligermodels.memory.simulate import simulate
@@ -149,7 +172,7 @@ def predict(case: Case, model: Any, arguments: dict[str, Any], device: str) -> i
         case.batch,
         case.seq,
         device=torch.device(device),
-        autocast=None if case.autocast is None else getattr(torch, case.autocast),
+        autocast=autocast_of(case),
         packed=case.packing != "none",
         max_seqlen=arguments.get("max_seqlen"),
     )
@@ -158,7 +181,7 @@ def predict(case: Case, model: Any, arguments: dict[str, Any], device: str) -> i
 
 def step(case: Case, model: Any, arguments: dict[str, Any], device: str) -> Tensor:
     """Compute the loss and the gradients, and drop the gradients."""
-    autocast = None if case.autocast is None else getattr(torch, case.autocast)
+    autocast = autocast_of(case)
     with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
         loss = model(**arguments).loss
     loss.backward()
@@ -193,13 +216,23 @@ def run_case(case: Case) -> dict[str, Any]:
     }
 
 
-def run_cases(count: int, deadline: float, emit: Callable[[str, dict[str, Any]], None]) -> None:
+def run_cases(
+    count: int,
+    deadline: float,
+    emit: Callable[[str, dict[str, Any]], None],
+    numbers: Sequence[int] | None = None,
+    ranks: int = 1,
+) -> None:
     """Compare the peaks of `count` cases, which are all drawn first.
 
-    Args: deadline, the `time.monotonic()` after which no case begins. The cases that are left then
-        have an `error`.
+    Args:
+        deadline: the `time.monotonic()` after which no case begins. The cases that are left then
+            have an `error`.
+        numbers: the cases to run, in this order. By default all run.
+        ranks: the number of processes, each of which calls this function.
     """
-    for case in draw(count):
+    cases = draw(count, ranks=ranks)
+    for case in cases if numbers is None else [cases[number] for number in numbers]:
         row: dict[str, Any] = {"case": case.name, "seed": SEED}
         if time.monotonic() > deadline:
             row["error"] = "not measured: no time was left"

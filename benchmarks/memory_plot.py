@@ -106,12 +106,12 @@ def page(result: dict[str, Any]) -> str:
     """Return all tables as Markdown."""
     parts = ["# Memory plans\n"]
     for (gpu, work), rows in groups(result.get("rows", []), "gpu", "work").items():
-        parts.append(f"## {work}, on one {gpu}\n\n{work_table(rows)}\n")
+        parts.append(f"## {work}, on {gpu}\n\n{work_table(rows)}\n")
     for (gpu,), rows in groups(result.get("levels", []), "gpu").items():
-        parts.append(f"## Levels, on one {gpu}\n\n{levels_table(rows)}\n")
+        parts.append(f"## Levels, on {gpu}\n\n{levels_table(rows)}\n")
     for (gpu,), rows in groups(result.get("predictions", []), "gpu").items():
         texts = prediction_text(rows), prediction_table(rows)
-        parts.append(f"## Predicted peaks, on one {gpu}\n\n{texts[0]}\n\n{texts[1]}\n")
+        parts.append(f"## Predicted peaks, on {gpu}\n\n{texts[0]}\n\n{texts[1]}\n")
     return "\n".join(parts)
 
 
@@ -123,13 +123,16 @@ def draw(result: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     measured = [row for row in result.get("rows", []) if "error" not in row]
-    panels = groups(measured, "gpu", "work")
+    # Less than three points show no curve; the table has them.
+    panels = {key: rows for key, rows in groups(measured, "gpu", "work").items() if len(rows) > 2}
     if not panels:
         return
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False, layout="constrained"
+        -(-len(panels) // 2), 2, figsize=(11, 4.2 * -(-len(panels) // 2)), layout="constrained"
     )
-    for axis, ((gpu, work), rows) in zip(axes[0], panels.items()):
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, ((gpu, work), rows) in zip(axes.flat, panels.items()):
         for name, (color, marker) in STYLES.items():
             own = [row for row in rows if row["implementation"] == name]
             for with_host in (False, True):

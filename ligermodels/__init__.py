@@ -4,7 +4,7 @@
 of them, so `import ligermodels` and the command line's `--help` do not wait for torch.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ else:
 
 def _version() -> str:
     """Return the version of the installed package. A copy that is not installed has no version."""
+    from importlib import metadata  # The import takes as long as all others of this module.
+
     try:
         return metadata.version("ligermodels")
     except metadata.PackageNotFoundError:

@@ -6,6 +6,7 @@ python -m tests.parallel_worker RANK RENDEZVOUS_FILE RESULTS_FILE
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 import traceback
@@ -23,7 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import ConfigError, LigerLlama, MemoryPlan
+from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.fit import Planner
+from ligermodels.memory.simulate import simulate
+from ligermodels.memory.tracker import Tracker
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -226,6 +230,39 @@ def fsdp_bf16(
     }
 
 
+class StorageTracker(Tracker):
+    """Counts storages at the sizes that they have now, since FSDP2 resizes its weights."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", seen="cpu")
+        self.peak_now = 0
+
+    def _peak(self, extra: int = 0) -> None:
+        storages = [reference() for reference, *_ in self.live.values()]
+        total = sum(storage.nbytes() for storage in storages if storage is not None)
+        self.peak_now = max(self.peak_now, total)
+
+
+def fsdp_memory(rank: int, mesh: DeviceMesh, tied: bool, keep: Keep) -> dict[str, float]:
+    """A simulation of sharded parameters predicts the bytes that FSDP2's step takes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make(tied), mesh, mp_policy=policy)
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    ids = torch.ones(2, SEQ, dtype=torch.int64)
+    model(ids, labels=ids).loss.backward()  # the first step also allocates what stays
+    model.zero_grad()
+    gc.collect()
+    tracker = StorageTracker()
+    tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
+    tracker.hold([*model.buffers(), ids])
+    with tracker:
+        model(ids, labels=ids).loss.backward()
+    predicted = simulate(model, 2, SEQ, device=torch.device("cpu")).peak_bytes
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()  # FSDP2's hooks are back
+    return {"bytes": max(0.0, abs(predicted / tracker.peak_now - 1) - 0.01)}
+
+
 def fsdp_every_linear(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:
     """fully_shard on the projections makes layers call them; taking their weight would fail."""
     model = make(tied)
@@ -392,6 +429,9 @@ for number, plan in enumerate(
         ),
     }
     RUNS += [(name, (number + step) % 2 == 0) for step, name in enumerate(list(CASES)[-3:])]
+for number, keep in enumerate(KEEPS):
+    CASES[f"fsdp, bytes, {keep}"] = partial(fsdp_memory, keep=keep)
+    RUNS.append((f"fsdp, bytes, {keep}", number % 2 == 0))
 # The wrapper, the family and the tied head do not interact: every pair of them occurs.
 for number, family in enumerate(sorted(OWN.keys() - {"llama"})):
     CASES |= {

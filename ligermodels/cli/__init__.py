@@ -9,18 +9,23 @@ wrong, or if a file cannot be read or written.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import warnings
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from ligermodels.cli.interrupts import EXIT_CODE, quit_on_interrupt
 
-from ligermodels import __version__
-from ligermodels.cli import convert, families, finetune, generate, inspect
-from ligermodels.cli.options import Formatter, Parser
-from ligermodels.errors import LigerError, first_line
+with quit_on_interrupt():
+    import argparse
+    import os
+    import sys
+    import warnings
+    from collections.abc import Sequence
+    from importlib import import_module
+    from types import ModuleType
+    from typing import Any
+
+    from ligermodels import __version__
+    from ligermodels.cli import convert, families, finetune, generate, inspect
+    from ligermodels.cli.options import Formatter, Parser
+    from ligermodels.cli.suggestions import did_you_mean
+    from ligermodels.errors import LigerError, first_line, printable
 
 COMMANDS = (finetune, generate, inspect, convert, families)
 
@@ -36,12 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")
     given = argparse.Namespace(module=None)
     try:
-        given, unknown = _parser().parse_known_args(argv)
-        if unknown:
-            # argparse itself would report these arguments without the name of the command.
-            Parser(prog=f"ligermodels {_name(given.module)}").error(
-                f"unrecognized arguments: {' '.join(unknown)}"
-            )
+        with quit_on_interrupt():
+            given = _parse(argv)
+            import_module("ligermodels.training.finetune")  # It imports most of what is slow.
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             given.module.run(given)
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         _say("interrupted")
-        return 130
+        return EXIT_CODE
     except BrokenPipeError:
         # The program that read our output has exited (`| head`). Redirect stdout, so that the
         # interpreter's last flush does not fail.
@@ -66,12 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        _say(f"out of memory: {first_line(error)}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
+        reason = f": {first_line(error)}" if str(error).strip() else ""
+        _say(f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
         return 1
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments; print a mistake as one line and exit."""
     parser = Parser(
         prog="ligermodels",
         description="Load, fine-tune, run and export Hugging Face checkpoints.",
@@ -84,12 +88,21 @@ def _parser() -> argparse.ArgumentParser:
         version=f"ligermodels {__version__}",
         help="show the version and exit",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = {}
     for module in COMMANDS:
-        command = commands.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
+        command = subparsers.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
         command.set_defaults(module=module)
         module.add_arguments(command)
-    return parser
+        commands[module] = command
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # argparse itself would report these arguments without the name of the command.
+        command = commands[given.module]
+        word = unknown[0].partition("=")[0] or " "
+        hint = did_you_mean(word, command._option_string_actions) if word[0] == "-" else ""
+        command.error(f"unrecognized arguments: {' '.join(map(printable, unknown))}{hint}")
+    return given
 
 
 def _name(module: ModuleType) -> str:

@@ -7,6 +7,12 @@ import argparse
 from ligermodels.cli.options import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
 
+# Endings of files that users may expect as TARGET.
+_OF_FILES = (
+    *(".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx"),
+    *(".json", ".zip", ".tar", ".gz", ".h5", ".npz", ".pkl"),
+)
+_TO_GGUF = ", and make a GGUF file of the folder with llama.cpp's convert_hf_to_gguf.py"
 HELP = "change a checkpoint's dtype or shard size, or verify its conversion"
 
 
@@ -19,8 +25,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "SOURCE to the native layout and back in a temporary folder, and compares the result with "
         "SOURCE. If anything differs, the exit code is 1."
     )
+    command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
     add = command.add_argument
-    add("source", metavar="SOURCE", help="hub id or local folder of a checkpoint")
+    add("source", metavar="SOURCE", nargs="?", help="hub id or local folder of a checkpoint")
     add("target", metavar="TARGET", nargs="?", help="the folder to write")
     add("--verify", action="store_true", help="compare tensors, config keys and tokenizer files")
     add(
@@ -38,19 +45,34 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
+    from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
     from ligermodels.models.auto import AutoLiger, family_of
 
     target = None if given.target is None else Path(given.target)
+    if given.source is None:
+        raise LigerError(
+            "convert: SOURCE is missing, and so is TARGET or --verify; see 'ligermodels convert "
+            "--help'"
+        )
     if target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")
     if target is None and given.dtype:
         raise LigerError("convert: --dtype needs TARGET")
-    if target is not None and (target / "config.json").exists() and not given.overwrite:
-        raise LigerError(
-            f"{given.target}: the folder holds a checkpoint; replace it with --overwrite"
-        )
+    if target is not None:
+        if target.suffix.lower() in _OF_FILES and not target.is_dir():
+            raise LigerError(
+                f"{given.target}: this is the name of a file, but convert writes a folder of "
+                "safetensors and JSON files; choose a name without "
+                f"{target.suffix!r}" + _TO_GGUF * (target.suffix.lower() == ".gguf")
+            )
+        if (present := replaced_names(target)) and not given.overwrite:
+            more = "" if len(present) == 1 else f" and {len(present) - 1} more files"
+            raise LigerError(
+                f"{given.target}: the folder holds {present[0]}{more} of a checkpoint; replace "
+                "them with --overwrite, or choose another folder"
+            )
     source = resolve(given.source, revision=given.revision)
     family = family_of(source)
     if target is None:
@@ -67,7 +89,12 @@ def run(given: argparse.Namespace) -> None:
                 "compare; choose another TARGET"
             )
         loading = loading_options(given)
-        AutoLiger.from_hf(source, **loading).save_hf(target, max_shard_size=given.max_shard_size)
+        AutoLiger.from_hf(source, **loading).save_hf(
+            target,
+            max_shard_size=given.max_shard_size,
+            allow_nonfinite=given.allow_nonfinite,
+            overwrite=given.overwrite,
+        )
         print(f"wrote the checkpoint to {target}")
         if not given.verify:
             return

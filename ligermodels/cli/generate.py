@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.options import loading_arguments, loading_options, number
 from ligermodels.errors import LigerError
@@ -14,24 +15,31 @@ if TYPE_CHECKING:
     from ligermodels.text.tokenizer import Tokenizer
 
 HELP = "generate text from a prompt, or chat"
+OUT_OF_MEMORY = " (try a smaller --max-new-tokens, or --dtype bfloat16)"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the model, the prompt, and the options for sampling and loading."""
     command.description = (
         "Generate text that continues PROMPT. Decoding is greedy unless a sampling option "
-        "(--temperature, --top-k, --top-p or --seed) is given. Without PROMPT, the text is read "
-        "from stdin; on a terminal, --chat then holds a conversation, with one line per turn."
+        "(--temperature, --top-k, --top-p or --seed) is given, and with --temperature 0. Without "
+        "PROMPT, the text is read from stdin; on a terminal, --chat then holds a conversation, "
+        "with one line per turn."
     )
     add = command.add_argument
     add("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
     add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin")
     add("--chat", action="store_true", help="format the prompt with the chat template")
     add("--system", metavar="TEXT", help="the system message for --chat")
-    count, positive = number(int, at_least=1), number(float, more_than=0)
+    count, positive = number(int, at_least=1, at_most=10**9), number(float, more_than=0)
     share = number(float, more_than=0, at_most=1)
     add("--max-new-tokens", type=count, default=256, metavar="N", help="generate at most N tokens")
-    add("--temperature", type=positive, metavar="T", help="sample at this temperature (default: 1)")
+    add(
+        "--temperature",
+        type=number(float, at_least=0),
+        metavar="T",
+        help="sample at this temperature (default: 1); 0 is greedy",
+    )
     add("--top-k", type=count, metavar="K", help="sample from the K most likely tokens")
     add(
         "--top-p",
@@ -48,7 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--seed",
-        type=number(int, at_least=0),
+        type=number(int, at_least=0, at_most=2**63 - 1),
         metavar="N",
         help="sample; the same seed gives the same text",
     )
@@ -69,7 +77,10 @@ def run(given: argparse.Namespace) -> None:
     conversation = given.chat and given.prompt is None and sys.stdin.isatty()
     prompt = given.prompt
     if not conversation and prompt in (None, "-"):
-        prompt = sys.stdin.read().removesuffix("\n")
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     tokenizer = Tokenizer.from_hf(folder)
@@ -80,54 +91,98 @@ def run(given: argparse.Namespace) -> None:
         _continue(given, model, tokenizer, ids)
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
+    if conversation:
+        _converse(given, model, tokenizer, messages)
+    else:
+        _answer(given, model, tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def _converse(
+    given: argparse.Namespace,
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+) -> None:
+    """Answer each line of the user until the input ends."""
+    end = "Ctrl-Z and Enter end" if os.name == "nt" else "Ctrl-D ends"
+    way_out = f"{end} the chat, and Ctrl-C stops an answer."
+    print(way_out, file=sys.stderr)
     while True:
-        if conversation:
-            try:
-                prompt = input("> ")
-            except EOFError:
-                print()
-                return
-        messages.append({"role": "user", "content": prompt})
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        except ValueError as error:
-            raise LigerError(f"generate: {error}") from error
-        answer = _continue(given, model, tokenizer, ids)
-        if not conversation:
+            if not (prompt := input("> ")).strip():
+                continue
+        except EOFError:
+            print()
             return
-        messages.append({"role": "assistant", "content": answer})
+        except KeyboardInterrupt:
+            print(f"\n{way_out}", file=sys.stderr)
+            continue
+        question = {"role": "user", "content": prompt}
+        pieces: list[str] = []
+        try:
+            _answer(given, model, tokenizer, [*messages, question], pieces)
+        except KeyboardInterrupt:
+            print()
+        if pieces:  # An answer that was stopped before it began leaves no trace.
+            messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _answer(
+    given: argparse.Namespace,
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    pieces: list[str] | None = None,
+) -> None:
+    """Print the answer to a chat, as `_continue` does."""
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    except ValueError as error:
+        raise LigerError(f"generate: {error}") from error
+    _continue(given, model, tokenizer, ids, pieces)
 
 
 def _continue(
-    given: argparse.Namespace, model: DecoderModel, tokenizer: Tokenizer, ids: list[int]
-) -> str:
-    """Generate the text that follows `ids`, print it in pieces or at once, and return it."""
-    import torch
+    given: argparse.Namespace,
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    pieces: list[str] | None = None,
+) -> None:
+    """Generate the text that follows `ids`, and print it in pieces or at once.
 
+    Args: pieces receives the pieces.
+    """
     from ligermodels.generation.generate import stream_text
 
-    sampling = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    generator = None
-    if given.seed is not None:
-        generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(given.seed)
+    pieces = [] if pieces is None else pieces
     try:
-        pieces = stream_text(
+        stream = stream_text(
             model.eval(),
             tokenizer,
             ids,
             max_new_tokens=given.max_new_tokens,
-            do_sample=bool(sampling) or generator is not None,
             repetition_penalty=given.repetition_penalty,
-            generator=generator,
-            **sampling,
+            **_sampling(given, model),
         )
     except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
         raise LigerError(f"generate: {error}") from error
-    text = ""
-    for piece in pieces:
-        text += piece
+    for piece in stream:
+        pieces.append(piece)
         if not given.no_stream:
             print(piece, end="", flush=True)
-    print(text if given.no_stream else "")
-    return text
+    print("".join(pieces) if given.no_stream else "")
+
+
+def _sampling(given: argparse.Namespace, model: DecoderModel) -> dict[str, Any]:
+    """Return the options of `generate` for sampling; none if decoding is greedy."""
+    import torch
+
+    sampling = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if given.seed is not None:
+        device = model.embed_tokens.weight.device
+        sampling["generator"] = torch.Generator(device).manual_seed(given.seed)
+    if not sampling or given.temperature == 0:
+        return {}
+    return {"do_sample": True, **sampling}

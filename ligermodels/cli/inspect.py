@@ -31,9 +31,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
     command.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
+    size = number(int, at_least=1, at_most=2**31 - 1)
     plan = command.add_argument_group("memory plan of training with AdamW")
-    plan.add_argument("--batch", type=number(int, at_least=1), metavar="N", help="rows of a batch")
-    plan.add_argument("--seq", type=number(int, at_least=1), metavar="N", help="tokens of a row")
+    plan.add_argument("--batch", type=size, metavar="N", help="rows of a batch")
+    plan.add_argument("--seq", type=size, metavar="N", help="tokens of a row")
     plan.add_argument("--budget", metavar="SIZE", help="memory, such as 80GiB (default: the GPU's)")
     plan.add_argument(
         "--gpu", metavar="NAME", help="such as H200 (default: that of this machine, or an H100)"

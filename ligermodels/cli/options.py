@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ligermodels.cli.suggestions import did_you_mean
 from ligermodels.errors import ConfigError, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
@@ -24,10 +25,20 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that prints an error as one line."""
+    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action,
+                f"invalid choice: {shown(value)} (choose from {', '.join(map(repr, known))})"
+                f"{did_you_mean(str(value), known)}",
+            )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see '{self.prog} --help'\n")
+        stop = "" if message.endswith("?") else ";"
+        self.exit(2, f"{self.prog}: {message}{stop} see '{self.prog} --help'\n")
 
 
 def loading_arguments(command: argparse.ArgumentParser) -> None:
@@ -54,7 +65,7 @@ def byte_size(text: str) -> int:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(
-            f"not a size: {text!r}; write 5GB, 512MiB or a number of bytes"
+            f"not a size: {shown(text)}; write 5GB, 512MiB or a number of bytes"
         )
     return found
 

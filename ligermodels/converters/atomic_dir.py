@@ -1,23 +1,46 @@
-"""Replace a folder in one step. If the process is killed, either the old or the new folder exists.
+"""Replace a folder in one step, and read one version of a folder that others replace.
 
 On Linux, one system call exchanges two folders. Elsewhere this takes two renames. If a process is
 killed between them, the old folder has another name, and `recover_dir` renames it back.
+
+Any number of threads and processes may do this with one folder. They exclude each other by flock,
+a lock on an open folder. It moves with the folder when that is renamed, and the system releases it
+when the process dies, so that a folder beside the target is abandoned if nobody holds its lock.
+File systems without this lock (some network file systems) have no such exclusion.
 """
 
 import contextlib
 import ctypes
 import errno
 import os
+import re
+import secrets
 import shutil
-import socket
+import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from ligermodels.converters.files import sync_folder
+from ligermodels.converters.files import sync_file, sync_folder
+from ligermodels.errors import CheckpointError, LigerError
+
+try:
+    import fcntl
+except ImportError:  # This is not POSIX, and there are no locks.
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+# The file system has no such locks, or the folder may not be read.
+_NO_LOCKS = (*_NO_EXCHANGE, errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EPERM)
+_PAUSE = 0.002  # seconds between two attempts to take a lock
+_PATIENCE = 600.0  # seconds; the lock is held while files of the old folder are linked or copied
+_RENAMES = 2.0  # seconds in which a process without locks surely makes its second rename
+_ATTEMPTS = 100  # to read a folder while nobody replaces it
 
 
 @contextlib.contextmanager
@@ -26,113 +49,419 @@ def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
 
     The files of the old folder are added to the new one as hard links. Two kinds are left out:
     files that the block wrote, and entries at the top level for whose name `owned` returns True.
-    If the block raises, the old folder does not change.
+    If the block or `owned` raises, the old folder does not change.
 
     Args: target is a resolved path. It may be absent; its parents are created.
     Raises:
         OSError: `target` cannot be replaced, or the file system reports an error.
     """
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
-    if target.is_dir() and os.path.ismount(target):
-        raise OSError(errno.EBUSY, "the folder is a mount point; pass a folder inside it")
-    if target == Path.cwd() or target in Path.cwd().parents:
+    check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recover_dir(target)
+    _remove_leftovers(target)
+    fresh, lock = _new_folder(target)
+    try:
+        yield fresh
+        _replace(target, fresh, owned)
+    finally:
+        # After an error this is the incomplete new folder.
+        _remove(fresh)
+        lock.close()
+
+
+def recover_dir(target: Path) -> bool:
+    """Return whether the folder exists, after undoing a replacement that was killed half way.
+
+    If a process was killed between the two renames, this renames the old folder back. If a process
+    is between them, this waits for it.
+    """
+    try:
+        target = Path(os.path.realpath(target))
+    except ValueError:  # The path has a null byte, or characters that no path can have.
+        return False
+    last = time.monotonic() + _PATIENCE
+    unlocked = time.monotonic() + _RENAMES
+    absent = 0
+    while not os.path.isdir(target):
+        asides = [] if os.path.lexists(target) else _beside(target, "replaced")
+        # It may be that one replacement has ended since the first look, and another has begun.
+        absent = 0 if asides else absent + 1
+        if absent == 3 or time.monotonic() > last:
+            return False
+        for aside in asides:
+            with contextlib.suppress(OSError), _Folder(aside) as folder:
+                if folder.locked or time.monotonic() > unlocked:
+                    folder.rename(aside, target)
+        if asides:
+            time.sleep(_PAUSE)
+    return True
+
+
+def read_one_version(folder: Path, read: Callable[[], T]) -> T:
+    """Call `read`, which opens files of `folder`, until nobody has replaced it or them meanwhile.
+
+    Raises:
+        LigerError: what `read` raises, if nobody has replaced the folder.
+        CheckpointError: the folder was replaced during each of many calls.
+    """
+    for _ in range(_ATTEMPTS):
+        recover_dir(folder)
+        with _hold(folder):
+            before = _version(folder)
+            try:
+                result = read()
+            except LigerError:
+                if _version(folder) == before:
+                    raise
+            else:
+                if _version(folder) == before:
+                    return result
+    raise CheckpointError(
+        f"{folder}: the folder was replaced each of the {_ATTEMPTS} times that it was read; try "
+        "again when no other process saves to it"
+    )
+
+
+@contextlib.contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    """Keep a folder open, so that no new folder gets its inode number."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _version(folder: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+class _Folder:
+    """An open folder, which no other object of this class has open, in any process.
+
+    Attributes: locked is False if the file system has no locks, so that others may have it open.
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such folder; links are not followed.
+        BlockingIOError: it is open elsewhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.locked = False
+        self._status = os.stat(path, follow_symlinks=False)
+        self._descriptor: int | None = None
+        if not stat.S_ISDIR(self._status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
+        if fcntl is None:
+            return
+        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.locked = True
+            self._status = os.fstat(self._descriptor)
+        except OSError as fault:
+            self.close()
+            if fault.errno not in _NO_LOCKS:
+                raise
+
+    def __enter__(self) -> "_Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether the folder has not been renamed or removed."""
+        try:
+            return os.path.samestat(self._status, os.stat(path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Rename the folder from `path` to `target`, if it is there and the target is absent."""
+        with _wait_for(target.parent):
+            if self.is_at(path) and not os.path.lexists(target):
+                os.rename(path, target)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with contextlib.suppress(OSError):  # A fork of this process may have it open, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _wait_for(path: Path) -> Iterator[bool]:
+    """Lock the folder that has this path now; yield False if there is none.
+
+    Raises:
+        TimeoutError: another process holds the lock all the time.
+        OSError: the path is no folder.
+    """
+    last = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            folder = _Folder(path)
+        except FileNotFoundError:
+            yield False
+            return
+        except BlockingIOError:
+            if time.monotonic() > last:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another save to {path} has not ended within {_PATIENCE:g} seconds",
+                ) from None
+            time.sleep(_PAUSE)
+            continue
+        with folder:
+            if folder.is_at(path):
+                yield True
+                return
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise OSError if `replace_dir` would refuse this path, which is resolved."""
+    try:
+        if not stat.S_ISDIR(os.stat(target).st_mode):
+            raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+    except FileNotFoundError:
+        return
+    _refuse_mounts(target)
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        return
+    if target == here or target in here.parents:
         raise OSError(
             errno.EBUSY,
             "the folder contains the current directory, which would be deleted; run from elsewhere",
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    recover_dir(target)
-    _remove_leftovers(target)
-    fresh = target.with_name(f"{_prefix(target)}{os.getpid()}")
-    fresh.mkdir()
+
+
+def _refuse_mounts(folder: Path) -> None:
+    """Raise if a volume is mounted at a folder or in it: it would lose its place or its files."""
+    mounts = _mounts_in(folder)
+    if folder in mounts:
+        raise OSError(errno.EBUSY, "the folder is a mount point; pass a folder inside it")
+    if mounts:
+        raise OSError(
+            errno.EBUSY,
+            f"a volume is mounted in the folder, at {mounts[0]}; unmount it, or pass another "
+            "folder",
+        )
+
+
+def _mounts_in(folder: Path) -> list[Path]:
+    """Return the mount points at and below a folder, whose path is resolved."""
     try:
-        yield fresh
-        if target.is_dir():
-            _carry_over(target, fresh, owned)
-            shutil.copymode(target, fresh)
-        sync_folder(fresh)
-        _swap_in(fresh, target)
-    finally:
-        # After an error this is the incomplete new folder. After an exchange it is the old folder.
-        shutil.rmtree(fresh, ignore_errors=True)
+        table = Path("/proc/self/mountinfo").read_bytes()
+    except OSError:
+        return [Path(path) for path, _, _ in os.walk(folder) if os.path.ismount(path)]
+    # See man proc_pid_mountinfo: the fifth field is the path, with octal numbers for white space.
+    fields = [line.split(b" ")[4] for line in table.splitlines()]
+    names = [re.sub(rb"\\([0-7]{3})", lambda x: bytes([int(x[1], 8)]), field) for field in fields]
+    raw = os.fsencode(folder)
+    return [Path(os.fsdecode(x)) for x in names if x == raw or x.startswith(raw + b"/")]
 
 
-def recover_dir(target: Path) -> None:
-    """Rename the old folder back if a process was killed between the two renames."""
-    aside = _aside(Path(os.path.abspath(target)))  # The path "." has no name.
-    with contextlib.suppress(OSError):
-        if aside.is_dir() and not target.exists():
-            os.rename(aside, target)
+def _beside(target: Path, kind: str) -> list[Path]:
+    """Return the folders of a kind, "saving" or "replaced", that belong to `target`."""
+    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{16}")
+    try:
+        return [target.with_name(x) for x in os.listdir(target.parent) if pattern.fullmatch(x)]
+    except OSError:
+        return []
 
 
-def _prefix(target: Path) -> str:
-    return f".{target.name}.saving-{socket.gethostname()}-"
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+def _new_folder(target: Path) -> tuple[Path, _Folder]:
+    while True:
+        fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
+        fresh.mkdir()
+        # Another save may take it for abandoned before it is locked.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            lock = _Folder(fresh)
+            if lock.is_at(fresh):
+                return fresh, lock
+            lock.close()
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the new folders that processes on this host left behind when they died."""
-    prefix = _prefix(target)
-    for path in target.parent.iterdir():
-        pid = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-    if target.exists() and _aside(target).exists():
-        shutil.rmtree(_aside(target), ignore_errors=True)
+    """Remove the folders that killed processes left behind beside the target."""
+    for kind in ("saving", "replaced"):
+        for path in _beside(target, kind):
+            with contextlib.suppress(OSError), _Folder(path) as folder:
+                # While there is no target, the replaced folder is the only one.
+                needed = kind == "replaced" and not target.exists()
+                if folder.locked and folder.is_at(path) and not needed:
+                    _remove(path)
 
 
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # An earlier replacement in this process left the folder behind.
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
+def _remove(folder: Path) -> None:
+    """Remove a folder; but if a volume has been mounted in it, leave everything."""
+    if not os.path.lexists(folder) or _mounts_in(folder):
+        return
+    for path, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(path, stat.S_IRWXU)  # so that a read-only folder can be emptied
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(target: Path, fresh: Path, owned: Callable[[str], bool]) -> None:
+    """Move `fresh` to `target`, add the other files of the old folder, and remove that."""
+    written = set(os.listdir(fresh))
+
+    def carried(name: str) -> bool:
+        return not owned(name) and name not in written
+
+    while not _replace_once(target, fresh, carried):
         pass
+    sync_folder(target.parent)
+
+
+def _replace_once(target: Path, fresh: Path, carried: Callable[[str], bool]) -> bool:
+    """Return False if another process has made the target just now, so that this must repeat."""
+    recover_dir(target)
+    with _wait_for(target) as exists:
+        if not exists:
+            sync_folder(fresh)
+            with _wait_for(target.parent):
+                if os.path.lexists(target) or _beside(target, "replaced"):
+                    return False
+                os.rename(fresh, target)
+            return True
+        _refuse_mounts(target)
+        carry = _Carry(carried)
+        carry.over(target, fresh)
+        shutil.copymode(target, fresh)
+        sync_folder(fresh)
+        old = _swap(fresh, target)
+        try:
+            # Others may have changed the old folder until now.
+            _refuse_mounts(old)
+            carry.over(old, target)
+        except BaseException:
+            _swap_back(old, target, fresh)
+            raise
+        _remove(old)
     return True
 
 
-def _carry_over(old: Path, new: Path, owned: Callable[[str], bool] | None = None) -> None:
-    for path in old.iterdir():
-        copy = new / path.name
-        if os.path.lexists(copy) or (owned is not None and owned(path.name)):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            copy.mkdir()
-            _carry_over(path, copy)
-            shutil.copystat(path, copy)
-        else:
-            _link(path, copy)
+class _Carry:
+    """Add the files of an old folder to a new one.
+
+    Args: wanted says of a name at the top level whether to add it.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
+        self._wanted = wanted
+        self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
+
+    def over(self, old: Path, new: Path) -> None:
+        """Add the files, or in a second call those that have come or changed since the first.
+
+        Raises:
+            OSError: a file or folder cannot be added, or another save is at work in a folder.
+        """
+        changed: list[Path] = []
+        self._add(old, new, "", changed)
+        for folder in changed:
+            sync_folder(folder)
+
+    def _add(self, old: Path, new: Path, where: str, changed: list[Path]) -> None:
+        added = False
+        for name in sorted(os.listdir(old)):
+            if not where and not self._wanted(name):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
+                path, copy, key = old / name, new / name, f"{where}/{name}"
+                status = os.lstat(path)
+                now: tuple[int, ...] = (status.st_dev, status.st_ino)
+                if stat.S_ISDIR(status.st_mode):
+                    added |= self._enter(path, copy, now, self._seen.get(key))
+                    self._seen[key] = now
+                    self._add(path, copy, key, changed)
+                    shutil.copystat(path, copy)
+                    continue
+                now += (status.st_size, status.st_mtime_ns)
+                if self._seen.get(key) != now:
+                    _link(path, copy)
+                    self._seen[key] = now
+                    added = True
+        if added:
+            changed.append(new)
+
+    def _enter(
+        self, path: Path, copy: Path, now: tuple[int, ...], then: tuple[int, ...] | None
+    ) -> bool:
+        """Make the new folder `copy` for the old folder `path`, if the first call did not."""
+        with contextlib.suppress(BlockingIOError), _Folder(path):
+            if then not in (None, now):
+                raise OSError(errno.EBUSY, f"{path} was replaced meanwhile; try again")
+            if not os.access(path, os.W_OK) and os.stat(path).st_uid != os.geteuid():
+                raise PermissionError(
+                    errno.EACCES, f"{path} belongs to another user, who would lose access to it"
+                )
+            if then is None:
+                copy.mkdir()
+            return then is None
+        raise OSError(errno.EBUSY, f"another save is at work in {path}; try again later")
 
 
-def _link(source: str | Path, copy: str | Path) -> None:
-    """Make a hard link to a file, or copy the file if the file system has no hard links."""
+def _link(source: Path, copy: Path) -> None:
+    """Make a hard link to a file, or copy the file if the file system has no hard links.
+
+    A file that an earlier call put there is replaced, if it is another one by now.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.lstat(source), os.lstat(copy)):
+            return
+        copy.unlink()
     try:
         os.link(source, copy, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
     except OSError:
+        mode = os.lstat(source).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise  # A copy would read from the pipe or the device.
         shutil.copy2(source, copy, follow_symlinks=False)
+        if stat.S_ISREG(mode):
+            sync_file(copy)
 
 
-def _swap_in(fresh: Path, target: Path) -> None:
-    """Move `fresh` to `target`. Afterwards `fresh` is the old folder or does not exist."""
-    if not target.exists():
-        os.rename(fresh, target)
-    elif not _exchange(fresh, target):
-        aside = _aside(target)
-        os.rename(target, aside)
+def _swap(fresh: Path, target: Path) -> Path:
+    """Move `fresh` to `target`; return the place of the old folder."""
+    if _exchange(fresh, target):
+        return fresh
+    aside = target.with_name(fresh.name.replace(".saving-", ".replaced-"))
+    with _wait_for(target.parent):
         try:
+            os.rename(target, aside)
             os.rename(fresh, target)
-        except OSError:
-            os.rename(aside, target)
+        except BaseException:
+            if os.path.lexists(aside) and not os.path.lexists(target):
+                os.rename(aside, target)
             raise
         sync_folder(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-    sync_folder(target.parent)
+    return aside
+
+
+def _swap_back(old: Path, target: Path, fresh: Path) -> None:
+    if old == fresh:
+        _exchange(fresh, target)
+        return
+    with _wait_for(target.parent):
+        os.rename(target, fresh)
+        os.rename(old, target)
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -66,6 +66,7 @@ class Checkpoint:
             promised.setdefault(shard, set()).add(name)
         for path in self.files:
             file = SafetensorsFile(path)
+            self._keep_open(file)
             if shard_of is not None:
                 _match_index(index, promised[path.name], path, file.tensors)
             self.tensors.update(file.tensors)
@@ -236,10 +237,13 @@ class Checkpoint:
         file = self._file_of[name]
         with self._lock:
             if file not in self._open:
-                if len(self._open) == _MAX_OPEN_FILES:
-                    self._open.pop(0).close()
-                self._open.append(file)
+                self._keep_open(file)
         return file.read(name, first, last, out=out)
+
+    def _keep_open(self, file: SafetensorsFile) -> None:
+        if len(self._open) == _MAX_OPEN_FILES:
+            self._open.pop(0).close()
+        self._open.append(file)
 
     def _refuse_nonfinite(self, name: str, stored: Tensor, dtype: torch.dtype) -> NoReturn:
         if is_finite(stored):

@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.files import read_json
+from ligermodels.converters.files import (
+    names_if_present,
+    open_regular,
+    read_if_present,
+    read_json,
+)
 from ligermodels.errors import CheckpointError, listing, printable, shown
 
 # transformers.utils has constants of the same names.
@@ -33,29 +38,31 @@ COPIED_FILES = (
 )
 
 
-def copied_files(folder: Path) -> list[str]:
-    """Return the names of the folder's files that an export copies, relative to the folder."""
-    templates = sorted(path.name for path in (folder / CHAT_TEMPLATE_DIR).glob("*"))
-    names = [*COPIED_FILES, *(f"{CHAT_TEMPLATE_DIR}/{name}" for name in templates)]
-    return [name for name in names if (folder / name).is_file()]
-
-
-def file_names(folder: Path) -> set[str]:
-    """Return the names in a folder, without broken links, which the hub cache may have.
+def copied_files(folder: Path) -> dict[str, bytes]:
+    """Return the folder's files that an export copies: name relative to the folder -> content.
 
     Raises:
-        CheckpointError: the folder cannot be listed.
+        CheckpointError: one of these names is there, but is not a file that can be read.
     """
-    try:
-        return {name for name in os.listdir(folder) if os.path.exists(folder / name)}
-    except OSError as fault:
-        raise CheckpointError(f"{folder}: the folder cannot be read: {fault.strerror}") from None
+    templates = names_if_present(folder / CHAT_TEMPLATE_DIR, CheckpointError) or []
+    shown_templates = [name for name in templates if not name.startswith(".")]
+    names = [*COPIED_FILES, *(f"{CHAT_TEMPLATE_DIR}/{name}" for name in shown_templates)]
+    found = ((name, read_if_present(folder / name, CheckpointError)) for name in names)
+    return {name: content for name, content in found if content is not None}
 
 
 def local_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Call `weight_files` for a local folder."""
+    """Call `weight_files` for a local folder. Links that lead nowhere raise CheckpointError."""
+    try:
+        names = os.listdir(folder)
+    except OSError as fault:
+        raise CheckpointError(f"{folder}: the folder cannot be read: {fault.strerror}") from None
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    return weight_files(str(folder), file_names(folder), lambda: read_json(index, CheckpointError))
+    found = weight_files(str(folder), names, lambda: read_json(index, CheckpointError))
+    for name in found[0]:
+        if not os.path.exists(folder / name):
+            open_regular(folder / name, CheckpointError).close()  # raises
+    return found
 
 
 def weight_files(

@@ -1,9 +1,9 @@
 """Write an HF checkpoint: the parameters as shards of HF tensors, the config and the tokenizer."""
 
 import contextlib
+import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.atomic_dir import replace_dir
+from ligermodels.converters.atomic_dir import check_replaceable, replace_dir
+from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
@@ -20,12 +21,11 @@ from ligermodels.converters.checkpoint_files import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
-    copied_files,
 )
-from ligermodels.converters.files import read_json, sync_file, write_json
+from ligermodels.converters.files import read_json, sync_file, sync_folder, write_json
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
-from ligermodels.errors import CheckpointError, SaveError
+from ligermodels.errors import CheckpointError, SaveError, shown
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -62,30 +62,34 @@ def save(
     weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
-    source_folder: str | os.PathLike[str] | None = None,
+    source_files: Mapping[str, bytes] | None = None,
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    allow_nonfinite: bool = False,
+    overwrite: bool = True,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
     This takes memory for one native parameter on the CPU. Files in `folder` that do not belong to
-    a checkpoint stay. Its tokenizer files also stay if `source_folder` has none.
+    a checkpoint stay. Its tokenizer files also stay if `source_files` has none. Any number of
+    threads and processes may save to one folder; the last of them replaces what the others wrote.
 
     Args:
         config_dict: the content of config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
-        source_folder: the folder whose tokenizer and generation files are copied bit for bit.
+        source_files: name -> content of the tokenizer and generation files to write.
         max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
+        allow_nonfinite: whether to write NaN and infinite values.
+        overwrite: whether to replace files of a checkpoint that are in `folder`.
     Raises:
-        SaveError: the disk is full, there is no permission, or `folder` is a file. The old content
-            of `folder` is unchanged.
+        SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
+            mounted in it, or a value is not finite. The old content of `folder` is unchanged.
     """
     if max_shard_size < 1:
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
-    target = Path(folder).expanduser().resolve()
-    source = target if source_folder is None else Path(source_folder)
-    copied = [] if source_folder is None else copied_files(source)
+    target = _resolve(folder)
+    source_files = source_files or {}
     if dtypes is None:
         dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
     plan = _Plan(weight_map, dtypes)
@@ -96,19 +100,61 @@ def save(
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
     try:
-        with replace_dir(target, _owned(target, bool(copied))) as fresh:
+        owned = _owned(target, bool(source_files)) if overwrite else _refusing(target)
+        with replace_dir(target, owned) as fresh:
             write_json(fresh / CONFIG_NAME, config_dict)
-            _write_weights(fresh, plan, get_tensor, max_shard_size)
-            for name in copied:
-                copy = fresh / name
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / name, copy)
-                sync_file(copy)
+            _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
+            for name, content in source_files.items():
+                path = fresh / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
+                sync_file(path)
+            if any("/" in name for name in source_files):
+                sync_folder(fresh / CHAT_TEMPLATE_DIR)
     except OSError as fault:  # This includes SaveError.
         raise SaveError(
             f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
             "content of the folder is unchanged"
         ) from fault
+
+
+def replaced_names(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a folder that a save may replace or remove, without changing anything.
+
+    Raises:
+        SaveError: a save to this folder would be refused.
+    """
+    target = _resolve(folder)
+    try:
+        check_replaceable(target)
+        return sorted(filter(_owned(target, True), os.listdir(target)))
+    except FileNotFoundError:
+        return []
+    except OSError as fault:
+        raise SaveError(
+            f"{folder}: a checkpoint cannot be saved here: {fault.strerror or fault}"
+        ) from fault
+
+
+def _resolve(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as fault:  # A loop of links, or a null byte.
+        raise SaveError(f"{shown(os.fspath(folder))}: this cannot be a folder: {fault}") from None
+
+
+def _refusing(target: Path) -> Callable[[str], bool]:
+    """Return a function that raises for the names that belong to a checkpoint."""
+    owned = _owned(target, True)
+
+    def refuse(name: str) -> bool:
+        if owned(name):
+            raise FileExistsError(
+                errno.EEXIST, f"{name} is in the folder, and overwrite=False forbids to replace it"
+            )
+        return False
+
+    return refuse
 
 
 def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
@@ -129,15 +175,20 @@ def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
 
 
 def _write_weights(
-    folder: Path, plan: _Plan, get_tensor: Callable[[str], Tensor], max_shard_size: int
+    folder: Path,
+    plan: _Plan,
+    get_tensor: Callable[[str], Tensor],
+    max_shard_size: int,
+    allow_nonfinite: bool,
 ) -> None:
     shards = plan.shards(max_shard_size)
     if len(shards) == 1:
-        return _write_shard(folder / SAFE_WEIGHTS_NAME, shards[0], plan, get_tensor)
+        path = folder / SAFE_WEIGHTS_NAME
+        return _write_shard(path, shards[0], plan, get_tensor, allow_nonfinite)
     shard_of = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, names, plan, get_tensor)
+        _write_shard(folder / file, names, plan, get_tensor, allow_nonfinite)
         shard_of.update(dict.fromkeys(names, file))
     total = sum(map(plan.nbytes, shard_of))
     write_json(
@@ -147,7 +198,11 @@ def _write_weights(
 
 
 def _write_shard(
-    path: Path, names: list[str], plan: _Plan, get_tensor: Callable[[str], Tensor]
+    path: Path,
+    names: list[str],
+    plan: _Plan,
+    get_tensor: Callable[[str], Tensor],
+    allow_nonfinite: bool,
 ) -> None:
     """Write a safetensors file piece by piece; `safetensors.torch.save_file` needs the whole shard.
 
@@ -169,14 +224,19 @@ def _write_shard(
     parts = [(*part, plan.dtypes[name]) for name in names for part in plan.parts[name]]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for rows in _rows(parts, get_tensor):
+        for rows, entry, span in _rows(parts, get_tensor):
+            if not allow_nonfinite and not is_finite(rows):
+                raise SaveError(
+                    f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
+                    "infinite values; pass allow_nonfinite=True to save them"
+                )
             file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 
 def _rows(
     parts: list[tuple[Entry, Span, torch.dtype]], get_tensor: Callable[[str], Tensor]
-) -> Iterator[Tensor]:
+) -> Iterator[tuple[Tensor, Entry, Span]]:
     """Yield the rows of each part on the CPU; get a parameter once for its consecutive parts."""
     held, tensor = None, torch.empty(0)
     for entry, span, dtype in parts:
@@ -187,4 +247,4 @@ def _rows(
                     f"parameter {held!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
                     f"expected {dtype} of shape {list(entry.shape)}"
                 )
-        yield tensor[span.row : span.row + span.rows]
+        yield tensor[span.row : span.row + span.rows], entry, span

@@ -92,8 +92,10 @@ def read_if_present(path: Path, error: type[LigerError], limit: int = _MAX_JSON)
     with file:
         try:
             size = os.fstat(file.fileno()).st_size
-            # The size that a file declares may be wrong, for example in /proc.
-            text = b"" if size > limit else io.BufferedReader(file).read(limit + 1)
+            reader = io.BufferedReader(file)
+            text = b"" if size > limit else reader.read(size + 1)
+            if size < len(text) <= limit:  # Some files, such as those in /proc, declare no size.
+                text += reader.read(limit + 1 - len(text))
         except OSError as fault:
             raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
     if (size := max(size, len(text))) > limit:

@@ -19,7 +19,7 @@ from typing_extensions import Self
 from ligermodels.converters import hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.dtypes import FLOAT_DTYPES
-from ligermodels.converters.files import is_int, is_number, is_token_id, read_json
+from ligermodels.converters.files import is_int, is_number, is_token_id, read_json_if_present
 from ligermodels.errors import CheckpointError, ConfigError, shown
 
 # Keys that change the computation, and the values of each that do not change it. A family that
@@ -96,12 +96,13 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: the file is not a JSON object, or has a key twice.
     """
     path = Path(folder) / CONFIG_NAME
-    if not os.path.exists(path):
+    found = read_json_if_present(path, ConfigError)
+    if found is None:
         what = "there is no such folder"
         if os.path.isdir(folder):
             what = "the file is missing; choose a folder that holds a Hugging Face checkpoint"
         raise CheckpointError(f"{path}: {what}")
-    return read_json(path, ConfigError)
+    return found
 
 
 def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Turn a hub id or a local path into a local folder; download only the files that are needed."""
 
-import contextlib
 import logging
 import os
 import re
@@ -10,18 +9,33 @@ from typing import Any
 from ligermodels.converters.atomic_dir import recover_dir
 from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
     CONFIG_NAME,
     COPIED_FILES,
+    GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     local_weight_files,
     weight_files,
 )
 from ligermodels.converters.files import read_json
-from ligermodels.errors import CheckpointError, first_line, printable
+from ligermodels.converters.hub_snapshot import COMMIT, Snapshot, is_damaged
+from ligermodels.errors import CheckpointError, first_line, listing, printable, shown
 
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
 _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
+# Characters that git allows in no name of a branch or tag.
+_NOT_IN_REVISIONS = frozenset(" ~^:?*[\\")
+# Without a connection, a cache that lacks one of these must know that the repository lacks it too:
+# without it the model would stop at other tokens, or the tokenizer would give other ids.
+_MUST_BE_KNOWN = (
+    GENERATION_CONFIG_NAME,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE_FILE,
+)
 
 
 def resolve(
@@ -30,8 +44,10 @@ def resolve(
     """Return the folder of a local checkpoint, or the cached snapshot of a hub id.
 
     The hub is asked once for the commit of the revision, and all files come from that commit.
-    HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and a login work as in huggingface_hub. Without a
-    connection, this returns the cached snapshot if it is complete.
+    A file whose content contradicts the size or a checksum that the hub gives for it is refused.
+    A cached file that was damaged is downloaded again. HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and a
+    login work as in huggingface_hub. If the hub cannot be reached, this returns the cached snapshot
+    if it is complete.
 
     Args:
         name_or_path: a folder, or an id such as "meta-llama/Llama-3.2-1B".
@@ -39,15 +55,14 @@ def resolve(
         weights: if False, download only the config and tokenizer files.
     Raises:
         CheckpointError: the folder or repository does not exist, is gated or has no weights that
-            can be read, or there is no connection and the cache has no complete copy. The message
-            says what to do.
+            can be read; the hub cannot be reached and the cache has no complete copy; or what the
+            hub sent contradicts what it says of it. The message says what to do.
     """
     name = os.fspath(name_or_path)
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    recover_dir(folder)
-    if os.path.isdir(folder):
+    if recover_dir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{name}: this is a local folder, so revision {revision!r} cannot apply; leave "
@@ -60,7 +75,23 @@ def resolve(
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and the name is not a possible hub id"
         )
+    if revision is not None and not _is_revision(revision):
+        raise CheckpointError(
+            f"{name}: revision {shown(revision)} is not a possible name; pass a branch, tag or "
+            "commit of the repository"
+        )
     return _fetch(name, revision, weights)
+
+
+def _is_revision(name: str) -> bool:
+    """Return whether git allows this name. A name with ".." would lead out of the cache."""
+    return (
+        len(name) <= 255
+        and name.isprintable()
+        and ".." not in name
+        and not _NOT_IN_REVISIONS & set(name)
+        and all(part and part[0] not in ".-" for part in name.split("/"))
+    )
 
 
 def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
@@ -70,7 +101,9 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import errors
 
     try:
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+        commit = info.sha
+        said = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     except errors.GatedRepoError as fault:
         raise _gated(repo) from fault
     except errors.RepositoryNotFoundError as fault:
@@ -89,24 +122,34 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     except Exception as fault:  # A missing connection raises many kinds of errors.
         return _cached(repo, revision, weights, fault)
 
-    commit = info.sha
-    names = {sibling.rfilename for sibling in info.siblings or ()}
-    if CONFIG_NAME not in names and weights:
+    # The commit becomes a folder's name in the cache.
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+        raise CheckpointError(
+            f"{repo}: the hub names {shown(commit)} as the commit, which is no commit; check "
+            "HF_ENDPOINT and the proxy"
+        )
+    if revision is not None and COMMIT.fullmatch(revision) and revision != commit:
+        raise CheckpointError(
+            f"{repo}: the hub answers with commit {commit} instead of {revision}; check "
+            "HF_ENDPOINT and the proxy"
+        )
+    if CONFIG_NAME not in said and weights:
         raise CheckpointError(
             f"{repo}/{CONFIG_NAME}: the file is missing on the hub in commit {commit}"
         )
+    names = [name for name in said if isinstance(name, str)]
+    snapshot = Snapshot(repo, commit, said)
 
     def read_index() -> dict[str, Any]:
-        path = huggingface_hub.hf_hub_download(repo, SAFE_WEIGHTS_INDEX_NAME, revision=commit)
-        return read_json(Path(path), CheckpointError)
+        snapshot.download([SAFE_WEIGHTS_INDEX_NAME])
+        return read_json(snapshot.folder / SAFE_WEIGHTS_INDEX_NAME, CheckpointError)
 
     try:
         wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
             files, shard_of = weight_files(repo, names, read_index)
             wanted += files if shard_of is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
-        present = [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)]
-        snapshot = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=present)
+        snapshot.download([n for n in names if n in wanted or _TEMPLATE.fullmatch(n)])
     except CheckpointError:
         raise
     except errors.GatedRepoError as fault:
@@ -116,17 +159,8 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
             f"{repo}: the model could not be downloaded: {first_line(fault)}; try again: what "
             "was downloaded is kept"
         ) from fault
-    _remember(Path(snapshot), revision or "main", commit)
-    return Path(snapshot)
-
-
-def _remember(snapshot: Path, revision: str, commit: str | None) -> None:
-    """Record the commit of a branch in the cache, for later runs without a connection."""
-    if commit and revision != commit and not commit.startswith(revision):
-        ref = snapshot.parent.parent / "refs" / revision
-        with contextlib.suppress(OSError):  # A read-only cache still works.
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit)
+    snapshot.remember(revision or "main")
+    return snapshot.folder
 
 
 def _gated(repo: str) -> CheckpointError:
@@ -141,9 +175,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     import huggingface_hub
     from huggingface_hub import constants
 
-    offline = constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if offline else f"there is no connection ({first_line(fault)})"
-    way_out = "unset HF_HUB_OFFLINE" if offline else "connect"
+    reason, way_out = _why_unreachable(fault)
     found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, revision=revision)
     if not isinstance(found, str):
         raise CheckpointError(
@@ -151,14 +183,53 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
             f"{way_out} to download the model, or pass the path of a local folder"
         ) from fault
     folder = Path(found).parent
+    present = {CONFIG_NAME}
     if weights:
         try:
-            local_weight_files(folder)
+            present.update(local_weight_files(folder)[0])
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "
                 f"rest\n  {incomplete}"
             ) from fault
-    if not offline:
+    unknown = []
+    for name in COPIED_FILES:
+        cached = huggingface_hub.try_to_load_from_cache(repo, name, revision=folder.name)
+        if isinstance(cached, str):
+            present.add(name)
+        elif cached is None and name in _MUST_BE_KNOWN:
+            unknown.append(name)
+    if unknown:
+        raise CheckpointError(
+            f"{repo}: {reason}, and {unknown[0]} was never downloaded, so that it is unknown "
+            f"whether the repository has such a file; {way_out} once, or pass the folder {folder} "
+            f"to load it without\n{listing(unknown)}"
+        ) from fault
+    if damaged := sorted(name for name in present if is_damaged(folder / name)):
+        blob = (folder / damaged[0]).resolve()
+        raise CheckpointError(
+            f"{repo}/{damaged[0]}: the cached copy is damaged, and {reason}; {way_out} to download "
+            f"it again, or delete {blob}\n{listing(damaged)}"
+        ) from fault
+    if not constants.HF_HUB_OFFLINE:
         logger.warning("%s: %s; ligermodels is using the cached copy", repo, reason)
     return folder
+
+
+def _why_unreachable(fault: Exception) -> tuple[str, str]:
+    """Return why the hub gave no answer that can be used, and what the user can do."""
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+    if isinstance(fault, errors.HfHubHTTPError):
+        reason = f"the hub refuses the request ({first_line(fault)})"
+        if getattr(fault.response, "status_code", None) in (401, 403):
+            return reason, "log in again with `hf auth login` (or set HF_TOKEN)"
+        return reason, "try again later"
+    if isinstance(fault, (ValueError, TypeError, LookupError, AttributeError, RecursionError)):
+        return (
+            f"the hub's answer cannot be understood ({first_line(fault)})",
+            "check HF_ENDPOINT and the proxy",
+        )
+    return f"there is no connection ({first_line(fault)})", "connect"

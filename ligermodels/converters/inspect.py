@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, unknown_keys
@@ -47,10 +48,16 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         ConfigError, CheckpointError: a load would fail because of the config, a name or a shape.
     """
     folder = Path(folder)
-    raw = read_config(folder)
-    config = family.config_class.from_hf(folder)
+
+    def read() -> tuple[dict[str, Any], Any, Checkpoint, dict[str, int]]:
+        config, checkpoint = family.config_class.from_hf(folder), Checkpoint(folder)
+        files = [folder / CONFIG_NAME, *checkpoint.files]
+        sizes = {path.name: path.stat().st_size for path in files}
+        sizes |= {name: len(content) for name, content in copied_files(folder).items()}
+        return read_config(folder), config, checkpoint, sizes
+
+    raw, config, checkpoint, sizes = read_one_version(folder, read)
     weight_map = family.weight_map(config)
-    checkpoint = Checkpoint(folder)
     checkpoint.plan(weight_map)
 
     parameters = sum(prod(entry.shape) for entry in weight_map)
@@ -58,7 +65,6 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     for name in weight_map.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
-    names = [CONFIG_NAME, *(path.name for path in checkpoint.files), *copied_files(folder)]
     layers = config.num_hidden_layers
     per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes per layer
     longest = config.max_position_embeddings
@@ -81,6 +87,6 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         left_out=checkpoint.left_out,
         parameters=parameters,
         dtype_bytes=dtype_bytes,
-        files={n: (folder / n).stat().st_size for n in names if (folder / n).is_file()},
+        files=sizes,
         memory=memory,
     )

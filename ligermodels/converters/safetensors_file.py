@@ -61,7 +61,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A safetensors file. The constructor reads the header and nothing else.
+    """A safetensors file. The constructor opens it, and reads the header and nothing else.
 
     Unlike `safetensors.safe_open`, this class reads tensors and does not map the file. If another
     process truncates a mapped file, an access to the mapping kills this process. The class also
@@ -77,10 +77,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._opened: _OpenFile | None = None
-        with open_regular(path, CheckpointError) as file:
-            self._identity = _identity(file)
-            self._data, self.tensors, self.metadata = _read_header(path, file)
+        # It stays open: if a save replaces the checkpoint, this is still the file of the header.
+        self._opened: _OpenFile | None = _OpenFile(path)
+        self._identity = self._opened.identity()
+        self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
     def read(
         self, name: str, first: int = 0, last: int | None = None, *, out: Tensor | None = None
@@ -141,22 +141,23 @@ class _OpenFile:
     """An open file that several threads may read. It is closed when nothing refers to it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_regular(path, CheckpointError)
+        self.file = open_regular(path, CheckpointError)
         self._lock = Lock()
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [buffer], offset)
+            return os.preadv(self.file.fileno(), [buffer], offset)
         with self._lock:
-            self._file.seek(offset)
-            return self._file.readinto(buffer) or 0
+            self.file.seek(offset)
+            return self.file.readinto(buffer) or 0
 
     def identity(self) -> tuple[int, ...]:
-        return _identity(self._file)
+        status = os.fstat(self.file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
+        if hasattr(self, "file"):
+            self.file.close()
 
 
 def _linux_madvise() -> Any:
@@ -179,11 +180,6 @@ def _populate(out: Tensor) -> None:
     if _madvise is not None:
         begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
-
-
-def _identity(file: FileIO) -> tuple[int, ...]:
-    status = os.fstat(file.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:

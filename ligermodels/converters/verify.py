@@ -93,9 +93,10 @@ def verify(
             to_hf(config),
             weight_map,
             get_tensor,
-            source_folder=folder,
+            source_files=copied_files(folder),
             max_shard_size=max_shard_size,
             dtypes=dtypes,
+            allow_nonfinite=True,  # `read` has checked the values.
         )
         return compare(folder, copy, family)
 
@@ -122,7 +123,7 @@ def compare(
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
     raw = text_config(read_config(folder), family.config_class)
-    files = tuple(copied_files(folder))
+    files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
     compared = {key: value for key, value in raw.items() if key not in recast}
     differences = [
@@ -132,10 +133,10 @@ def compare(
             if not _same_tensor(original, name, exported, other, dtype)
         ),
         *_config_differences(compared, read_config(copy)),
-        *(f"{name}: differs" for name in files if not _same_file(folder / name, copy / name)),
+        *(f"{name}: differs" for name in files if files_of_copy.get(name) != files[name]),
     ]
     nbytes = sum(original.tensors[name].nbytes for name in names)
-    return Report(len(names), nbytes, len(compared), files, tuple(differences))
+    return Report(len(names), nbytes, len(compared), tuple(files), tuple(differences))
 
 
 def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
@@ -160,7 +161,3 @@ def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterat
         # The repr of 1 differs from that of 1.0 and of true.
         if key not in after or repr(after[key]) != repr(value):
             yield f"{CONFIG_NAME}: {key!r} was {value!r} and is now {after.get(key)!r}"
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    return b.is_file() and a.read_bytes() == b.read_bytes()

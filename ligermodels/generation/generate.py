@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ligermodels.errors import LigerError, shown
 from ligermodels.generation.generation_config import (
-    read_generation_config,
+    checked_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
     resolve_repetition_penalty,
 )
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import RepetitionPenalty, Sampling
+from ligermodels.kernels.checks import check_count
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, TextStream
+
+# A row cannot be longer: no machine has the memory for its cache.
+MAX_NEW_TOKENS = 10**9
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -55,8 +60,8 @@ def generate(
         input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths. Each prompt
             in a list is a list or a 1-D tensor. The shorter ones are padded on the left.
         callback: a function that is called after every step with the tokens of that step (batch,).
-        max_new_tokens: the maximum number of new tokens, 64 by default. Generation ends earlier if
-            every row has stopped.
+        max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
+            Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
             otherwise.
         temperature, top_k, top_p: as in `Sampling`, with its defaults. They need do_sample.
@@ -78,7 +83,10 @@ def generate(
     Raises:
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
             options contradict each other.
-        CheckpointError: generation_config.json is damaged.
+        LigerError: the logits of a row hold NaN or infinity, so that there is no next token.
+            On a CPU this comes before the token is passed on. On a GPU it comes at the next
+            synchronisation: in the same step if there are stop tokens, else after the last token.
+        CheckpointError: generation_config.json has a value of a wrong type.
     """
     prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
@@ -151,10 +159,16 @@ def _start(
     """
     config = model.config
     sampling = Sampling(do_sample, temperature, top_k, top_p)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: the number must be at least 1")
-    defaults = read_generation_config(model.source_folder)
+    if check_count("generate", "max_new_tokens", max_new_tokens, 1) > MAX_NEW_TOKENS:
+        raise ValueError(
+            f"max_new_tokens={shown(max_new_tokens)}: the number must be at most {MAX_NEW_TOKENS}"
+        )
+    if pad_token_id is not None:
+        check_count("generate", "pad_token_id", pad_token_id, 0)
+    defaults = checked_generation_config(model)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
+    if beyond := [token for token in stops if abs(token) >= 2**63]:
+        raise ValueError(f"eos_token_id={shown(beyond[0])}: expected a token id of at most 64 bits")
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
     ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, pad, config.vocab_size)
@@ -167,6 +181,11 @@ def _start(
             stacklevel=3,
         )
     device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
+    if generator is not None and getattr(generator, "device", device).type != device.type:
+        raise ValueError(
+            f"generator: it is on {generator.device}, and the model is on {device}; make the "
+            "generator on the model's device"
+        )
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
@@ -202,35 +221,52 @@ def _steps(
     generator: torch.Generator | None,
     cache: KVCache,
 ) -> Iterator[Tensor]:
-    batch, prompt = ids_BS.shape
+    batch = len(ids_BS)
     repetition = None
     if penalty != 1.0:
         repetition = RepetitionPenalty(penalty, ids_BS, mask_BS, model.config.vocab_size)
     positions_BS = None
     if mask_BS is not None:
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
-        mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, max_new_tokens)], dim=1)
     stop_ids = torch.tensor(stops, device=ids_BS.device)
     stopped_B = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
+    failed_B = stopped_B
+    waits = ids_BS.device.type == "cpu" or bool(stops)  # A GPU waits only if stop tokens need it.
     ids_BS = ids_BS[:, cache.length :]
     for step in range(max_new_tokens):
-        hidden = model(
-            ids_BS,
-            position_ids=positions_BS,
-            attention_mask=None if mask_BS is None else mask_BS[:, : prompt + step],
-            cache=cache,
-        )
+        hidden = model(ids_BS, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
         logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+        broken_B = ~logits_BV.amax(-1).isfinite()
         if repetition is not None:
             logits_BV = repetition(logits_BV)
+        if sampling.do_sample:  # A draw from NaN would end the process on a GPU.
+            logits_BV = logits_BV.masked_fill(broken_B.unsqueeze(1), 0.0)
         tokens_B = sampling.next_tokens(logits_BV, generator)
         if repetition is not None:
             repetition.add(tokens_B)
+        failed_B = failed_B | (broken_B & ~stopped_B)
         if stops:
             tokens_B = tokens_B.masked_fill(stopped_B, pad)
             stopped_B = stopped_B | torch.isin(tokens_B, stop_ids)
+        if waits:
+            all_stopped, failed = torch.stack([stopped_B.all(), failed_B.any()]).tolist()
+            if failed:
+                raise _no_token(failed_B, step)
         yield tokens_B
-        if stops and bool(stopped_B.all()):
+        if waits and all_stopped:
             return
         ids_BS = tokens_B.unsqueeze(1)
+        if mask_BS is not None:
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1
+    if not waits and bool(failed_B.any()):
+        raise _no_token(failed_B, max_new_tokens - 1)
+
+
+def _no_token(failed_B: Tensor, step: int) -> LigerError:
+    row = int(failed_B.int().argmax())
+    return LigerError(
+        f"generate: the logits of row {row} are NaN or infinite, at new token {step} or before, so "
+        "that there is no likeliest token; check the weights, and load the model in bfloat16 or "
+        "float32 if it is in float16"
+    )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
-from ligermodels.converters.files import is_token_id, read_json
+from ligermodels.converters.files import is_token_id
 from ligermodels.errors import CheckpointError, shown
+from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 
 
@@ -36,17 +37,16 @@ _NOT_IMPLEMENTED = (
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
-def read_generation_config(folder: Path | None) -> dict[str, Any]:
-    """Return a checkpoint's generation_config.json, or {} if there is no folder or no file.
+def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
+    """Return the generation_config.json that a model was loaded with, or {} if it had none.
 
     This warns of settings that are not implemented.
 
     Raises:
-        CheckpointError: the file is damaged, or a value that is used has the wrong type.
+        CheckpointError: a value that is used has the wrong type.
     """
-    if folder is None or not (path := folder / GENERATION_CONFIG_NAME).exists():
-        return {}
-    found = read_json(path, CheckpointError)
+    found, path = model.source_generation_config, model.source_folder or Path()
+    path /= GENERATION_CONFIG_NAME
     for key, (holds, expected) in _READ.items():
         if found.get(key) is not None and not holds(found[key]):
             raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")

@@ -4,10 +4,14 @@ Shape legend: B batch, S prompt length.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from ligermodels.errors import shown
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -35,19 +39,13 @@ def batch_prompts(
 def _batch(
     input_ids: Prompts, attention_mask: Tensor | None, pad_token_id: int
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(input_ids, Tensor):
-        prompts = input_ids if isinstance(input_ids, (list, tuple)) else [input_ids]
-        if any(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError("input_ids: a prompt is a string; encode it with Tokenizer.encode")
-        if len(input_ids) and isinstance(input_ids[0], int):
-            input_ids = torch.tensor(input_ids)
-        else:
-            if attention_mask is not None:
-                raise ValueError(
-                    "attention_mask: a list of prompts has no padding and needs no mask; leave it "
-                    "out"
-                )
-            return _pad_left([torch.as_tensor(row) for row in input_ids], pad_token_id)
+    if _is_list_of_prompts(input_ids):
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask: a list of prompts has no padding and needs no mask; leave it out"
+            )
+        return _pad_left([_tensor("input_ids", row) for row in input_ids], pad_token_id)
+    input_ids = _tensor("input_ids", input_ids)
     if input_ids.dim() == 1:
         input_ids = input_ids.unsqueeze(0)
     if input_ids.dim() != 2:
@@ -55,6 +53,7 @@ def _batch(
     _check_rows(list(input_ids))
     if attention_mask is None:
         return input_ids.long(), None
+    attention_mask = _tensor("attention_mask", attention_mask)
     if attention_mask.dim() == 1:
         attention_mask = attention_mask.unsqueeze(0)
     if attention_mask.shape != input_ids.shape:
@@ -63,6 +62,8 @@ def _batch(
             f"{tuple(input_ids.shape)} differ in shape, but must have the same"
         )
     mask = attention_mask.bool()
+    if not torch.equal(mask.to(attention_mask.dtype), attention_mask):
+        raise ValueError("attention_mask: expected 1 for tokens and 0 for padding, nothing else")
     if not bool(mask.any(1).all()):
         raise ValueError(
             f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding; a prompt needs "
@@ -74,6 +75,26 @@ def _batch(
             "prompts as a list without padding"
         )
     return input_ids.long(), None if bool(mask.all()) else mask.long()
+
+
+def _is_list_of_prompts(value: Any) -> bool:
+    """Return whether a value is a sequence of rows and not one row of ids."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return False
+    return not (len(value) and isinstance(value[0], Integral))
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    """Return a value that a caller passed as a tensor; an array and a list of numbers are fine."""
+    if isinstance(value, str):
+        raise ValueError(f"{name}: a prompt is a string; encode it with Tokenizer.encode")
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name}: got {shown(value)}; expected integers of 64 bits") from None
+    if found.layout is not torch.strided:
+        raise ValueError(f"{name} is a sparse tensor; expected a dense one")
+    return found
 
 
 def _pad_left(rows: list[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor | None]:
@@ -91,7 +112,7 @@ def _check_rows(rows: list[Tensor]) -> None:
     for i, row in enumerate(rows):
         # torch turns an empty list into a float tensor.
         has_floats = row.is_floating_point() and row.numel() > 0
-        if row.dim() != 1 or has_floats or row.dtype == torch.bool:
+        if row.dim() != 1 or has_floats or row.is_complex() or row.dtype == torch.bool:
             raise ValueError(
                 f"input_ids: prompt {i} is {row.dtype} of shape {tuple(row.shape)}; expected token "
                 "ids in one dimension"

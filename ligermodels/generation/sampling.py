@@ -3,10 +3,18 @@
 Shape legend: B batch, S sequence, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from ligermodels.kernels.checks import check_count
+
+# At this temperature a draw takes the likeliest token. Closer to 0, the logits would overflow.
+_LEAST_TEMPERATURE = 1e-20
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -15,7 +23,8 @@ class Sampling:
 
     Attributes:
         do_sample: whether to draw the token. If False, the likeliest token is taken.
-        temperature: the number that divides the logits.
+        temperature: the number that divides the logits. Close to 0, a draw takes the likeliest
+            token.
         top_k: how many of the likeliest tokens a draw may choose from. None means all.
         top_p: the sum of probabilities up to which the likeliest tokens are kept. None means all.
     Raises:
@@ -28,18 +37,16 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        if not (isinstance(self.temperature, Real) and 0 < self.temperature < math.inf):
             raise ValueError(
-                f"temperature={self.temperature}: the temperature must be above 0; do_sample=False "
-                "is greedy"
+                f"temperature={self.temperature!r}: the temperature must be a finite number above "
+                "0; do_sample=False is greedy"
             )
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None:
+            check_count("generate", "top_k", self.top_k, 1)
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
             raise ValueError(
-                f"top_k={self.top_k}: the number must be at least 1, or None for all tokens"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p={self.top_p}: the number must be above 0 and at most 1, or None for all "
+                f"top_p={self.top_p!r}: the number must be above 0 and at most 1, or None for all "
                 "tokens"
             )
         filters = (self.temperature, self.top_k, self.top_p)
@@ -55,7 +62,10 @@ class Sampling:
         Top-k is applied first. Top-p then keeps the likeliest tokens, up to and including the one
         with which the sum of their probabilities reaches `top_p` (arXiv:1904.09751).
         """
-        logits_BV = logits_BV / self.temperature
+        temperature = min(max(self.temperature, _LEAST_TEMPERATURE), _LARGEST)
+        logits_BV = logits_BV / float(temperature)
+        if temperature < 1:
+            logits_BV = logits_BV.clamp(max=_LARGEST)
         if self.top_k is not None:
             kept = torch.topk(logits_BV, min(self.top_k, logits_BV.shape[-1])).values
             logits_BV = logits_BV.masked_fill(logits_BV < kept[:, -1:], -torch.inf)
@@ -97,6 +107,8 @@ class RepetitionPenalty:
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """Return the logits with the penalty on the tokens that were seen."""
         penalised = torch.where(logits_BV > 0, logits_BV / self.penalty, logits_BV * self.penalty)
+        if self.penalty < 1:
+            penalised = penalised.clamp(max=_LARGEST)
         return torch.where(self.seen_BV, penalised, logits_BV)
 
     def add(self, tokens_B: Tensor) -> None:

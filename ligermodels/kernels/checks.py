@@ -44,6 +44,31 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
     return count
 
 
+def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Raise if ids are not an integer tensor, or if one of them is outside the vocabulary.
+
+    Only eager mode on a CPU looks at the values: on a GPU this would be a synchronisation.
+
+    Raises:
+        ValueError: the type or dtype is wrong.
+        IndexError: an id is outside the vocabulary.
+    """
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} is a {type(ids).__name__}; expected a tensor of torch.int64")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} is {ids.dtype}; expected token ids of dtype torch.int64")
+    if ids.layout is not torch.strided:
+        raise ValueError(f"{name} is a sparse tensor; expected a dense one")
+    # A subclass of Tensor, such as a fake tensor, may have no values to look at.
+    if type(ids) is not Tensor or ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if ids.numel() and any(not 0 <= int(end) < vocab_size for end in torch.aminmax(ids)):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        raise IndexError(
+            f"{name}: token {int(outside[0])} is outside the vocabulary of {vocab_size}"
+        )
+
+
 def check_rows(op: str, name: str, x: Tensor) -> None:
     """Raise if x has no last dimension or is not floating point."""
     check_floating(op, name, x)

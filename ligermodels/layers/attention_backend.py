@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.autocast import autocast_dtype, without_autocast
 from ligermodels.kernels.simulation import real_device, simulator_of
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 
@@ -103,6 +103,7 @@ def attend(
     if backend == "sdpa":
         # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
         causal = True if q.shape[2] > 1 else False
+        k, v = heads_for_sdpa(q, k, v)
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=True
         )
@@ -145,6 +146,24 @@ def prepare(
         mask.dense(window, device)
     elif backend == "varlen":
         mask.varlen_seqlens(batch, device)
+
+
+def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with one head for each query head, where a GPU's kernels need that.
+
+    In float32, and with a head_dim above 256, no fused kernel takes grouped heads. PyTorch would
+    compute the formula instead, with all scores in memory. The memory-efficient kernel takes as
+    many key heads as query heads. A single query has few scores, so its heads stay grouped.
+    """
+    dtype = autocast_dtype(q) or q.dtype
+    fused = dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    if real_device(q.device).type != "cuda" or dtype == torch.float64 or fused or q.shape[2] == 1:
+        return k, v
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return k, v
+    k, v = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    return k, v
 
 
 def _capped(

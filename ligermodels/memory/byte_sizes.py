@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 
 GIB = 2**30
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
@@ -27,5 +27,5 @@ def parse_bytes(value: Any, name: str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise ConfigError(
-        f'{name}={value!r}: expected a number of bytes, such as 42949672960, "40GiB" or "80GB"'
+        f'{name}={shown(value)}: expected a number of bytes, such as 42949672960, "40GiB" or "80GB"'
     )

@@ -11,16 +11,16 @@ from torch import nn
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
+from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for: predictions of reserved bytes err by up to 1%.
 RESERVE = 0.01
-_PARTS = (4, 16)  # into which the tokens are divided where MLPs are tiled
+_PARTS = (4, 8)  # into which the tokens are divided where MLPs are tiled
 _SMALLEST_TILE = 1024  # tokens
 
 
@@ -52,7 +52,7 @@ class Planner:
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, or the parameters are sharded.
+            not installed, or parameters are sharded in another way than by `fully_shard`.
     """
 
     def __init__(
@@ -78,11 +78,7 @@ class Planner:
             or not 0 <= reserve < 1
         ):
             raise ConfigError(f"memory plan: reserve={reserve!r}; expected a number in [0, 1)")
-        if any(is_sharded(parameter) for parameter in model.parameters()):
-            raise ConfigError(
-                "memory plan: the parameters are sharded, and what sharding holds and gathers is "
-                "not simulated; write a plan by hand (MemoryPlan.of) and measure its peak"
-            )
+        sharding = Sharding(model)  # it refuses shards that are not simulated
         if count not in ("reserved", "allocated"):
             raise ConfigError(f'memory plan: count={count!r}; expected "reserved" or "allocated"')
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
@@ -95,7 +91,8 @@ class Planner:
         self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
         self.host_budget = parse_bytes(host_budget, "host_budget")
         self.optimizer_bytes = _optimizer_bytes(model, optimizer_bytes)
-        dtype = autocast or next(model.parameters()).dtype
+        gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
+        dtype = autocast or next(gathered, next(model.parameters()).dtype)
         self._given_rates, self._dtype = rates, dtype
         self._simulate = partial(
             simulate,
@@ -106,7 +103,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
         )
-        self._spaces = cache(self._new_spaces)
+        self._space = cache(self._new_space)
 
     @cached_property
     def rates(self) -> Rates:
@@ -126,7 +123,7 @@ class Planner:
         """
         return _from_rank_0(
             lambda: find_plan(
-                self._spaces(*_shape(batch, seq)),
+                self._space(*_shape(batch, seq)),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -139,39 +136,38 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
+            peak = self._space(*_shape(batch, seq)).least_bytes
             return least_budget(peak, self.optimizer_bytes, self.reserve)
 
         return _from_rank_0(least)
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda batch: self._fits(batch, seq)))
+        return self._largest(lambda batch: (batch, seq), start=8)
 
     def largest_seq(self, batch: int) -> int:
         """Return the longest rows that fit, within 2%, or 0."""
-        return _from_rank_0(lambda: largest(lambda seq: self._fits(batch, seq), start=128))
+        return self._largest(lambda seq: (batch, seq), start=1024)
 
-    def _fits(self, batch: int, seq: int) -> bool:
+    def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
-        # Small tiles take the least memory.
-        spaces = self._spaces(*_shape(batch, seq))
-        return any(space.fits(usable) for space in reversed(spaces))
 
-    def _new_spaces(self, batch: int, seq: int) -> list[Space]:
-        """Return the plans to choose from, without MLP tiles and with smaller and smaller ones."""
+        def needed(number: int) -> int:
+            space = self._space(*_shape(*shape(number)))
+            return space.peak(space.smallest)
+
+        return _from_rank_0(lambda: largest(needed, usable, start))
+
+    def _new_space(self, batch: int, seq: int) -> Space:
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
-        return [
-            Space(
-                partial(self._simulated, batch, seq),
-                len(self.model.layers),
-                self.rates,
-                self.host_budget,
-                tile,
-                reserved=self._reserved,
-            )
-            for tile in (None, *(tile for tile in tiles if tile >= _SMALLEST_TILE))
-        ]
+        return Space(
+            partial(self._simulated, batch, seq),
+            len(self.model.layers),
+            self.rates,
+            self.host_budget,
+            [tile for tile in tiles if tile >= _SMALLEST_TILE],
+            reserved=self._reserved,
+        )
 
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
         """Simulate a step under a plan, and give the model its own plan back."""
@@ -267,13 +263,16 @@ def _from_rank_0(compute: Callable[[], Any]) -> Any:
     """Return what rank 0 computes, or raise its exception on every rank."""
     if not _distributed():
         return compute()
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [compute()]
-        except Exception as fault:  # the other ranks wait for an answer
-            made = [fault]
-    dist.broadcast_object_list(made, src=0)
+    # The other ranks wait for an answer, and also get one if rank 0 is interrupted.
+    made: list[Any] = [ConfigError("memory plan: rank 0 was interrupted while it made the plan")]
+    try:
+        if dist.get_rank() == 0:
+            try:
+                made = [compute()]
+            except Exception as fault:
+                made = [fault]
+    finally:
+        dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

@@ -28,7 +28,7 @@ _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than i
 _LARGEST_SLAB = 256 * MIB
 _ALIGNMENT = 512  # bytes
 
-HOLD = 2
+HOLD = 3
 """How many layers may run before a layer's tensors leave GPU memory."""
 
 Piece = tuple[int, int, int]

@@ -1,7 +1,7 @@
 """The memory plan: what each layer of a model keeps for backward, and where it keeps it."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from typing_extensions import Self
@@ -19,19 +19,25 @@ class LayerPlan:
     Attributes:
         keep: the level; the table in `ligermodels.layers.recompute` says what each one keeps.
         host: whether the kept tensors are in pinned host memory until backward.
+        tile: the tokens that the MLP handles at once. None means all.
     """
 
     keep: Keep = "all"
     host: bool = False
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
             raise ConfigError(f"memory plan: keep={self.keep!r}; expected one of {KEEPS}")
         if not isinstance(self.host, bool):
             raise ConfigError(f"memory plan: host={self.host!r}; expected True or False")
+        if self.tile is not None:
+            _check_integer("tile", self.tile, 1)
 
     def __str__(self) -> str:
-        return f"{self.keep}, in host memory" if self.host else self.keep
+        where = ", in host memory" if self.host else ""
+        tiles = f", MLP in tiles of {self.tile} tokens" if self.tile else ""
+        return f"{self.keep}{where}{tiles}"
 
 
 @dataclass(frozen=True)
@@ -71,48 +77,54 @@ class Prediction:
 class MemoryPlan:
     """What each layer keeps for backward.
 
-    No plan changes a gradient, except that `mlp_tile` changes the order of the sums in the weight
-    gradients of the MLPs and of the norms before them.
+    No plan changes a gradient, except that tiles change the order of the sums in the weight
+    gradients of a layer's MLP and of the norm before it.
 
     Attributes:
         layers: one `LayerPlan` for each layer.
-        mlp_tile: the tokens that the MLP of a layer handles at once. None means all.
         host_budget: the most bytes of pinned host memory. By default there is no limit.
         prediction: what the planner says of the plan, or None if the plan was written by hand.
     """
 
     layers: tuple[LayerPlan, ...]
-    mlp_tile: int | None = None
     host_budget: int = NO_LIMIT
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         if wrong := [layer for layer in self.layers if not isinstance(layer, LayerPlan)]:
             raise ConfigError(f"memory plan: layer {wrong[0]!r}; expected a LayerPlan")
-        for name, value, least in (
-            ("mlp_tile", 1 if self.mlp_tile is None else self.mlp_tile, 1),
-            ("host_budget", self.host_budget, 0),
-        ):
-            if type(value) is not int or value < least:
-                raise ConfigError(
-                    f"memory plan: {name}={value!r}; expected an integer of {least} or more"
-                )
+        _check_integer("host_budget", self.host_budget, 0)
 
     @classmethod
-    def uniform(cls, num_layers: int, keep: Keep, *, host: bool = False, **options: Any) -> Self:
+    def uniform(
+        cls,
+        num_layers: int,
+        keep: Keep,
+        *,
+        host: bool = False,
+        mlp_tile: int | None = None,
+        **options: Any,
+    ) -> Self:
         """Return the plan in which all layers have the same level."""
-        return cls((LayerPlan(keep, host),) * num_layers, **options)
+        return cls((LayerPlan(keep, host, mlp_tile),) * num_layers, **options)
 
     @classmethod
-    def of(cls, keeps: Iterable[Keep | LayerPlan], **options: Any) -> Self:
-        """Return a plan from the levels, or the plans, of the layers."""
+    def of(
+        cls, keeps: Iterable[Keep | LayerPlan], *, mlp_tile: int | None = None, **options: Any
+    ) -> Self:
+        """Return a plan from the levels, or the plans, of the layers.
+
+        Args: mlp_tile: the tile of the layers that are not given a tile of their own.
+        """
         layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in keeps)
+        if mlp_tile is not None:
+            layers = (replace(x, tile=mlp_tile) if x.tile is None else x for x in layers)
         return cls(tuple(layers), **options)
 
     @property
     def recomputes(self) -> bool:
         """Whether backward computes parts of some layers again."""
-        return self.mlp_tile is not None or any(layer.keep != "all" for layer in self.layers)
+        return any(layer.keep != "all" or layer.tile is not None for layer in self.layers)
 
     @property
     def uses_host(self) -> bool:
@@ -125,8 +137,6 @@ class MemoryPlan:
         for index, layer in enumerate(self.layers):
             groups.setdefault(layer, []).append(index)
         lines = [f"{len(at):4} layers keep {plan}: {ranges(at)}" for plan, at in groups.items()]
-        if self.mlp_tile is not None:
-            lines.append(f"MLPs handle {self.mlp_tile} tokens at once")
         if (said := self.prediction) is not None:
             gib = 2**30
             lines += [
@@ -152,18 +162,27 @@ class MemoryPlan:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the plan that `to_dict` has written.
 
+        Older plans have one `mlp_tile` for all layers.
+
         Raises:
             ConfigError: the values are not those of a plan.
         """
         try:
-            layers = tuple(LayerPlan(**layer) for layer in values["layers"])
+            older = {"tile": values.get("mlp_tile")}
+            values = {name: value for name, value in values.items() if name != "mlp_tile"}
+            layers = tuple(LayerPlan(**(older | layer)) for layer in values["layers"])
             prediction = values.get("prediction")
             if prediction is not None:
                 gains = tuple((more, seconds) for more, seconds in prediction["gains"])
                 prediction = Prediction(**(prediction | {"gains": gains}))
             return cls(**(values | {"layers": layers, "prediction": prediction}))
-        except (KeyError, TypeError, ValueError) as fault:
+        except (AttributeError, KeyError, TypeError, ValueError) as fault:
             raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of {least} or more")
 
 
 def ranges(numbers: list[int]) -> str:

@@ -1,16 +1,18 @@
 """Find the fastest memory plan that fits a budget.
 
-The step is simulated with each level in all layers. This gives what each layer keeps, what exists
-besides at the worst time of its forward and backward, and its work, which `Rates` turn into
-seconds. While a layer runs, only the tensors that it and the layers before it keep exist. The
-fastest choice under these constraints, one for each layer, is found exactly by dynamic programming
-over the layers. The chosen plan is then simulated as a whole. If its peak exceeds the budget, the
-next slower plan is tried.
+The step is simulated with each level in all layers, and with tiled MLPs. This gives what each layer
+keeps, what exists besides at the worst time of its forward and backward, and its work, which
+`Rates` turn into seconds. While a layer runs, only the tensors that it and the layers before it
+keep exist. The fastest choice under these constraints, one for each layer, is found exactly by
+dynamic programming over the layers. With host memory, a plan is improved step by step instead,
+because copies wait for each other. The plan is then simulated as a whole. If it takes more than
+the search counted, the search gets as much less.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,19 @@ import numpy as np
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.byte_sizes import GIB
-from ligermodels.memory.offload import HOLD
+from ligermodels.memory.offload import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
-from ligermodels.memory.simulate import Phase, Simulation
+from ligermodels.memory.simulate import Simulation
+from ligermodels.memory.timeline import Choices, layer_seconds
+from ligermodels.memory.tracker import Phase, Work
 
-# The search counts kept bytes, and bytes in host memory, in this many steps.
-_STEPS, _HOST_STEPS = 8192, 32
-_ROUNDS = 8
+# The search counts kept bytes in this many steps.
+_STEPS = 8192
+_ROUNDS = 5
+# After so many numbers that a line has given, the interval is halved.
+_LINES = 8
+_TILED_ALSO: tuple[Keep, ...] = ("no_gate_up", "attention")
 _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
 Simulate = Callable[[MemoryPlan], Simulation]
@@ -33,24 +40,26 @@ Simulate = Callable[[MemoryPlan], Simulation]
 
 @dataclass(frozen=True)
 class Option:
-    """One level in one layer.
+    """One choice for one layer.
 
     Attributes:
-        plan: the level, and where its tensors are.
-        kept: bytes on the GPU from the layer's forward to its backward.
-        host: bytes in host memory.
+        plan: the choice.
+        kept: bytes from the layer's forward to its backward.
         beside: the most bytes that exist, while the layer runs forward or backward, besides what
             this layer and the layers before it keep.
-        seconds: of forward and backward, with an estimate of how long they wait for copies.
-        passes: seconds of forward and of backward, without waiting.
+        forward, backward: seconds of the passes.
     """
 
     plan: LayerPlan
     kept: int
-    host: int
     beside: int
-    seconds: float
-    passes: tuple[float, float] = (0.0, 0.0)
+    forward: float
+    backward: float
+
+    @property
+    def costs(self) -> tuple[float, int, int]:
+        """What should be small: seconds, bytes that are kept, and bytes besides."""
+        return self.forward + self.backward, self.kept, self.beside
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Problem:
     """What a search chooses from.
 
     Attributes:
-        layers: the options of each layer.
+        layers: the options of each layer, the same plans for each.
         at_head: the most bytes that exist between the layers' forward and their backward, besides
             what the layers keep.
         seconds: of the step outside the layers.
@@ -72,86 +81,89 @@ class Problem:
     host_bytes: float = 1.0
     unit: int = 1
 
-    def peak(self, plan: MemoryPlan) -> int:
-        """Return the most bytes that exist under a plan, as the search counts them."""
-        kept, peak = 0, 0
-        for layer, options in zip(plan.layers, self.layers):
-            option = next(option for option in options if option.plan == layer)
-            kept += option.kept
-            peak = max(peak, kept + option.beside)
-        return max(peak, kept + self.at_head)
-
-    def time(self, plan: MemoryPlan) -> float:
-        """Return the seconds of a step under a plan, in which each direction copies in turn."""
-        chosen = [
-            next(option for option in options if option.plan.keep == layer.keep)
-            for layer, options in zip(plan.layers, self.layers)
+    def choices(self, plans: Sequence[LayerPlan]) -> Choices:
+        """Return what some plans of a layer cost in each layer. They may be in host memory."""
+        found = [
+            [next(o for o in options if o.plan == replace(plan, host=False)) for plan in plans]
+            for options in self.layers
         ]
-        copies = [
-            option.kept / self.host_bytes if layer.host else 0.0
-            for layer, option in zip(plan.layers, chosen)
-        ]
-        now = link = 0.0
-        done = []
-        for index, option in enumerate(chosen):
-            now += option.passes[0]
-            link = max(now, link) + copies[index]
-            done.append(link if copies[index] else 0.0)
-            if index >= HOLD:
-                now = max(now, done[index - HOLD])
-        link, back = now, [0.0] * len(chosen)
-        for index in reversed(range(len(chosen))):
-            # When backward begins a layer, the tensors of the layer below start to return.
-            for layer in (index, index - 1):
-                if layer >= 0 and copies[layer] and not back[layer]:
-                    link = back[layer] = max(now, link) + copies[layer]
-            now = max(now, back[index]) + chosen[index].passes[1]
-        return self.seconds + now
+        kept, beside, forward, backward = (
+            np.array([[getattr(option, name) for option in options] for options in found]).T
+            for name in ("kept", "beside", "forward", "backward")
+        )
+        host = np.array([plan.host for plan in plans])
+        return Choices(kept, beside, forward, backward, host, self.at_head, self.host_bytes)
+
+    def costs(self, layers: Sequence[LayerPlan]) -> tuple[float, int]:
+        """Return the seconds of a step and its peak in bytes, as a search counts them."""
+        plans = list(dict.fromkeys(layers))
+        numbers = np.array([plans.index(layer) for layer in layers])
+        seconds, peak, _ = self.choices(plans).costs(numbers)
+        return self.seconds + float(seconds), int(peak)
 
 
-def problem(simulations: Mapping[Keep, Simulation], rates: Rates, host_every: int) -> Problem:
+def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Problem:
     """Return the problem that simulations of uniform plans describe.
 
-    Args: simulations: level -> the step with this level in all layers; host_every: of so many
-        neighbours, one layer may keep its tensors in host memory, and its copies overlap with the
-        compute of all of them. 0 means that none may.
+    Args: simulations: the plan of every layer -> the step, for each level, and for "input" with
+        each size of tiles. Where gate_up is computed again, tiles make the same difference.
     """
-    count = sum(name.startswith("forward of layer") for name in simulations["all"].phases)
+    whole = LayerPlan("input")
     layers: list[tuple[Option, ...]] = []
-    for index in range(count):
-        options = []
-        for keep, simulation in simulations.items():
-            phases = simulation.phases
-            forward = phases[f"forward of layer {index}"]
-            # Backward has no such phase if nothing in or below the layer needs a gradient.
-            backward = phases.get(f"backward of layer {index}", Phase(0))
-            before = sum(_kept(phases, i) for i in range(index))
-            size = _kept(phases, index)
-            beside = max(forward.peak, backward.peak) - before - size
-            times = rates.seconds(forward.work), rates.seconds(backward.work)
-            options.append(Option(LayerPlan(keep), size, 0, beside, sum(times), times))
-            if host_every and index % host_every == 0:
-                # Two layers' tensors are on the GPU at a time.
-                copy = size / rates.host_bytes
-                stalls = (max(0.0, copy - host_every * seconds) for seconds in times)
-                moved = LayerPlan(keep, host=True)
-                seconds = sum(times) + sum(stalls)
-                options.append(Option(moved, 0, size, beside + 2 * size, seconds, times))
-        layers.append(tuple(options))
+    for index in range(_count(simulations[whole])):
+        found = {plan: _option(plan, s.phases, index, rates) for plan, s in simulations.items()}
+        for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
+            if tiled.tile is not None:
+                plan = replace(other, tile=tiled.tile)
+                found[plan] = _changed(found[other], plan, found[whole], found[tiled])
+        layers.append(tuple(found.values()))
     at_head = max(
-        phase.peak - sum(_kept(simulation.phases, i) for i in range(count))
+        phase.peak - sum(_kept(simulation.phases, i) for i in range(len(layers)))
         for simulation in simulations.values()
         for name, phase in simulation.phases.items()
         if "layer" not in name and name != "forward"
     )
-    outside = [phase for name, phase in simulations["all"].phases.items() if "layer" not in name]
-    seconds = sum(rates.seconds(phase.work) for phase in outside)
     unit = max(1, -(-sum(max(o.kept for o in options) for options in layers) // _STEPS))
     rounded = tuple(
         tuple(replace(option, kept=-(-option.kept // unit) * unit) for option in options)
         for options in layers
     )
-    return Problem(rounded, at_head, seconds, rates.host_bytes, unit)
+    outside = rates.seconds(_outside(simulations[whole]))
+    return Problem(rounded, at_head, outside, rates.host_bytes, unit)
+
+
+def _count(simulation: Simulation) -> int:
+    return sum(name.startswith("forward of layer") for name in simulation.phases)
+
+
+def _outside(simulation: Simulation) -> Work:
+    """Return the work outside the layers."""
+    works = (phase.work for name, phase in simulation.phases.items() if "layer" not in name)
+    return sum(works, Work())
+
+
+def _passes(phases: dict[str, Phase], index: int) -> tuple[Phase, Phase]:
+    # Backward has no such phase if nothing in or below the layer needs a gradient.
+    return phases[f"forward of layer {index}"], phases.get(f"backward of layer {index}", Phase(0))
+
+
+def _option(plan: LayerPlan, phases: dict[str, Phase], index: int, rates: Rates) -> Option:
+    """Return what a simulation says of a layer."""
+    forward, backward = _passes(phases, index)
+    beside = max(forward.peak, backward.peak) - sum(_kept(phases, i) for i in range(index + 1))
+    seconds = rates.seconds(forward.work), rates.seconds(backward.work)
+    return Option(plan, _kept(phases, index), beside, *seconds)
+
+
+def _changed(option: Option, plan: LayerPlan, before: Option, after: Option) -> Option:
+    """Return an option that differs from another one as `after` does from `before`."""
+    return Option(
+        plan,
+        option.kept,
+        option.beside + after.beside - before.beside,
+        option.forward + after.forward - before.forward,
+        option.backward + after.backward - before.backward,
+    )
 
 
 def _kept(phases: dict[str, Phase], index: int) -> int:
@@ -159,55 +171,73 @@ def _kept(phases: dict[str, Phase], index: int) -> int:
     return max(0, phase.after - phase.before)
 
 
-def search(task: Problem, budget: int, host_budget: int = 0) -> list[LayerPlan] | None:
-    """Return the fastest choice for each layer that fits, or None if none fits.
+def step_seconds(simulation: Simulation, rates: Rates) -> float:
+    """Return the seconds of a step, and of the copies to host memory that it waits for."""
+    passes = [_passes(simulation.phases, index) for index in range(_count(simulation))]
+    forward, backward = (
+        np.array([rates.seconds(phase.work) for phase in phases]) for phases in zip(*passes)
+    )
+    copied = np.array([forward.work.to_host_bytes for forward, _ in passes])
+    seconds = layer_seconds(forward, backward, copied / rates.host_bytes)
+    return float(seconds) + rates.seconds(_outside(simulation))
 
-    Args: budget: bytes on the GPU; host_budget: bytes in host memory, counted in steps.
-    """
-    unit, host_unit = task.unit, max(1, -(-host_budget // _HOST_STEPS))
+
+def search(task: Problem, budget: int) -> list[LayerPlan] | None:
+    """Return the fastest choice for each layer that fits `budget` bytes, or None if none fits."""
+    unit = task.unit
     rows = sum(max(option.kept // unit for option in options) for options in task.layers) + 1
-    columns = host_budget // host_unit + 1
-    # The least seconds of the layers so far, by the bytes that they keep on the GPU and the host.
-    best = np.full((rows, columns), np.inf)
-    best[0, 0] = 0.0
+    useful = [_useful(options) for options in task.layers]
+    # The least seconds of the layers so far, by the bytes that they keep.
+    best = np.full(rows, np.inf)
+    best[0] = 0.0
     choices: list[np.ndarray[Any, Any]] = []
-    for options in task.layers:
+    for options in useful:
         after = np.full_like(best, np.inf)
         choice: np.ndarray[Any, Any] = np.full(best.shape, -1, np.int8)
         for number, option in enumerate(options):
-            row, column = option.kept // unit, -(-option.host // host_unit)
+            row = option.kept // unit
             stop = min((budget - option.beside) // unit + 1, rows)
-            if stop <= row or column >= columns:
+            if stop <= row:
                 continue
-            seconds = best[: stop - row, : columns - column] + option.seconds
-            target = after[row:stop, column:]
+            seconds = best[: stop - row] + option.costs[0]
+            target = after[row:stop]
             faster = seconds < target
             target[faster] = seconds[faster]
-            choice[row:stop, column:][faster] = number
+            choice[row:stop][faster] = number
         choices.append(choice)
         best = after
     fitting = best[: max(0, min((budget - task.at_head) // unit + 1, rows))]
     if not np.isfinite(fitting).any():
         return None
-    row, column = map(int, np.unravel_index(np.argmin(fitting), fitting.shape))
+    row = int(fitting.argmin())
     chosen = []
-    for options, choice in zip(reversed(task.layers), reversed(choices)):
-        option = options[choice[row, column]]
+    for options, choice in zip(reversed(useful), reversed(choices)):
+        option = options[choice[row]]
         chosen.append(option.plan)
         row -= option.kept // unit
-        column -= -(-option.host // host_unit)
     return chosen[::-1]
 
 
+def _useful(options: Sequence[Option]) -> list[Option]:
+    """Return the options to which no other one is preferable in every respect."""
+    useful: list[Option] = []
+    for option in sorted(options, key=lambda option: option.costs):
+        if not any(
+            all(a <= b for a, b in zip(other.costs, option.costs, strict=True)) for other in useful
+        ):
+            useful.append(option)
+    return useful
+
+
 class Space:
-    """The plans that have one size of MLP tiles.
+    """The plans of a step.
 
     Args:
         simulate: a function that simulates a step under a plan.
         num_layers: of the model.
         rates: of the device.
         host_budget: bytes of pinned host memory.
-        tile: tokens that an MLP handles at once; None for all.
+        tiles: tokens that a tiled MLP may handle at once, from many to few.
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
             that tensors take.
     """
@@ -218,94 +248,124 @@ class Space:
         num_layers: int,
         rates: Rates,
         host_budget: int,
-        tile: int | None,
+        tiles: Sequence[int] = (),
         *,
         reserved: bool = False,
     ) -> None:
         self.reserved = reserved
         self.simulate = cache(simulate)
-        self.host_budget, self.tile = host_budget, tile
-        self.uniform = {keep: self.plan([LayerPlan(keep)] * num_layers) for keep in KEEPS}
+        self.host_budget, self.uses_host = host_budget, host_budget >= MIB
+        choices = [LayerPlan(keep) for keep in KEEPS]
+        choices += [LayerPlan("input", tile=tile) for tile in tiles]
+        self.uniform = {choice: self.plan([choice] * num_layers) for choice in choices}
+        # Every layer keeps as little as it can.
+        self.smallest = self.plan([replace(choices[-1], host=self.uses_host)] * num_layers)
         self.rates = rates
 
     def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
         """Return the plan with these layers."""
-        return MemoryPlan(tuple(layers), mlp_tile=self.tile, host_budget=self.host_budget)
+        return MemoryPlan(tuple(layers), host_budget=self.host_budget)
 
     def peak(self, plan: MemoryPlan) -> int:
         """Return the simulated bytes of a plan that must fit."""
         simulation = self.simulate(plan)
         return max(simulation.peak_bytes, simulation.reserved_bytes if self.reserved else 0)
 
-    @cached_property
-    def tasks(self) -> list[Problem]:
-        """What a search chooses from. With host memory there are several ways to share the link."""
-        simulations = {keep: self.simulate(plan) for keep, plan in self.uniform.items()}
-        shares = (1, 2, 3) if self.host_budget else (0,)
-        return [problem(simulations, self.rates, host_every) for host_every in shares]
-
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""
-        return self.tasks[0].time(plan)
-
-    def searched(self, task: Problem, budget: int) -> MemoryPlan | None:
-        """Return the plan that a search finds, or None."""
-        layers = search(task, budget, self.host_budget)
-        return None if layers is None else self.plan(layers)
+        return step_seconds(self.simulate(plan), self.rates)
 
     @cached_property
-    def fixed_plans(self) -> list[MemoryPlan]:
-        """Plans that are tried with every budget: the uniform ones, and that of the least bytes."""
+    def task(self) -> Problem:
+        """What a search chooses from."""
+        simulations = {choice: self.simulate(plan) for choice, plan in self.uniform.items()}
+        return problem(simulations, self.rates)
+
+    def searched(self, budget: int) -> MemoryPlan | None:
+        """Return the plan that a search finds, or None."""
+        layers = search(self.task, budget)
+        if self.uses_host:
+            layers = self._with_host(layers or self._least_layers, budget)
+        if layers is None or self.task.costs(layers)[1] > budget:
+            return None
+        return self.plan(layers)
+
+    def _with_host(self, layers: Sequence[LayerPlan], budget: int) -> list[LayerPlan]:
+        """Return a plan with host memory, or the given one if no better one is found."""
+        here = list(dict.fromkeys([*map(LayerPlan, KEEPS), *layers]))
+        plans = [replace(plan, host=host) for host in (False, True) for plan in here]
+        choices = self.task.choices(plans)
+        # The plan that keeps all is the first one to become smaller.
+        found = choices.improved(np.zeros(len(layers), int), budget, self.host_budget)
+        given = np.array([plans.index(layer) for layer in layers])
+        better = choices.scores(np.stack([found, given]), budget, self.host_budget).argmin() == 0
+        return [plans[number] for number in (found if better else given)]
+
+    @cached_property
+    def _least_layers(self) -> list[LayerPlan]:
+        """The choices of the least bytes, without host memory."""
         low, high = 0, max(map(self.peak, self.uniform.values()))
+        while search(self.task, high) is None:
+            low, high = high, 2 * high
         while high - low > max(1, high // 1000):
             middle = (low + high) // 2
-            fits = self.searched(self.tasks[0], middle) is not None
-            low, high = (low, middle) if fits else (middle, high)
-        leanest = self.searched(self.tasks[0], high)
-        return [*self.uniform.values(), *([] if leanest is None else [leanest])]
+            low, high = (middle, high) if search(self.task, middle) is None else (low, middle)
+        found = search(self.task, high)
+        assert found is not None
+        return found
+
+    @cached_property
+    def least_plans(self) -> list[MemoryPlan]:
+        """Plans that are tried with every budget: uniform ones, and that of the least bytes."""
+        layers = self._least_layers
+        if self.uses_host:
+            layers = self._with_host(layers, 0)
+        return [*self.uniform.values(), self.smallest, self.plan(layers)]
 
     @cached_property
     def least_bytes(self) -> int:
         """The smallest peak of a plan."""
-        return min(map(self.peak, self.fixed_plans))
-
-    def fits(self, budget: int) -> bool:
-        """Return whether the plan that recomputes all layers fits, or one with host memory."""
-        if self.peak(self.uniform["input"]) <= budget:
-            return True
-        return self.host_budget > 0 and self.least_bytes <= budget
+        return min(map(self.peak, self.least_plans))
 
     def fastest(self, budget: int) -> MemoryPlan | None:
         """Return the fastest plan whose peak is within a budget in bytes, or None."""
-        plans = [*self.fixed_plans]
-        for task in self.tasks:
-            allowed = budget
-            for number in range(2 * _ROUNDS):
-                plan = self.searched(task, allowed)
-                if plan is None:
-                    break
-                plans.append(plan)
-                excess = self.peak(plan) - budget
-                if excess <= 0:
-                    break
-                # Try the next slower plan, so that a larger budget does not find a slower plan
-                # than a smaller one. After some plans, pass over those that are too large.
-                allowed = task.peak(plan) - (1 if number < _ROUNDS else excess)
-        fitting = (plan for plan in plans if self.peak(plan) <= budget)
+        whole = self.uniform[LayerPlan()]
+        if self.peak(whole) <= budget:
+            return whole
+        fitting: list[MemoryPlan] = []
+        low, high, allowed = 0, budget, budget
+        for _ in range(_ROUNDS):
+            plan = self.searched(allowed)
+            if plan is None:
+                low = allowed
+            elif (excess := self.peak(plan) - budget) <= 0:
+                fitting.append(plan)
+                low = allowed
+            else:
+                high = self.task.costs(plan.layers)[1]
+            if high - low <= budget // 400 or low == budget:
+                break
+            # The plan may need more than the search counts, so the search gets as much less.
+            allowed = (low + high) // 2 if low else max(high - excess, 1)
+        fitting = fitting or [plan for plan in self.least_plans if self.peak(plan) <= budget]
         return min(fitting, key=self.time, default=None)
 
-    def gains(self, budget: int, seconds: float) -> Iterator[tuple[int, float]]:
-        """Yield (further bytes, seconds of a step) where more bytes make the step faster."""
+    def gains(self, plan: MemoryPlan) -> Iterator[tuple[int, float]]:
+        """Yield (further bytes, seconds of a step) where more bytes make a plan's step faster."""
+        if plan == self.uniform[LayerPlan()]:
+            return
+        seconds, peak = self.task.costs(plan.layers)
         for more in _MORE:
-            plans = (self.searched(task, budget + more * GIB) for task in self.tasks)
-            times = [self.time(plan) for plan in plans if plan is not None]
-            if times and min(times) < seconds * 0.999:
-                seconds = min(times)
+            found = self.searched(peak + more * GIB)
+            assert found is not None
+            faster, _ = self.task.costs(found.layers)
+            if faster < seconds * 0.999:
+                seconds = faster
                 yield more * GIB, seconds
 
 
 def find_plan(
-    spaces: Iterable[Space],
+    space: Space,
     *,
     budget: int,
     optimizer_bytes: int = 0,
@@ -316,7 +376,7 @@ def find_plan(
     """Return the fastest plan that fits a budget, with its prediction.
 
     Args:
-        spaces: the plans to choose from, for each size of MLP tiles, without tiles first.
+        space: the plans to choose from.
         budget: bytes on the GPU.
         optimizer_bytes: the part of it that the optimizer's states take.
         reserve: the part of it that is left free, as a fraction.
@@ -325,26 +385,15 @@ def find_plan(
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
     usable = usable_bytes(budget, optimizer_bytes, reserve)
-    best: tuple[Space, MemoryPlan] | None = None
-    least = None
-    for space in spaces:
-        plan = space.fastest(usable)
-        if plan is None:
-            least = min(space.least_bytes, least or space.least_bytes)
-        elif best is None or space.time(plan) < best[0].time(best[1]):
-            best = space, plan
-        # Tiled MLPs compute gate_up again, as those of this level do.
-        if plan and space.time(plan) <= space.time(space.uniform["no_gate_up"]):
-            break
-    if best is None:
-        needed = least_budget(least or 0, optimizer_bytes, reserve)
+    plan = space.fastest(usable)
+    if plan is None:
+        needed = least_budget(space.least_bytes, optimizer_bytes, reserve)
         raise ConfigError(
             f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
             f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "
             "needed; raise the budget, or lower batch or seq"
         )
-    space, plan = best
-    simulation, seconds = space.simulate(plan), space.time(plan)
+    simulation = space.simulate(plan)
     prediction = Prediction(
         batch=batch,
         seq=seq,
@@ -356,8 +405,8 @@ def find_plan(
         weight_bytes=simulation.weight_bytes,
         grad_bytes=simulation.grad_bytes,
         host_bytes=simulation.host_bytes,
-        seconds=seconds,
-        gains=tuple(space.gains(usable, seconds)),
+        seconds=space.time(plan),
+        gains=tuple(space.gains(plan)),
     )
     return replace(plan, prediction=prediction)
 
@@ -377,17 +426,37 @@ def least_budget(peak_bytes: int, optimizer_bytes: int, reserve: float) -> int:
     return budget
 
 
-def largest(fits: Callable[[int], bool], start: int = 1) -> int:
-    """Return the largest positive number for which `fits` is true, or 0, within 2%.
+def largest(needed: Callable[[int], int], budget: int, start: int = 1) -> int:
+    """Return the largest positive number that needs at most `budget` bytes, or 0, within 2%.
 
-    `fits` is true up to some number, and false beyond it.
+    Args: needed: the bytes that a number needs. They grow, nearly along a straight line.
+        start: a number to begin with.
     """
-    if not fits(start):
-        return largest(fits, 1) if start > 1 else 0
-    low, high = start, start * 2
-    while fits(high):
-        low, high = high, high * 2
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    low, high = 0, None  # of the numbers tried, the largest that fits, and the smallest other one
+    sizes: dict[int, int] = {}
+    number = start
+    while True:
+        sizes[number] = needed(number)
+        if sizes[number] <= budget:
+            low = number
+        else:
+            high = number
+        margin = max(1, low // 64)
+        if high is None:
+            number = max(low + margin, min(_guess(sizes, budget) or 8 * low, 64 * low))
+        elif high - low <= margin:
+            return low
+        else:
+            guess = _guess(sizes, budget) or 0
+            if not 0 < low <= guess <= high:
+                guess = (low + high) // 2 if low else 1
+            # If the guess is close to a number that was tried, look on the other side of it.
+            number = max(min(low + margin, high - 1), min(guess, max(high - margin, low + 1)))
+
+
+def _guess(sizes: Mapping[int, int], budget: int) -> int | None:
+    """Return where the line through the two numbers tried last reaches the budget."""
+    if len(sizes) == 1 or len(sizes) > _LINES:
+        return None
+    (a, bytes_a), (b, bytes_b) = list(sizes.items())[-2:]
+    return None if bytes_a == bytes_b else a + (budget - bytes_a) * (b - a) // (bytes_b - bytes_a)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import GIB
-from ligermodels.memory.simulate import Work
+from ligermodels.memory.tracker import Work
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
+from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.errors import ConfigError, shown
 from ligermodels.models.base import DecoderModel
 
@@ -70,7 +71,15 @@ class AutoLiger:
     ) -> DecoderModel:
         """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
         folder = hub.resolve(path, revision=revision)
-        return family_of(folder).from_hf(folder, **options)
+        cls = read_one_version(folder, lambda: family_of(folder))
+        while True:
+            try:
+                return cls.from_hf(folder, **options)
+            except ConfigError:
+                now = read_one_version(folder, lambda: family_of(folder))
+                if now is cls:
+                    raise
+                cls = now  # A save has just replaced the checkpoint by one of another family.
 
 
 def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:

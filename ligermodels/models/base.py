@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
-from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.checks import check_count, check_token_ids
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import (
     AttentionContext,
@@ -114,16 +114,19 @@ class DecoderModel(HFModel):
         The model never returns logits; call `model.head.logits` for them.
 
         Args:
-            input_ids: (batch, seq) int64.
+            input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
+                ends in a device-side assertion: the next synchronisation raises RuntimeError,
+                nothing is returned, and the process cannot use the GPU any more.
             labels: (batch, seq) int64, at the same positions as input_ids: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
-            position_ids: (batch or 1, seq). A row is divided into documents where positions
-                restart, and attention stays inside each document. The default is 0, 1, 2, ...
+            position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
+                positions restart, and attention stays inside each document. The default is 0, 1,
+                2, ...
             cu_seqlens: (documents + 1) int: the start of each document in a single row, then the
                 row's length. It replaces position_ids.
             max_seqlen: length of the longest document in cu_seqlens. If it is given, a GPU may use
                 the varlen kernel.
-            attention_mask: (batch, seq), 0 for padding on either side, as in HF. Without
+            attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens.
             cache: a `ligermodels.KVCache`, for inference.
@@ -132,13 +135,17 @@ class DecoderModel(HFModel):
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
+            IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
         """
-        batch, seq = _check_ids(input_ids)
+        vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
+        seq = _check_ids(input_ids, vocab)
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
                 "options out"
             )
+        if labels is not None:
+            _check_labels(labels, input_ids)
         contexts, document_ids = self._contexts(
             input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
         )
@@ -147,10 +154,6 @@ class DecoderModel(HFModel):
             cache.advance(seq)
         if labels is None:
             return hidden
-        if labels.shape != input_ids.shape:
-            raise ValueError(
-                f"labels {tuple(labels.shape)} and input_ids {(batch, seq)} differ in shape"
-            )
         ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, document_ids, ignore_index)
         return self.head(hidden, targets, **loss_options)
@@ -166,7 +169,6 @@ class DecoderModel(HFModel):
         x, residual = self.embed_tokens(input_ids), None
         plan = self._memory_plan
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
-        tile = None if plan is None else plan.mlp_tile
         if plan is not None:
             _check_layers(plan, len(self.layers))
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
@@ -174,7 +176,7 @@ class DecoderModel(HFModel):
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
                 x, residual = run_layer(
-                    layer, x, residual, contexts[rope], choice.keep, tile, kept_in
+                    layer, x, residual, contexts[rope], choice.keep, choice.tile, kept_in
                 )
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
@@ -236,17 +238,25 @@ class DecoderModel(HFModel):
             position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
         elif max_seqlen is not None:
             raise ValueError("max_seqlen needs cu_seqlens, which is missing")
+        if attention_mask is not None and (
+            attention_mask.is_floating_point() or attention_mask.is_complex()
+        ):
+            raise ValueError(
+                f"attention_mask is {attention_mask.dtype}; expected bool or integers, with 1 for "
+                "tokens and 0 for padding: a mask to be added to scores is not supported"
+            )
         if attention_mask is not None and attention_mask.shape != (batch, past + seq):
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}; expected "
                 f"{(batch, past + seq)}: the batch, and the cached and new tokens"
             )
         if position_ids is not None and (
-            position_ids.shape not in ((batch, seq), (1, seq)) or position_ids.is_floating_point()
+            position_ids.shape not in ((batch, seq), (1, seq))
+            or position_ids.dtype not in (torch.int32, torch.int64)
         ):
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
-                f"expected integers of shape {(batch, seq)} or {(1, seq)}"
+                f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
             )
 
         document_ids = None
@@ -390,10 +400,8 @@ class DecoderModel(HFModel):
         """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
         for index, layer in enumerate(self.layers):
-            if plan is None:
-                set_keep(layer, "all")
-            else:
-                set_keep(layer, plan.layers[index].keep, plan.mlp_tile)
+            choice = LayerPlan() if plan is None else plan.layers[index]
+            set_keep(layer, choice.keep, choice.tile)
 
     def plan_memory(
         self,
@@ -471,16 +479,26 @@ def next_token_targets(
     return targets.masked_fill(ends, ignore_index)
 
 
-def _check_ids(input_ids: Tensor) -> tuple[int, int]:
+def _check_labels(labels: Tensor, input_ids: Tensor) -> None:
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
+    if labels.shape != input_ids.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)} differ in shape"
+        )
+
+
+def _check_ids(input_ids: Tensor, vocab_size: int) -> int:
+    """Check (batch, seq) ids and return seq."""
+    check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
         )
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids of dtype torch.int64")
     batch, seq = input_ids.shape
     if batch == 0 or seq == 0:
         raise ValueError(
             f"input_ids is empty: it has shape {(batch, seq)}; pass at least one token per row"
         )
-    return batch, seq
+    return seq

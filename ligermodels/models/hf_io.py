@@ -14,7 +14,10 @@ from tqdm import tqdm
 from typing_extensions import Self
 
 from ligermodels.converters import export, hf_config, hub
+from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
+from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
@@ -31,6 +34,10 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
+        source_files: name -> content of the tokenizer and generation files that were in
+            source_folder when the weights were loaded. `save_hf` writes them.
+        source_generation_config: the content of generation_config.json when the weights were
+            loaded; {} without such a file.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -43,6 +50,8 @@ class HFModel(nn.Module):
         self.built_from = copy.deepcopy(config)
         self.source_folder: Path | None = None
         self.source_dtype: torch.dtype | None = None
+        self.source_files: dict[str, bytes] = {}
+        self.source_generation_config: dict[str, Any] = {}
 
     @staticmethod
     def weight_map(config: Any) -> WeightMap:
@@ -74,16 +83,22 @@ class HFModel(nn.Module):
             ValueError: dtype is not a dtype that parameters can have.
             ConfigError: config.json is damaged, belongs to another family, or needs a feature that
                 is not implemented.
-            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised, or
-                the repository does not exist or denies access. Names and shapes are checked before
-                anything large is allocated.
+            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised,
+                a tokenizer or generation file is damaged, or the repository does not exist or
+                denies access. Names and shapes are checked before anything large is allocated.
         """
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
         folder = hub.resolve(path, revision=revision)
-        config = cls.config_class.from_hf(folder)
+
+        def read() -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
+            config = cls.config_class.from_hf(folder)
+            checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
+            generation = read_json_if_present(folder / GENERATION_CONFIG_NAME, CheckpointError)
+            return config, checkpoint, copied_files(folder), generation or {}
+
+        config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         weight_map = cls.weight_map(config)
-        checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
         stored = checkpoint.plan(weight_map)
         checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
@@ -109,21 +124,35 @@ class HFModel(nn.Module):
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
+        model.source_files = source_files
+        model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
 
-    def save_hf(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
+    def save_hf(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int = 5 * 10**9,
+        allow_nonfinite: bool = False,
+        overwrite: bool = True,
+    ) -> None:
         """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
 
         The save replaces the old checkpoint in one step: if it is killed, the old one remains. It
-        also copies the tokenizer and generation files of the checkpoint that the model was loaded
-        from. Other files in the folder stay.
+        also writes the tokenizer and generation files (`source_files`) as they were when the model
+        was loaded. Other files in the folder stay. Several threads and processes may save to one
+        folder and load from it: each load gets one whole checkpoint.
 
-        Args: max_shard_size: largest size of a weight file, in bytes.
+        Args:
+            max_shard_size: largest size of a weight file, in bytes.
+            allow_nonfinite: whether to write NaN and infinite weights.
+            overwrite: whether to replace files of a checkpoint that are in the folder.
         Raises:
             SaveError: the disk is full or not writable, the config was changed after the model was
-                built, or a parameter cannot be saved: it belongs to a wrapper, is sharded, is on
-                the meta device or does not have the config's shape.
+                built, a weight is NaN or infinite, or a parameter cannot be saved: it belongs to a
+                wrapper, is sharded, sparse or on the meta device, or does not have the config's
+                shape. The old content of the folder is unchanged.
         """
         config = self.config
         _check_config(self, folder)
@@ -139,8 +168,10 @@ class HFModel(nn.Module):
             hf_config.to_hf(config),
             weight_map,
             lambda name: weights[name].detach(),
-            source_folder=self.source_folder,
+            source_files=self.source_files,
             max_shard_size=max_shard_size,
+            allow_nonfinite=allow_nonfinite,
+            overwrite=overwrite,
         )
 
 
@@ -229,10 +260,20 @@ def _check_savable(
                 f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config needs"
                 f" {shape}; change model.config so that it matches the model"
             )
+        if weight.layout is not torch.strided:
+            raise SaveError(
+                f"{where}: parameter {name!r} is sparse ({weight.layout}), which a checkpoint "
+                "cannot hold; make it dense first (Tensor.to_dense)"
+            )
         if weight.is_meta:
             raise SaveError(
                 f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
                 "initialise the weights first"
+            )
+        if weight.layout is not torch.strided:
+            raise SaveError(
+                f"{where}: parameter {name!r} is a sparse tensor or has another special layout "
+                f"({str(weight.layout).removeprefix('torch.')}); make it dense first (to_dense)"
             )
 
 

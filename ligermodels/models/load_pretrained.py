@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligermodels.converters import hub
+from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
 from ligermodels.layers import Attention
 from ligermodels.layers.fusion import is_sharded, pre_norm_names
 from ligermodels.models.auto import family_of
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,14 @@ def load_pretrained(
             two parameters have the same target; or a target cannot be written to.
     """
     folder = hub.resolve(path, revision=revision)
-    family = family_of(folder)
-    config = family.config_class.from_hf(folder)
+
+    def read() -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
+        family = family_of(folder)
+        checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
+        return family, family.config_class.from_hf(folder), checkpoint
+
+    family, config, checkpoint = read_one_version(folder, read)
     weight_map = family.weight_map(config)
-    checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
     checkpoint.plan(weight_map)
     checkpoint.check_aliases(weight_map)
 

@@ -6,17 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.converters.files import read_if_present
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, DataError
 from ligermodels.text.chat_template import (
     ChatTemplate,
     choose_template,
     read_chat_template,
     render_template,
 )
+from ligermodels.text.growth import check_length
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.tokenizer_config import (
-    added_tokens,
+    is_unicode,
     read_added_tokens,
     read_tokenizer_config,
     special_tokens,
@@ -67,11 +69,14 @@ class Tokenizer:
         config = read_tokenizer_config(folder)
         special = special_tokens(config)
         backend: Backend
-        if (file := folder / "tokenizer.json").is_file():
-            backend = TokenizersBackend(file, config, special)
-        elif (file := folder / "tokenizer.model").is_file():
-            added = read_added_tokens(folder) | added_tokens(config)
-            backend = SentencePieceBackend(file, config, special, added)
+        file = folder / "tokenizer.json"
+        if (raw := read_if_present(file, CheckpointError)) is not None:
+            backend = TokenizersBackend(file, raw, config, special)
+        elif (
+            raw := read_if_present(file := folder / "tokenizer.model", CheckpointError)
+        ) is not None:
+            added = read_added_tokens(folder, config)
+            backend = SentencePieceBackend(file, raw, config, special, added)
         else:
             raise CheckpointError(_nothing_usable(folder))
         return cls(backend, read_chat_template(folder, config), str(folder))
@@ -80,7 +85,13 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         Args: add_special_tokens adds bos and eos, each if the checkpoint's settings enable it.
+        Raises:
+            DataError: the text is not valid Unicode.
+            CheckpointError: the tokenizer fails, for example because it has no token for a
+                character and no unk token.
         """
+        _check_text(text)
+        check_length(text, self.backend.growth, self.backend.path)
         return self.backend.encode(text, add_special_tokens)
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:
@@ -90,16 +101,15 @@ class Tokenizer:
         """
         found: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         found = [found] if isinstance(found, int) else map(int, found)
-        size = self.backend.size()
-        return self.backend.decode([i for i in found if 0 <= i < size], skip_special_tokens)
+        return self.backend.decode([i for i in found if 0 <= i < 2**31], skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of the token with this text, or None if there is no such token."""
-        return self.backend.token_to_id(token)
+        return self.backend.token_to_id(token) if is_unicode(token) else None
 
     def id_to_token(self, index: int) -> str | None:
         """Return the text of a token as the vocabulary has it, or None if there is no such id."""
-        return self.backend.id_to_token(index)
+        return self.backend.id_to_token(index) if 0 <= index < 2**31 else None
 
     @property
     def vocab_size(self) -> int:
@@ -170,6 +180,18 @@ class Tokenizer:
             **{**self.special_tokens, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"a text to encode must be a str, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text is not valid Unicode: character {error.start} is {text[error.start]!r}, "
+            "half of a surrogate pair or a byte that was not UTF-8"
+        ) from None
 
 
 def _nothing_usable(folder: Path) -> str:

@@ -1,12 +1,13 @@
 """Read the tokenizer settings of a checkpoint: the special tokens and the added tokens."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 from typing_extensions import Required
 
-from ligermodels.converters.files import is_int, read_json
+from ligermodels.converters.files import is_token_id, read_json_if_present
 from ligermodels.errors import CheckpointError, shown
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
@@ -19,6 +20,14 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+
+# The settings that switch something on or off, and the flags of an added token; null means the
+# default.
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
+FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+# A checkpoint's own id: a decimal number below 2**31 that is written in one way only.
+_ID = re.compile(r"0|[1-9][0-9]{,9}")
 
 
 class AddedToken(TypedDict, total=False):
@@ -48,12 +57,12 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of the config: name, such as "bos_token" -> text."""
-    found = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
-    return {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in found.items()
-    }
+    """Return the special tokens of the config: name, such as "bos_token" -> text.
+
+    An empty text, as in the first conversions of Llama, means that there is no such token.
+    """
+    texts = {name: _text(config.get(name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text}
 
 
 def added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
@@ -62,50 +71,101 @@ def added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     return {int(index): decoder[index] for index in sorted(decoder, key=int)}
 
 
-def read_added_tokens(folder: Path) -> dict[int, AddedToken]:
-    """Return added_tokens.json of the older layout as id -> token, or {} if there is no such file.
+def read_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Return the tokens of the older layout's added_tokens.json and of the config as id -> token.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged, or it contradicts itself or the config.
     """
     path = folder / "added_tokens.json"
-    found = _read_if_there(path)
-    for token, index in found.items():
-        if not is_int(index):
-            raise CheckpointError(f"{path}: {shown(token)} is {shown(index)}, expected an integer")
-    return {index: {"content": token} for token, index in found.items()}
+    merged = added_tokens(config)
+    ids = {token["content"]: index for index, token in merged.items()}
+    for token, index in (read_json_if_present(path, CheckpointError) or {}).items():
+        if not is_token_id(index) or index < 0:
+            raise CheckpointError(
+                f"{path}: {shown(token)} is {shown(index)}, expected an id from 0 to 2**31 - 1"
+            )
+        if not is_unicode(token):
+            raise CheckpointError(f"{path}: {shown(token)} is not valid Unicode")
+        if ids.setdefault(token, index) != index:
+            raise CheckpointError(
+                f"{path}: {shown(token)} is {index}, but added_tokens_decoder in "
+                f"tokenizer_config.json has it as {ids[token]}; correct one of the two"
+            )
+        other = merged.setdefault(index, {"content": token})["content"]
+        if other != token:
+            raise CheckpointError(
+                f"{path}: {shown(token)} is {index}, but {shown(other)} has the same id; give each "
+                "token an id of its own"
+            )
+    return dict(sorted(merged.items()))
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path, CheckpointError) if path.is_file() else {}
+def is_unicode(text: str) -> bool:
+    """Return whether a string is valid Unicode, which half a surrogate pair is not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_checked(path: Path) -> dict[str, Any]:
     """Read a settings file and check the types of the values that ligermodels uses."""
-    found = _read_if_there(path)
+    found = read_json_if_present(path, CheckpointError) or {}
 
     def check(key: str, good: bool, expected: str) -> None:
         if not good:
             raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
 
     for name in SPECIAL_TOKENS:
-        if found.get(name) is not None:
-            token = found[name]
-            token = token.get("content") if isinstance(token, dict) else token
-            check(name, isinstance(token, str), "a string or an object with 'content'")
+        good = found.get(name) is None or _are_texts(_text(found[name]))
+        check(name, good, "a string or an object with 'content'")
+    for name in _SWITCHES:
+        check(name, _is_switch(found.get(name)), "true, false or null")
     decoder = found.get("added_tokens_decoder", {})
-    good = isinstance(decoder, dict) and all(
-        index.isdecimal() and len(index) < 10 and _has_strings(entry, "content")
-        for index, entry in decoder.items()
-    )
+    good = isinstance(decoder, dict) and all(map(_is_added_token, decoder.values()))
     check("added_tokens_decoder", good, "an object that maps ids to objects with 'content'")
+    contents: dict[str, str] = {}
+    for index, token in decoder.items():
+        if not _ID.fullmatch(index) or int(index) >= 2**31:
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder has the key {shown(index)}, expected an id from 0 "
+                "to 2**31 - 1 without further signs"
+            )
+        if contents.setdefault(token["content"], index) != index:
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder has {shown(token['content'])} as "
+                f"{contents[token['content']]} and as {index}; remove one of the two"
+            )
     template = found.get("chat_template")
-    good = template is None or isinstance(template, str)
+    good = template is None or _are_texts(template)
     if isinstance(template, list):
-        good = all(_has_strings(entry, "name", "template") for entry in template)
-    check("chat_template", good, "a string or a list of objects with 'name' and 'template'")
+        good = all(
+            isinstance(entry, dict) and _are_texts(entry.get("name"), entry.get("template"))
+            for entry in template
+        ) and len({entry["name"] for entry in template}) == len(template)
+    check(
+        "chat_template",
+        good,
+        "a string or a list of objects with 'name' and 'template', each with a name of its own",
+    )
     return found
 
 
-def _has_strings(entry: Any, *keys: str) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in keys)
+def _is_added_token(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not _are_texts(entry.get("content")):
+        return False
+    return all(_is_switch(entry.get(flag)) for flag in FLAGS)
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) and is_unicode(value) for value in values)

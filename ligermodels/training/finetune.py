@@ -138,7 +138,8 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
+        hint = "; did you mean 'cuda'?" if name in ("gpu", "nvidia", "rocm", "hip") else ""
+        raise ConfigError(f"device: must be cpu or cuda, not {name!r}{hint}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

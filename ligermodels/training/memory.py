@@ -54,9 +54,8 @@ def summary(plan: MemoryPlan) -> str:
     assert said is not None
     counts = Counter(map(str, plan.layers))
     levels = ", ".join(f"{count} layers keep {level}" for level, count in counts.most_common())
-    tiles = "" if plan.mlp_tile is None else f", MLPs handle {plan.mlp_tile} tokens at once"
     return (
-        f"{levels}{tiles}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
+        f"{levels}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
         f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"
     )
 

@@ -241,7 +241,7 @@ def test_cases_are_drawn_from_the_seed_alone():
     plans = [case.plan for case in cases]
     assert {layer.keep for plan in plans for layer in plan.layers} == set(KEEPS)
     assert 10 < sum(plan.uses_host for plan in plans) < 30
-    assert {plan.mlp_tile for plan in plans} == set(memory_cases.TILES)
+    assert {layer.tile for plan in plans for layer in plan.layers} == set(memory_cases.TILES)
     assert all(case.batch == 1 for case in cases if case.packing == "cu_seqlens")
 
 
@@ -250,7 +250,7 @@ def test_a_case_computes_a_finite_loss_and_its_gradients(number):
     """The models are tiny here, and nothing is offloaded, because there may be no GPU."""
     case = memory_cases.draw(24)[number]
     layers = [memory_cases.LayerPlan(layer.keep) for layer in case.plan.layers]
-    plan = memory_cases.MemoryPlan(tuple(layers), mlp_tile=None)
+    plan = memory_cases.MemoryPlan(tuple(layers))
     values = vars(case) | {"batch": min(case.batch, 2), "seq": 24, "plan": plan}
     if case.dtype == "float16":
         values["dtype"] = "bfloat16"

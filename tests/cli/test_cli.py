@@ -50,6 +50,11 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
     for arguments, words in (
         ([], ["COMMAND"]),
         (["train"], ["invalid choice: 'train'"]),
+        (["fintune"], ["did you mean 'finetune'?"]),
+        (["finetune", "m", "--lr", "1"], ["--lr 1; did you mean '--learning-rate'?"]),
+        (["generate", "m", "--temprature=1"], ["--temprature=1; did you mean '--temperature'?"]),
+        (["generate", "m", "--dtype", "bf16"], ["did you mean 'bfloat16'?"]),
+        (["convert"], ["SOURCE", "TARGET"]),
     ):
         with subtests.test(" ".join(arguments)):
             assert_one_line(call(*arguments), *words)
@@ -86,6 +91,14 @@ def test_out_of_memory_is_one_line_and_exit_code_1(call, monkeypatch):
     assert code == 1 and err.count("\n") == 1 and "Tried to allocate" in err
 
 
+def test_out_of_memory_needs_no_reason(call, monkeypatch):
+    def explode(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(cli.inspect, "run", explode)
+    assert call("inspect", "m") == (1, "", "ligermodels: out of memory\n")
+
+
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     def explode(*_):
         raise RuntimeError("a bug")
@@ -103,14 +116,17 @@ def test_nan_weights_are_refused_naming_the_option_that_lets_them_in(
     model = LigerLlama.from_hf(checkpoint)
     with torch.no_grad():
         model.norm.weight[3] = float("nan")
-    model.save_hf(broken)
+    model.save_hf(broken, allow_nonfinite=True)
     rest = {
         "generate": ["a", "--device", "cpu", "--max-new-tokens", "2"],
         "convert": [tmp_path / "copy", "--verify"],
     }[command]
     assert_one_line(call(command, broken, *rest), "model.norm.weight", "allow_nonfinite")
     code, _, err = call(command, broken, *rest, "--allow-nonfinite")
-    assert (code, err) == (0, "")
+    if command == "generate":  # There is no likeliest token.
+        assert code == 2 and err.count("\n") == 1 and "NaN or infinite" in err
+    else:
+        assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

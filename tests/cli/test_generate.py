@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
+from importlib import import_module
+
+import pytest
 
 from ligermodels.text.tokenizer import Tokenizer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
+
+GENERATE = import_module("ligermodels.generation.generate")  # the module, not the function
 
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
@@ -16,6 +21,9 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["generate", "m", "p", "--temperature", "-1"], ["--temperature"]),
         (["generate", "m", "p", "--top-p", "1.5"], ["--top-p", "at most 1"]),
         (["generate", "m", "p", "--max-new-tokens", "0"], ["--max-new-tokens", "at least 1"]),
+        (["generate", "m", "p", "--max-new-tokens", str(10**18)], ["--max-new-tokens", "at most"]),
+        (["generate", "m", "p", "--seed", str(2**64)], ["--seed"]),
+        (["generate", "m", "p", "--device", "gpu"], ["did you mean 'cuda'?"]),
         (["generate", "m", "p", "--system", "s"], ["--system", "--chat"]),
     ):
         with subtests.test(" ".join(arguments)):
@@ -50,28 +58,76 @@ def test_generate_reads_stdin_and_chats(call, checkpoint, monkeypatch):
     assert (code, err) == (0, "") and out
 
 
-def test_a_conversation_goes_on_until_the_end_of_input(call, checkpoint, monkeypatch):
-    shown = []
+@pytest.fixture
+def converse(call, checkpoint, monkeypatch):
+    """A function that holds a conversation of given lines: it returns the result, and all chats."""
+    chats = []
     render = Tokenizer.apply_chat_template
 
     def watched(self, messages, **options):
-        shown.append([message["role"] for message in messages])
+        chats.append([message["role"] for message in messages])
         return render(self, messages, **options)
 
-    turns = iter(["hello", "and you?"])
+    def run(*lines):
+        turns = iter(lines)
 
-    def answer(_):
-        for turn in turns:
-            return turn
-        raise EOFError
+        def answer(_):
+            for turn in turns:
+                if turn is KeyboardInterrupt:
+                    raise turn
+                return turn
+            raise EOFError
 
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
-    monkeypatch.setattr("builtins.input", answer)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    chat = ["generate", checkpoint, "--chat", "--device", "cpu", "--max-new-tokens", "3"]
-    code, _, err = call(*chat)
-    assert (code, err) == (0, "")
-    assert shown == [["user"], ["user", "assistant", "user"]]
+        monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
+        monkeypatch.setattr("builtins.input", answer)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        chat = ["generate", checkpoint, "--chat", "--device", "cpu", "--max-new-tokens", "3"]
+        return call(*chat), chats
+
+    return run
+
+
+def test_a_conversation_goes_on_until_the_end_of_input(converse):
+    (code, _, err), chats = converse("hello", "", "  ", "and you?")
+    assert code == 0
+    assert err.count("\n") == 1 and "ends the chat" in err and "Ctrl-C stops an answer" in err
+    assert chats == [["user"], ["user", "assistant", "user"]]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(converse, monkeypatch, after):
+    def pieces(*_, **__):
+        yield from ["a", "b"][:after]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GENERATE, "stream_text", pieces)
+    (code, out, _), chats = converse("hello", "and you?")
+    assert code == 0 and out.startswith("ab\nab\n" if after else "\n\n")
+    assert chats == [["user"], ["user", "assistant", "user"] if after else ["user"]]
+
+
+def test_an_interrupt_at_the_prompt_shows_the_way_out(converse):
+    (code, _, err), chats = converse("hello", KeyboardInterrupt, "and you?")
+    assert code == 0 and err.count("Ctrl-D ends the chat") == 2 and len(chats) == 2
+
+
+def test_an_interrupt_ends_a_single_answer(call, checkpoint, monkeypatch):
+    def pieces(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(GENERATE, "stream_text", pieces)
+    assert call("generate", checkpoint, "a", "--device", "cpu")[0] == 130
+
+
+def test_temperature_0_is_greedy_and_a_tiny_one_works(call, checkpoint):
+    base = ["generate", checkpoint, "the cat", "--max-new-tokens", "8", "--device", "cpu"]
+    greedy = call(*base)
+    assert greedy[0] == 0
+    assert call(*base, "--temperature", "0", "--seed", "3", "--top-k", "5") == greedy
+    for temperature in ("1e-40", "5e-324"):
+        assert call(*base, "--temperature", temperature, "--seed", "3") == greedy
+    assert call(*base, "--temperature", "1e300", "--seed", "3")[0] == 0
 
 
 def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path):

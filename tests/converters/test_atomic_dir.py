@@ -1,13 +1,14 @@
 import os
 import signal
-import subprocess
-import sys
+import traceback
+from pathlib import Path
 
 import pytest
 
 from ligermodels.converters import atomic_dir as atomic
 from ligermodels.converters.atomic_dir import recover_dir, replace_dir
 from ligermodels.converters.files import sync_file
+from tests import sandbox
 
 OLD = {"config.json": "old config", "weights": "old weights", "notes": "mine"}
 NEW = {"config.json": "new config", "weights": "new weights", "notes": "mine"}
@@ -130,20 +131,26 @@ def test_an_error_in_the_last_rename_brings_the_old_folder_back(tmp_path, monkey
 
 
 def test_a_save_under_way_elsewhere_is_left_alone(tmp_path):
+    """A thread, and a process that is killed later, are each in the middle of a save."""
     target = tmp_path / "out"
     fill(target, OLD)
-    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        other = tmp_path / f"{atomic._prefix(target)}{alive.pid}"
-        other.mkdir()
-        foreign = tmp_path / ".out.saving-another-host-1"
-        foreign.mkdir()
-        replace(target)
-        assert other.is_dir() and foreign.is_dir()
-    finally:
-        alive.communicate(b"\n")
+    here, lock = atomic._new_folder(target)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, os.fsencode(atomic._new_folder(target)[0]))
+        signal.pause()
+    there = Path(os.fsdecode(os.read(reading, 1000)))
+    foreign = [tmp_path / ".out.saving-mine", tmp_path / f".outer.saving-{'0' * 16}"]
+    for folder in foreign:
+        folder.mkdir()
     replace(target)
-    assert not other.exists() and foreign.is_dir()
+    assert here.is_dir() and there.is_dir()
+    lock.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    replace(target)
+    assert not here.exists() and not there.exists() and all(map(Path.is_dir, foreign))
 
 
 def test_the_old_folders_mode_is_kept(tmp_path):
@@ -166,10 +173,65 @@ def test_files_are_copied_where_links_are_not_possible(tmp_path, monkeypatch):
     assert content(target) == NEW
 
 
-def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    target = tmp_path / "out"
-    fill(target, OLD)
-    monkeypatch.setattr(os.path, "ismount", lambda path: path == target)
-    with pytest.raises(OSError, match="is a mount point; pass a folder inside it"):
-        replace(target)
-    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+def in_a_fork(test):
+    """Run a function in a fork of this process; skip if it returns False."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 3 if test() is False else 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 3:
+        pytest.skip("the machine does not allow this")
+    assert code == 0
+
+
+@pytest.mark.parametrize("where", ["", "data", "runs/deep/data", "file"])
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_mount_in_the_folder_is_refused_and_not_emptied(tmp_path, where, kind):
+    def test():
+        if not sandbox.own_mounts():
+            return False
+        target, volume = tmp_path / "out", tmp_path / "volume"
+        fill(target, OLD)
+        place = target / where
+        if where == "file":
+            volume.touch()
+            place.touch()
+        else:
+            volume.mkdir()
+            place.mkdir(parents=True, exist_ok=True)
+        mounted = kind == "tmpfs" and where != "file" and sandbox.mount_tmpfs(place)
+        if not (mounted or sandbox.mount_folder(volume, place)):
+            return False
+        mine = place if where == "file" else place / "mine"
+        mine.write_text("mine")
+        message = f"volume is mounted in the folder, at {place};" if where else "is a mount point"
+        with pytest.raises(OSError, match=message):
+            replace(target)
+        assert mine.read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["out", "volume"]
+
+    in_a_fork(test)
+
+
+def test_a_volume_mounted_during_the_save_is_not_emptied(tmp_path):
+    def test():
+        if not sandbox.own_mounts():
+            return False
+        target = tmp_path / "out"
+        fill(target, OLD)
+        (target / "data").mkdir()
+        with pytest.raises(OSError, match="volume is mounted in the folder"):
+            with replace_dir(target, owned) as fresh:
+                (fresh / "weights").write_text("new")
+                if not sandbox.mount_tmpfs(target / "data"):
+                    return False
+                (target / "data" / "mine").write_text("mine")
+        assert (target / "data" / "mine").read_text() == "mine"
+        assert (target / "weights").read_text() == OLD["weights"]
+
+    in_a_fork(test)

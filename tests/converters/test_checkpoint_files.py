@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from ligermodels.converters.checkpoint_files import file_names, weight_files
+from ligermodels.converters.checkpoint_files import copied_files, local_weight_files, weight_files
 from ligermodels.errors import CheckpointError
 
 
@@ -64,15 +64,32 @@ def test_stale_index_and_missing_shards_are_refused():
         weight_files("repo", [*names, "model.safetensors"], lambda: index)
 
 
-def test_names_of_a_folder_leave_out_links_to_nothing(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "gone").symlink_to("nothing")
-    os.mkfifo(tmp_path / "pipe")
-    assert file_names(tmp_path) == {"file", "link", "pipe"}
+def test_links_to_nothing_are_not_absent_files(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .* is a link to gone, which"):
+        local_weight_files(tmp_path)
+    (tmp_path / "gone").touch()
+    assert local_weight_files(tmp_path) == (["model.safetensors"], None)
+    (tmp_path / "other").symlink_to("other")  # not a file of the checkpoint
+    assert local_weight_files(tmp_path) == (["model.safetensors"], None)
     with pytest.raises(CheckpointError, match="absent: the folder cannot be read"):
-        file_names(tmp_path / "absent")
+        local_weight_files(tmp_path / "absent")
+
+
+def test_copied_files_are_read_whole_or_are_an_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"a\r\n\0")
+    (tmp_path / "notes.txt").write_text("the user's")
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("b")
+    (templates / ".hidden").mkdir()
+    expected = {"tokenizer.json": b"a\r\n\0", "additional_chat_templates/rag.jinja": b"b"}
+    assert copied_files(tmp_path) == expected
+    assert copied_files(tmp_path / "absent") == {}
+    os.mkfifo(templates / "pipe.jinja")
+    with pytest.raises(CheckpointError, match=r"pipe.jinja: this is not a regular file but a pipe"):
+        copied_files(tmp_path)
 
 
 def test_a_name_in_capitals_is_pointed_out(subtests):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
+from ligermodels.converters.checkpoint_files import copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
@@ -32,7 +33,7 @@ def load(folder, table):
 def resave(folder, config, target, **options):
     table = LigerLlama.weight_map(config)
     weights = load(folder, table)
-    options.setdefault("source_folder", folder)
+    options.setdefault("source_files", copied_files(folder))
     save(target, to_hf(config), table, weights.__getitem__, **options)
 
 
@@ -193,7 +194,7 @@ def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "tokenizer.json").write_text("another model's")
-    resave(folder, config, out, source_folder=None)
+    resave(folder, config, out, source_files=None)
     assert (out / "tokenizer.json").read_text() == "another model's"  # no source
     resave(folder, config, out)
     assert not (out / "tokenizer.json").exists()
@@ -230,7 +231,7 @@ def test_saving_onto_the_folder_the_weights_are_read_from(make):
         return out
 
     for _ in range(2):  # the first save replaces the files that the second reads
-        save(folder, to_hf(config), table, get_tensor, source_folder=folder, dtypes=dtypes)
+        save(folder, to_hf(config), table, get_tensor, dtypes=dtypes)
     exported = hf_tensors(folder)
     assert all(bitwise_equal(t, exported[n]) for n, t in random_tensors(config).items())
 

@@ -12,6 +12,7 @@ import torch
 from ligermodels.converters import atomic_dir as atomic
 from ligermodels.converters.atomic_dir import recover_dir
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.errors import SaveError
@@ -88,7 +89,7 @@ class Place:
             to_hf(self.config),
             self.table,
             get_tensor,
-            source_folder=self.source,
+            source_files=copied_files(self.source),
             max_shard_size=6000,
             dtypes={entry.name: torch.bfloat16 for entry in self.table},
         )

@@ -153,7 +153,8 @@ def test_only_needed_files_come_all_from_one_commit(fake):
     assert {p.name for p in folder.iterdir()} == wanted == fake.fetched()
     assert len(Checkpoint(folder).tensors) == 21
     assert all((folder / n).read_bytes() == content for n, content in TOKENIZER.items())
-    resolutions = [line for line in fake.log if re.search(r"models/some/model($|/revision)", line)]
+    asked = re.compile(r"models/some/model($|[?]|/revision)")
+    resolutions = [line for line in fake.log if asked.search(line)]
     assert len(resolutions) == 1
     ours = [line for line in fake.log if REPO in line]
     assert [line for line in ours if COMMIT not in line] == resolutions
@@ -240,6 +241,56 @@ def test_unreadable_weights_are_refused_before_any_download(fake):
     (remote / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"model/config.json: the file is missing on the hub"):
         resolve(REPO)
+
+
+def test_a_revision_must_be_a_possible_name(fake, subtests):
+    for name in ("../../x", "/x", "a/../b", "x\\y", "a b", "", "x" * 300, ".git", "a\nb", "\udc80"):
+        with subtests.test(repr(name)[:20]):
+            with pytest.raises(CheckpointError, match=r"revision .* is not a possible name"):
+                resolve(REPO, revision=name)
+    assert not fake.log
+    for name in ("main", "refs/pr/1", "v1.0", "feature/x_y-z", COMMIT):
+        assert hub._is_revision(name)
+
+
+def test_the_hub_must_name_a_commit(fake, monkeypatch, tmp_path, subtests):
+    send = FakeHub.send
+    for sha in (str(tmp_path / "x"), "../x", "main", None, 5, COMMIT[1:], COMMIT[::-1]):
+
+        def lie(self, request, status, body=b"", headers=None, sha=sha):
+            body = body.replace(json.dumps(COMMIT).encode(), json.dumps(sha).encode())
+            send(self, request, status, body, headers)
+
+        with subtests.test(repr(sha)):
+            monkeypatch.setattr(FakeHub, "send", lie)
+            with pytest.raises(CheckpointError, match=r"the hub .* commit"):
+                resolve(REPO, revision=COMMIT)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_answer_is_not_a_missing_connection(fake, monkeypatch, caplog, subtests):
+    resolve(REPO)
+    send = FakeHub.send
+    for status, headers, words in (
+        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "log in again"),
+        (403, None, "log in again"),
+        (500, None, "try again later"),
+        (503, None, "try again later"),
+        (200, None, "cannot be understood"),
+    ):
+
+        def broken(self, request, *_, status=status, headers=headers):
+            send(self, request, status, b"<html>", headers)
+
+        with subtests.test(str(status)), monkeypatch.context() as patch:
+            patch.setattr(FakeHub, "send", broken)
+            caplog.clear()
+            resolve(REPO)
+            assert "no connection" not in caplog.text and "using the cached copy" in caplog.text
+            patch.setattr(constants, "HF_HUB_CACHE", str(fake.repos[REPO] / "empty"))
+            with pytest.raises(CheckpointError, match="nothing is cached") as error:
+                resolve(REPO)
+            assert words in str(error.value) and "no connection" not in str(error.value)
 
 
 def test_a_broken_download_says_so(fake, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from ligermodels.errors import LigerError
 from ligermodels.generation import generate, stream, stream_text
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
@@ -244,6 +245,10 @@ def test_going_beyond_the_trained_length_warns(pair):
 def test_options_out_of_range_are_refused(pair, subtests):
     for options, message in (
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 10**18}, "at most 1000000000"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"eos_token_id": 2**70}, "eos_token_id="),
+        ({"pad_token_id": "a"}, "pad_token_id='a'"),
         ({"temperature": 0.5}, "pass do_sample=True"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample=False is greedy"),
         ({"do_sample": True, "top_k": 0}, "top_k=0"),
@@ -255,6 +260,35 @@ def test_options_out_of_range_are_refused(pair, subtests):
         with subtests.test(message):
             with pytest.raises(ValueError, match=message):
                 generate(pair[1], [1], **options)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_the_generation(value, subtests):
+    model = random_model("llama")
+    with torch.no_grad():
+        model.embed_tokens.weight[5] = value  # Only a row that has this token is at fault.
+    for options in ({}, {"do_sample": True}, {"eos_token_id": []}, {"repetition_penalty": 1.2}):
+        with subtests.test(str(options)):
+            with pytest.raises(LigerError, match="the logits of row 1 are NaN or infinite"):
+                generate(model, [[3, 4], [3, 5]], max_new_tokens=3, **options)
+            tokens = stream(model, [3, 5], max_new_tokens=3, **options)
+            with pytest.raises(LigerError, match="row 0"):
+                next(tokens)
+
+
+def test_a_row_that_has_stopped_may_be_anything():
+    """Its padding is not generated, and so its logits do not count."""
+    model = random_model("llama", tie_word_embeddings=False)
+    first = generate(model, [3, 4], max_new_tokens=1)[0, 2]
+    with torch.no_grad():
+        model.embed_tokens.weight[0] = float("nan")
+    other = next(
+        i for i in range(5, 50) if generate(model, [7, i], max_new_tokens=1)[0, 2] != first
+    )
+    options = {"eos_token_id": int(first), "pad_token_id": 0, "max_new_tokens": 3}
+    found = generate(model, [[3, 4], [7, other]], **options)
+    assert found[0].tolist() == [3, 4, int(first), *[0] * (found.shape[1] - 3)]
+    assert found.shape[1] > 3
 
 
 def test_stream_takes_one_prompt(pair):

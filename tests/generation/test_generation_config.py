@@ -1,5 +1,6 @@
 """generation_config.json: the stop tokens and the penalty that a checkpoint's file sets."""
 
+import copy
 import json
 import re
 
@@ -21,14 +22,36 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
     config_file = tmp_path / "generation_config.json"
 
     config_file.unlink()
+    model = LigerLlama.from_hf(tmp_path)
     model.config.eos_token_id = [first]
     assert generate(model, PROMPTS[0], max_new_tokens=12)[0, -1] == first
     config_file.write_text(json.dumps({"eos_token_id": second, "do_sample": True}))
+    model = LigerLlama.from_hf(tmp_path)
     found = generate(model, PROMPTS[0], max_new_tokens=12)
     assert found[0, -1] == second
     # do_sample in the file has no effect.
     assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
     assert generate(model, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).shape == (1, 15)
+
+
+def test_the_file_is_read_once_when_the_model_is_loaded(pair, tmp_path):
+    theirs, ours = pair
+    theirs.save_pretrained(tmp_path)
+    stop = generate(ours, PROMPTS[0], max_new_tokens=12)[0, 4].item()
+    config_file = tmp_path / "generation_config.json"
+    config_file.write_text(json.dumps({"eos_token_id": stop}))
+    model = LigerLlama.from_hf(tmp_path)
+    found = generate(model, PROMPTS[0], max_new_tokens=12)
+    config_file.write_text('{"eos_token_id": []}')
+    assert torch.equal(found, generate(model, PROMPTS[0], max_new_tokens=12))
+    config_file.unlink()
+    assert torch.equal(found, generate(copy.deepcopy(model), PROMPTS[0], max_new_tokens=12))
+
+
+def test_damaged_files_are_named(pair, tmp_path, subtests):
+    theirs, _ = pair
+    theirs.save_pretrained(tmp_path)
+    config_file = tmp_path / "generation_config.json"
     for text, message in (
         ("{", "the content is not JSON"),
         ("[]", "the JSON holds a list, expected an object"),
@@ -39,8 +62,13 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
         ('{"repetition_penalty": 0}', "'repetition_penalty' is 0, expected a positive"),
     ):
         config_file.write_text(text)
-        with pytest.raises(CheckpointError, match=rf"generation_config.json: {re.escape(message)}"):
-            generate(model, PROMPTS[0])
+        said = rf"generation_config.json: {re.escape(message)}"
+        with subtests.test(text), pytest.raises(CheckpointError, match=said):
+            generate(LigerLlama.from_hf(tmp_path), PROMPTS[0])
+    config_file.unlink()
+    config_file.symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"generation_config.json: .* link to gone"):
+        LigerLlama.from_hf(tmp_path)
 
 
 def test_repetition_penalty_equals_transformers(pair, tmp_path):
@@ -66,5 +94,6 @@ def test_repetition_penalty_equals_transformers(pair, tmp_path):
     assert torch.equal(generate(model, PROMPTS, max_new_tokens=30), expected)
     assert torch.equal(generate(model, PROMPTS, max_new_tokens=30, repetition_penalty=1), plain)
     (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "min_new_tokens": 3}')
+    model = LigerLlama.from_hf(tmp_path)
     with pytest.warns(UserWarning, match=r"generation_config.json: .* num_beams, min_new_tokens"):
         generate(model, PROMPTS, max_new_tokens=1)

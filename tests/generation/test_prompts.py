@@ -1,5 +1,6 @@
 """Prompts as lists and tensors: the batch they make, and the ones that are refused."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,3 +46,24 @@ def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
         with subtests.test(message):
             with pytest.raises(ValueError, match=message):
                 generate(pair[1], prompts, **options)
+
+
+def test_arrays_and_ranges_are_prompts(pair):
+    expected = generate(pair[1], [3, 4, 5], max_new_tokens=2)
+    for prompt in (np.array([3, 4, 5]), np.array([[3, 4, 5]], dtype=np.uint16), range(3, 6)):
+        assert torch.equal(generate(pair[1], prompt, max_new_tokens=2), expected)
+    both = generate(pair[1], [np.array([3, 4, 5]), np.array([7])], max_new_tokens=2)
+    assert torch.equal(both[:1], expected)
+
+
+def test_values_that_are_no_ids_are_refused(pair, subtests):
+    for prompt in (
+        *([[2**70]], [["a"]], [None], [[1, None]], [1, [2]], b"hi", None, {1: 2}, {3}, object()),
+        *(torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2).long().to_sparse()),
+    ):
+        with subtests.test(repr(prompt)[:40]):
+            with pytest.raises(ValueError, match="input_ids"):
+                generate(pair[1], prompt, max_new_tokens=2)
+    for mask in ([0.5, 1.0], [-1e9, 0.0], [2, 1], "x"):
+        with pytest.raises(ValueError, match="attention_mask"):
+            generate(pair[1], [1, 2] if mask == "x" else torch.tensor([1, 2]), attention_mask=mask)

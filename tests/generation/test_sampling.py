@@ -1,3 +1,6 @@
+import math
+
+import pytest
 import torch
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
@@ -6,6 +9,7 @@ from transformers.generation.logits_process import (
 )
 
 from ligermodels.generation import Sampling
+from ligermodels.generation.sampling import RepetitionPenalty
 from tests.tiny_models import VOCAB
 
 
@@ -41,3 +45,28 @@ def test_draws_follow_the_distribution_and_the_generator():
     share = torch.bincount(drawn, minlength=4) / len(drawn)
     torch.testing.assert_close(share, sampling.filter(logits)[0].softmax(-1), atol=0.01, rtol=0)
     assert torch.equal(drawn, sampling.next_tokens(logits, torch.Generator().manual_seed(0)))
+
+
+def test_extreme_temperatures_and_penalties_stay_finite():
+    logits = torch.tensor([[3.0, 2.9, -1.0, 0.0], [1e9, -1e9, 0.0, -torch.inf]])
+    for temperature in (5e-324, 1e-310, 1e-40, 1e-20):
+        sampling = Sampling(do_sample=True, temperature=temperature)
+        assert sampling.next_tokens(logits, None).tolist() == [0, 0]
+    for temperature in (1e40, 10**400):
+        found = Sampling(do_sample=True, temperature=temperature).filter(logits)
+        assert found[:, :3].isfinite().all()
+    prompt = torch.tensor([[0, 1], [0, 1]])
+    for penalty in (1e-310, 1e-40, 1e6):
+        assert not RepetitionPenalty(penalty, prompt, None, 4)(logits).isnan().any()
+        assert RepetitionPenalty(penalty, prompt, None, 4)(logits)[:, 0].isfinite().all()
+
+
+def test_numbers_out_of_range_are_refused(subtests):
+    for options in (
+        *({"temperature": x} for x in (0, -1.0, math.nan, math.inf, "1", None)),
+        *({"top_k": x} for x in (0, 1.5, "3", True)),
+        *({"top_p": x} for x in (0.0, 1.5, math.nan, "0.5")),
+    ):
+        with subtests.test(str(options)):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                Sampling(do_sample=True, **options)

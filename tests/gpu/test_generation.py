@@ -1,6 +1,11 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from ligermodels.errors import LigerError
 from ligermodels.generation import generate
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
@@ -66,3 +71,65 @@ def test_a_long_prompt_in_pieces_is_the_whole(family):
         cache = KVCache(model.config, 2, 1500)
         pieces = [model(part, cache=cache) for part in ids.split([700, 600, 1, 199], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_the_generation(value, subtests):
+    """The error comes with or without stop tokens, and the process can go on using the GPU."""
+    model = random_model("llama", hidden_size=64, head_dim=16).to("cuda")
+    with torch.no_grad():
+        model.embed_tokens.weight[5] = value
+    for options in (
+        {"eos_token_id": 1},
+        {"eos_token_id": []},
+        {"eos_token_id": [], "do_sample": True, "top_k": 5, "top_p": 0.9},
+        {"eos_token_id": 1, "do_sample": True, "temperature": 1e-40},
+        {"eos_token_id": [], "repetition_penalty": 1.3},
+    ):
+        with subtests.test(str(options)):
+            with pytest.raises(LigerError, match="the logits of row 1 are NaN or infinite"):
+                generate(model, [[3, 4], [3, 5]], max_new_tokens=3, **options)
+            torch.cuda.synchronize()
+            assert generate(model, [3, 4], max_new_tokens=2).shape[0] == 1
+
+
+def test_a_temperature_close_to_0_is_greedy():
+    model = random_model("llama", hidden_size=64, head_dim=16).to("cuda")
+    greedy = generate(model, [3, 4], max_new_tokens=6, eos_token_id=[])
+    for temperature in (1e-20, 1e-40, 5e-324):
+        options = {"do_sample": True, "temperature": temperature, "eos_token_id": []}
+        assert torch.equal(generate(model, [3, 4], max_new_tokens=6, **options), greedy)
+
+
+OUTSIDE = """
+import sys
+import torch
+from tests.tiny_models import random_model
+
+model = random_model("llama", hidden_size=64, head_dim=16).to("cuda")
+ids = torch.tensor([[3, int(sys.argv[1])]], device="cuda")
+labels = {"labels": torch.zeros_like(ids)} if sys.argv[2] == "labels" else {}
+torch.cuda.synchronize()
+try:
+    model(ids, **labels)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("refused" if "assert" in str(error) else error)
+else:
+    print("a result came")
+"""
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="ROCm builds have no device assertions")
+@pytest.mark.parametrize("kind", ["forward", "labels"])
+@pytest.mark.parametrize("outside", [-1, 97, 2**40])
+def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
+    """After the device-side assertion, a process cannot use the GPU, so each try has its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, str(outside), kind],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=300,
+    )
+    assert done.stdout.strip() == "refused", done.stdout + done.stderr[-2000:]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels.checks import check_count, check_floating, check_row_parameter
+from ligermodels.kernels.checks import (
+    check_count,
+    check_floating,
+    check_row_parameter,
+    check_token_ids,
+)
 
 
 class Index:
@@ -37,3 +42,31 @@ def test_check_row_parameter() -> None:
     for shape in ((2,), (1, 3), ()):
         with pytest.raises(ValueError, match=r"op: weight \(.*\) .* x \(2, 3\)"):
             check_row_parameter("op", "weight", torch.ones(shape), "x", x)
+
+
+def test_check_token_ids() -> None:
+    for dtype in (torch.int64, torch.int32):
+        check_token_ids("ids", torch.tensor([[0, 6]], dtype=dtype), 7)
+    check_token_ids("ids", torch.empty(0, 3, dtype=torch.int64), 7)
+    check_token_ids("ids", torch.empty(2, 3, dtype=torch.int64, device="meta"), 7)
+    for outside in (-1, 7, 2**40):
+        with pytest.raises(
+            IndexError, match=f"ids: token {outside} is outside the vocabulary of 7"
+        ):
+            check_token_ids("ids", torch.tensor([3, outside]), 7)
+    for dtype in (torch.uint8, torch.bool, torch.float32, torch.int16):
+        with pytest.raises(ValueError, match=f"ids is {dtype}; expected"):
+            check_token_ids("ids", torch.ones(1, 2).to(dtype), 7)
+    with pytest.raises(ValueError, match="ids is a list"):
+        check_token_ids("ids", [1, 2], 7)
+    with pytest.raises(ValueError, match="sparse"):
+        check_token_ids("ids", torch.ones(1, 2).long().to_sparse(), 7)
+
+
+def test_a_compiled_function_does_not_look_at_the_ids() -> None:
+    def function(ids: torch.Tensor) -> torch.Tensor:
+        check_token_ids("ids", ids, 7)
+        return ids + 1
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert compiled(torch.tensor([3, 9])).tolist() == [4, 10]

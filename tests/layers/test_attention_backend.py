@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.layers.attention_backend import attend, choose_backend, prepare
+from ligermodels.kernels.simulation import simulating
+from ligermodels.layers.attention_backend import (
+    attend,
+    choose_backend,
+    heads_for_sdpa,
+    prepare,
+)
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
@@ -63,6 +69,30 @@ def test_small_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
         assert choose_backend(*taken) == "flex"
     single = AttentionMask(1, 10**6)
     assert choose_backend(single, 4096, 50.0, GPU, torch.bfloat16, 64, 10**4) == "dense"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "queries", "head_dim", "heads"),
+    [
+        ("cuda", torch.float32, 5, 8, 4),
+        ("cuda", torch.bfloat16, 5, 320, 4),
+        ("cuda", torch.bfloat16, 5, 256, 2),
+        ("cuda", torch.float64, 5, 8, 2),  # no fused kernel takes float64
+        ("cuda", torch.float32, 1, 8, 2),  # a single query
+        ("cpu", torch.float32, 5, 8, 2),
+    ],
+)
+def test_heads_are_grouped_where_the_kernel_of_a_gpu_takes_groups(
+    device: str, dtype: torch.dtype, queries: int, head_dim: int, heads: int
+) -> None:
+    class Simulator:
+        autocast = None
+
+    Simulator.device = torch.device(device)  # type: ignore[attr-defined]
+    q = torch.empty(1, 4, queries, head_dim, dtype=dtype, device="meta")
+    k = torch.empty(1, 2, 5, head_dim, dtype=dtype, device="meta")
+    with simulating(Simulator()):  # type: ignore[arg-type]
+        assert [x.shape[1] for x in heads_for_sdpa(q, k, k)] == [heads, heads]
 
 
 def formula(
@@ -215,3 +245,17 @@ def test_no_dense_mask_at_length() -> None:
             attend(q, q, q, mask, scale=0.1, **options).sum().backward()
             used = torch.cuda.max_memory_allocated() - before
             assert used < length * length / 4, (options, list(given), used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 320)])
+def test_no_scores_at_length_with_grouped_heads(dtype: torch.dtype, head_dim: int) -> None:
+    length, heads, groups = 16384, 8, 2
+    q, k = (
+        torch.randn(1, n, length, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for n in (heads, groups)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, k, k, AttentionMask(length), scale=0.1).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * length * length

@@ -20,7 +20,7 @@ from tests.tiny_models import random_model
 CPU = torch.device("cpu")
 
 
-def small(layers: int = 4) -> LigerLlama:
+def small(layers: int = 3) -> LigerLlama:
     """A model whose activations are larger than its weights."""
     return tiny_model(num_hidden_layers=layers, max_position_embeddings=512)
 
@@ -28,11 +28,13 @@ def small(layers: int = 4) -> LigerLlama:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_least_bytes_are_enough_and_one_byte_less_is_not(family: str) -> None:
     model = random_model(family, num_hidden_layers=4)
-    least = Planner(model, 10**9).least_bytes(4, 64)
-    plan = model.plan_memory(4, 64, least)
+    planner = Planner(model, 10**9)
+    planner.budget = least = planner.least_bytes(4, 64)
+    plan = planner.plan(4, 64)
     assert plan.recomputes and model.memory_plan is None  # the model keeps its own plan
+    planner.budget -= 1
     with pytest.raises(ConfigError, match=f"at least {least} bytes"):
-        model.plan_memory(4, 64, least - 1)
+        planner.plan(4, 64)
 
 
 def test_a_plan_fits_and_more_bytes_are_never_slower() -> None:
@@ -41,8 +43,8 @@ def test_a_plan_fits_and_more_bytes_are_never_slower() -> None:
     least, most = planner.least_bytes(4, 128), planner.plan(4, 128).prediction
     assert most is not None and not planner.plan(4, 128).recomputes
     times = []
-    for step in range(12):
-        planner.budget = least + step * (most.peak_bytes - least) // 9
+    for step in range(8):
+        planner.budget = least + step * (most.peak_bytes - least) // 6
         plan = planner.plan(4, 128)
         said = plan.prediction
         assert said is not None and said.peak_bytes + said.reserve_bytes <= planner.budget
@@ -93,7 +95,7 @@ def test_what_the_step_consists_of_counts() -> None:
 
 
 def test_the_largest_batch_and_length_fit() -> None:
-    model = small(3)
+    model = small()
     budget = Planner(model, 10**9).least_bytes(8, 128)
     batch = model.largest_batch(128, budget)
     assert batch == 8
@@ -129,6 +131,31 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
     assert said is not None and 0 < said.host_bytes <= 16 * 2**30
     assert 70 * 2**30 < said.peak_bytes < 80 * 2**30
     assert plan.uses_host and said.gains
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
+    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(fit, "_distributed", lambda: True)
+    monkeypatch.setattr(fit.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(fit.dist, "broadcast_object_list", lambda made, src: sent.extend(made))
+
+    def compute() -> None:
+        raise fault
+
+    with pytest.raises(fault):
+        fit._from_rank_0(compute)
+    assert len(sent) == 1 and isinstance(sent[0], Exception)
+
+    def receive(made: list[Any], src: int) -> None:
+        made[:] = sent
+
+    monkeypatch.setattr(fit.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(fit.dist, "broadcast_object_list", receive)
+    with pytest.raises(type(sent[0])):
+        fit._from_rank_0(compute)
 
 
 def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

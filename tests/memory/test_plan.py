@@ -17,6 +17,30 @@ def test_a_plan_written_as_json_reads_back() -> None:
     assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert plan.recomputes and plan.uses_host
     assert not MemoryPlan.uniform(2, "all").recomputes
+    assert MemoryPlan.uniform(2, "all", mlp_tile=64).recomputes
+
+
+def test_a_plan_that_was_written_with_one_tile_for_all_layers_means_the_same() -> None:
+    for tile in (64, None):
+        layers = [{"keep": "all", "host": False}, {"keep": "input", "host": True}]
+        older = {"layers": layers, "mlp_tile": tile, "host_budget": 2**30, "prediction": None}
+        plan = MemoryPlan.from_dict(older)
+        assert plan.layers == (LayerPlan("all", False, tile), LayerPlan("input", True, tile))
+        assert "mlp_tile" in older and MemoryPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_the_printed_plan_shows_the_tiles_of_layers() -> None:
+    plan = MemoryPlan.of([LayerPlan("input", tile=64), *["input", "all"] * 2])
+    assert str(plan).splitlines() == [
+        "   1 layers keep input, MLP in tiles of 64 tokens: 0",
+        "   2 layers keep input: 1, 3",
+        "   2 layers keep all: 2, 4",
+    ]
+
+
+def test_one_tile_is_for_the_layers_without_their_own() -> None:
+    plan = MemoryPlan.of(["all", LayerPlan("input", tile=8)], mlp_tile=64)
+    assert [layer.tile for layer in plan.layers] == [64, 8]
 
 
 @pytest.mark.parametrize(
@@ -30,8 +54,6 @@ def test_other_values_are_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"layers": (LayerPlan(),), "mlp_tile": 0}, "mlp_tile=0; expected an integer of 1"),
-        ({"layers": (LayerPlan(),), "mlp_tile": "abc"}, "mlp_tile='abc'"),
         ({"layers": (LayerPlan(),), "host_budget": "4GiB"}, "host_budget='4GiB'"),
         ({"layers": ("input",)}, "layer 'input'; expected a LayerPlan"),
     ],
@@ -39,6 +61,14 @@ def test_other_values_are_refused(values: dict[str, Any]) -> None:
 def test_impossible_plans_are_refused(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         MemoryPlan(**values)
+
+
+@pytest.mark.parametrize("tile", [0, -1, True, 1.0, "abc"])
+def test_impossible_tiles_are_refused(tile: Any) -> None:
+    with pytest.raises(ConfigError, match=f"tile={tile!r}; expected an integer of 1 or more"):
+        LayerPlan("input", tile=tile)
+    with pytest.raises(ConfigError, match="tile="):
+        MemoryPlan.uniform(2, "all", mlp_tile=tile)
 
 
 def test_what_is_no_plan_is_refused() -> None:
@@ -62,9 +92,10 @@ def test_a_model_takes_a_plan_for_its_number_of_layers() -> None:
     model = tiny_model(num_hidden_layers=3)
     with pytest.raises(ConfigError, match="2 layers, but the model has 3"):
         model.set_memory_plan(MemoryPlan.uniform(2, "input"))
-    plan = MemoryPlan.of(["all", "attention", "no_gate_up"])
+    plan = MemoryPlan.of(["all", LayerPlan("attention", tile=8), "no_gate_up"])
     model.set_memory_plan(plan)
     assert model.memory_plan == plan
     assert [layer.mlp.keep for layer in model.layers] == ["all", "attention", "no_gate_up"]
+    assert [layer.mlp.tile for layer in model.layers] == [None, 8, None]
     model.set_memory_plan(None)
     assert model.memory_plan is None and model.layers[1].self_attn.keep == "all"

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory.rates import Rates, data_sheet, gpu_bytes, rates_of
-from ligermodels.memory.simulate import Work
+from ligermodels.memory.tracker import Work
 
 
 def test_work_takes_the_sum_of_its_parts() -> None:

@@ -78,6 +78,40 @@ def test_label_outside_the_vocabulary_is_refused() -> None:
         tiny_model()(ids, labels=labels)
 
 
+def test_ids_outside_the_vocabulary_are_named() -> None:
+    ids, labels = tokens(1, 8)
+    for outside in (-1, 131, 2**40):
+        ids[0, 4] = outside
+        for given in ({}, {"labels": labels}):
+            with pytest.raises(IndexError, match=f"input_ids: token {outside} is outside"):
+                tiny_model()(ids, **given)
+
+
+def test_ids_of_an_embedding_that_has_grown_are_fine() -> None:
+    model = tiny_model()
+    model.embed_tokens = torch.nn.Embedding(200, model.config.hidden_size)
+    ids, _ = tokens(1, 8)
+    ids[0, 4] = 199
+    assert model(ids).isfinite().all()
+    ids[0, 4] = 200
+    with pytest.raises(IndexError, match="vocabulary of 200"):
+        model(ids)
+
+
+def test_inputs_of_other_dtypes_are_refused(subtests: pytest.Subtests) -> None:
+    ids, labels = tokens(1, 8)
+    for name, dtype in (
+        *(("labels", dtype) for dtype in (torch.uint8, torch.int32, torch.bool, torch.float32)),
+        *(("position_ids", dtype) for dtype in (torch.bool, torch.uint8, torch.float32)),
+        *(("attention_mask", dtype) for dtype in (torch.float32, torch.complex64)),
+    ):
+        with subtests.test(f"{name} {dtype}"):
+            with pytest.raises(ValueError, match=f"{name} .*{dtype}"):
+                tiny_model()(ids, **{name: labels.to(dtype)})
+    with pytest.raises(ValueError, match="labels is a list"):
+        tiny_model()(ids, labels=labels.tolist())
+
+
 def test_meta_device_allocates_nothing() -> None:
     with torch.device("meta"):
         model = LigerLlama(LlamaConfig.preset("llama-3.1-405b"))

@@ -198,9 +198,13 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "pipe": (replaced(SINGLE, "pipe"), SINGLE, "is not a regular file"),
     "folder": (replaced(SINGLE, "folder"), SINGLE, "is not a regular file"),
     "device": (replaced(SINGLE, "device"), SINGLE, "is not a regular file"),
-    "loop": (replaced(SINGLE, "loop"), "", "holds no weights: neither model.safetensors nor"),
-    "dangling link": (replaced(SINGLE, "dangling"), "", "holds no weights"),
-    "no weights": (replaced(SINGLE, "nothing"), "", "holds no weights"),
+    "loop": (replaced(SINGLE, "loop"), SINGLE, "cannot be read: Too many levels of symbolic"),
+    "dangling link": (replaced(SINGLE, "dangling"), SINGLE, "is a link to nowhere, which does"),
+    "no weights": (
+        replaced(SINGLE, "nothing"),
+        "",
+        "holds no weights: neither model.safetensors nor",
+    ),
     "stale index": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'),
         INDEX,
@@ -468,21 +472,42 @@ def test_other_broken_files_do_not_stop_a_load(tmp_path: Path, subtests: pytest.
     folder = make(tmp_path / "model")
     for content in (*BROKEN_JSON, b'{"a": 1, "a": 2}'):
         with subtests.test(repr(content[:20])):
-            for name in COPIED_FILES:
+            names = set(COPIED_FILES) - {"generation_config.json"}
+            for name in names:
                 (folder / name).write_bytes(content)
             AutoLiger.from_hf(folder).save_hf(tmp_path / "out")
-            for name in COPIED_FILES:
+            for name in names:
                 assert (tmp_path / "out" / name).read_bytes() == content
 
 
-def test_a_broken_generation_config_is_named_when_it_is_used(
+def test_a_tokenizer_file_that_cannot_be_read_stops_a_load(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
+    """If it counted as absent, a save would drop it without a word."""
+    for name in (*COPIED_FILES, "additional_chat_templates/rag.jinja"):
+        folder = make(tmp_path / name.partition("/")[0])
+        (folder / name).parent.mkdir(exist_ok=True)
+        for kind, message in {
+            "pipe": "not a regular file but a pipe",
+            "folder": "not a regular file but a folder",
+            "device": "not a regular file but a device",
+            "loop": "Too many levels",
+            "dangling": "is a link to nowhere, which does not exist; restore that file, or remove",
+        }.items():
+            with subtests.test(f"{name}, {kind}"):
+                (folder / name).touch()
+                replaced(name, kind)(folder)
+                with pytest.raises(CheckpointError, match=message) as caught:
+                    AutoLiger.from_hf(folder)
+                assert str(caught.value).startswith(f"{folder / name}: ")
+                (folder / name).rmdir() if kind == "folder" else (folder / name).unlink()
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     folder = make(tmp_path / "model")
     for content in (*BROKEN_JSON, b'{"eos_token_id": "x"}', b'{"eos_token_id": 1e400}'):
         with subtests.test(repr(content[:20])):
             (folder / "generation_config.json").write_bytes(content)
-            model = AutoLiger.from_hf(folder)
             with pytest.raises((ConfigError, CheckpointError)) as caught:
-                model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+                AutoLiger.from_hf(folder).generate(torch.tensor([[1, 2]]), max_new_tokens=2)
             assert str(caught.value).startswith(str(folder / "generation_config.json"))

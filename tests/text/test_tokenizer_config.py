@@ -41,7 +41,7 @@ def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, subtests):
             ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),
             ("special_tokens_map.json", '{"pad_token": []}', r"'pad_token' is \[\]"),
             ("chat_template.jinja", b"\xff", "cannot be read"),
-            ("tokenizer.json", "", "not a tokenizer file"),
+            ("tokenizer.json", "", "not JSON"),
             ("tokenizer.json", "{}", "not a tokenizer file"),
         )
     ):

@@ -520,7 +520,7 @@ def test_checkpoints_of_another_run_are_refused(checkpoint, text, tmp_path):
 def test_a_pad_token_without_an_embedding_does_no_harm(text, tmp_path):
     base = make_checkpoint(tmp_path / "base")
     found = json.loads((base / "tokenizer.json").read_text())
-    found["added_tokens"].append({**found["added_tokens"][0], "id": 300, "content": "<pad>"})
+    found["added_tokens"].append({**found["added_tokens"][0], "id": 258, "content": "<pad>"})
     (base / "tokenizer.json").write_text(json.dumps(found))
     config = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<pad>"}))

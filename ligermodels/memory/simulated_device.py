@@ -1,0 +1,231 @@
+"""The device that meta tensors stand for in a simulation: its attention, autocast and kernels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+from ligermodels.layers import attention_backend
+from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.memory.attention_buffers import attention_pairs, sdpa_backend
+from ligermodels.memory.tracker import Tracker
+
+_aten = torch.ops.aten
+
+
+class SimulatedDevice:
+    """The device that meta tensors stand for; see `kernels.simulation.Simulator`."""
+
+    def __init__(
+        self, device: torch.device, num_sms: int, autocast: torch.dtype | None, tracker: Tracker
+    ) -> None:
+        self.device, self.num_sms, self.autocast = device, num_sms, autocast
+        self.tracker = tracker
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        before, self.autocast = self.autocast, None
+        try:
+            yield
+        finally:
+            self.autocast = before
+
+    def copied(self, to_host: bool, size: int) -> None:
+        if to_host:
+            self.tracker.work.to_host_bytes += size
+        else:
+            self.tracker.work.from_host_bytes += size
+
+    def attend(
+        self,
+        backend: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        batch, heads, queries, head_dim = q.shape
+        length = mask.max_seqlen if backend == "varlen" and mask.max_seqlen else queries
+        pairs = batch * heads * (queries / length) * attention_pairs(length, window)
+        flops = int(4 * pairs * head_dim)
+        # Backward computes five products of this size, where forward computes two.
+        q = _Count.apply(q, self.tracker, flops, 5 * flops // 2)
+        if backend == "varlen":
+            return attention_backend._varlen(q, k, v, mask, scale, window)
+        if backend == "flex":
+            self.block_mask(mask, window, batch)
+            return _Flex.apply(q, k, v)
+        visible = None
+        if backend == "dense" and not mask.hides_nothing(window):
+            visible = mask.dense(window, q.device)
+        if softcap is not None:
+            with self.without_autocast():
+                return attention_backend._capped(q, k, v, visible, scale, softcap)
+        if self.autocast is not None:
+            q, k, v = (x.to(self.autocast) for x in (q, k, v))
+        return self._sdpa(q, k, v, visible, scale)
+
+    def _sdpa(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+    ) -> Tensor:
+        heads, queries, head_dim = q.shape[1:]
+        causal = visible is None and queries > 1
+        if self.device.type == "cpu":
+            if visible is not None:
+                # As PyTorch turns a bool mask into numbers to add.
+                hidden = torch.scalar_tensor(-torch.inf, dtype=q.dtype, device=q.device)
+                shown = torch.scalar_tensor(0.0, dtype=q.dtype, device=q.device)
+                visible = torch.where(visible, shown, hidden)
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=visible, scale=scale
+            )[0]
+        if visible is None:
+            k, v = attention_backend.heads_for_sdpa(q, k, v)
+        backend = sdpa_backend(heads, k.shape[1], head_dim, q.dtype)
+        if visible is None and backend == SDPBackend.CUDNN_ATTENTION:
+            return _aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal, False, scale=scale
+            )[0]
+        if visible is None and backend == SDPBackend.FLASH_ATTENTION:
+            return _aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, causal, False, scale=scale
+            )[0]
+        if visible is None and backend == SDPBackend.EFFICIENT_ATTENTION:
+            return _aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, causal, scale=scale
+            )[0]
+        return F.scaled_dot_product_attention(
+            q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True
+        )
+
+    def block_mask(self, mask: AttentionMask, window: int | None, batch: int) -> None:
+        """Hold the index tensors of FlexAttention's block mask as long as the mask lives.
+
+        FlexAttention keeps, for partial and for full blocks, from queries to keys and back, the
+        number of blocks of each row and their order, in int32. To sort them takes int64 numbers.
+        """
+        if window in mask._block_masks:
+            return
+        rows = 1 if mask.document_ids is None and mask.padding_mask is None else batch
+        shape = rows, 1, -(-mask.queries // 128), -(-mask.keys // 128)
+        index = [torch.empty(shape, dtype=torch.int32, device="meta") for _ in range(4)]
+        counts = [torch.empty(shape[:3], dtype=torch.int32, device="meta") for _ in range(4)]
+        dense = torch.empty(shape, dtype=torch.int32, device="meta")
+        torch.empty((2, *shape), dtype=torch.int64, device="meta")
+        del dense
+        mask._block_masks[window] = None, (index, counts)  # type: ignore[assignment]
+
+
+class _Count(torch.autograd.Function):
+    """Return q, and count attention's work in each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, tracker: Tracker, flops: int, backward_flops: int) -> Tensor:
+        tracker.work.attention_flops += flops
+        ctx.tracker, ctx.flops = tracker, backward_flops
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.tracker.work.attention_flops += ctx.flops
+        return grad, None, None, None
+
+
+class _Flex(torch.autograd.Function):
+    """The allocations of compiled FlexAttention: it saves its output and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        torch.empty_like(lse)  # the largest score of each query
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del delta
+        return grads
+
+
+class Autocast(TorchFunctionMode):
+    """Casts the operands of plain PyTorch's products as autocast does on the simulated device."""
+
+    def __init__(self, simulator: SimulatedDevice) -> None:
+        super().__init__()
+        self.simulator = simulator
+        self.casts: dict[int, Tensor] = {}  # of leaves, as long as forward lasts
+        self.keeps = True
+        self.products = {F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm}
+        self.products |= {Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.simulator.autocast is not None and func in self.products:
+            args = tuple(map(self._cast, args))
+            kwargs = {key: self._cast(x) for key, x in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, x: Any) -> Any:
+        dtype = self.simulator.autocast
+        if not isinstance(x, Tensor) or x.dtype not in (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+        ):
+            return x
+        if not (self.keeps and x.is_leaf and x.requires_grad and x.dtype == torch.float32):
+            return x.to(dtype)
+        if id(x) not in self.casts:
+            self.casts[id(x)] = x.to(dtype)
+        return self.casts[id(x)]
+
+
+class _NoLaunch:
+    """Stands in for a Triton kernel: a launch with meta tensors is counted, others happen."""
+
+    def __init__(self, kernel: Any, tracker: Tracker) -> None:
+        self.kernel, self.tracker = kernel, tracker
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(x, Tensor) and x.is_meta for x in args):
+                return self.tracker.launched(args)
+            return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+@contextmanager
+def no_launches(tracker: Tracker) -> Iterator[None]:
+    """Put `_NoLaunch` in the place of every Triton kernel of this library."""
+    import ligermodels.kernels.triton as triton
+
+    modules = [x for x in vars(triton).values() if isinstance(x, ModuleType)]
+    kernels = [
+        (module, name, kernel)
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and not isinstance(kernel, _NoLaunch)
+    ]
+    for module, name, kernel in kernels:
+        setattr(module, name, _NoLaunch(kernel, tracker))
+    try:
+        yield
+    finally:
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)

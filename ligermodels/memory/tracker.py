@@ -1,0 +1,233 @@
+"""The count of bytes and of work of the operators that run on meta tensors.
+
+A dispatch mode sees every operator. It counts the bytes of the storages that are alive, as CUDA's
+caching allocator rounds them, and the work.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ligermodels.memory.attention_buffers import scratch
+from ligermodels.memory.caching_allocator import Block, CachingAllocator
+
+_aten = torch.ops.aten
+
+
+# The position of the first factor of each product; the second factor follows it.
+_PRODUCTS = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::_scaled_mm": 0,
+    "ligermodels::wide_product": 0,
+    "ligermodels::accumulate_product": 1,
+}
+_UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+_UNWRITTEN |= {"aten::new_empty_strided"}
+_LOOKUPS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
+# Their floating point operations are counted apart.
+_ATTENTION = ("_scaled_dot_product_", "torch_attn::_varlen_attn")
+
+
+@dataclass
+class Work:
+    """What one pass computes and moves."""
+
+    product_flops: int = 0  # of matrix products, two for each multiplication and addition
+    attention_flops: int = 0  # of attention, over the query-key pairs that the mask leaves
+    moved_bytes: int = 0  # read and written by all other ops
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass
+class Phase:
+    """A part of a step: its bytes and its work."""
+
+    before: int  # bytes that exist when it begins
+    peak: int = 0  # the most bytes in it
+    after: int = 0  # bytes that exist when it ends
+    work: Work = field(default_factory=Work)
+
+
+class _PlainSizes:
+    """An allocator of a CPU: a block has the size of the request."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+
+    def allocate(self, size: int) -> Block:
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        return Block(0, size, False)
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live storages, and the work, of the operators that run under it.
+
+    Args:
+        device_type: "cuda" counts what CUDA's caching allocator and the operators' scratch take;
+            "cpu" counts the plain sizes.
+        seen: the device of the tensors that count, "meta" or the real one.
+    """
+
+    def __init__(self, device_type: str, seen: str = "meta") -> None:
+        super().__init__()
+        self.on_gpu, self.seen = device_type == "cuda", seen
+        # By storage: a weak reference to it, its allocator and its block.
+        self.live: dict[int, tuple[Any, CachingAllocator | _PlainSizes, Block]] = {}
+        self.uncounted: set[int] = set()  # storages
+        self.allocators: dict[str, CachingAllocator | _PlainSizes] = {}  # of streams
+        self.stream = "compute"
+        self.phases: dict[str, Phase] = {}
+        self.phase = Phase(0)
+
+    @property
+    def work(self) -> Work:
+        """The work of the phase that is running."""
+        return self.phase.work
+
+    def enter(self, name: str) -> None:
+        """Begin a phase; later peaks and work count for it."""
+        self.leave()
+        self.phase = self.phases.setdefault(name, Phase(self.bytes, self.bytes))
+
+    def leave(self) -> None:
+        """End the phase that is running."""
+        self.phase.after = self.bytes
+
+    def hold(self, tensors: Iterable[Tensor]) -> int:
+        """Count the storages of tensors that exist already; return their bytes."""
+        before = self.bytes
+        for x in tensors:
+            self._allocate(x)
+        return self.bytes - before
+
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """Take memory from the allocator of another stream, which keeps what it reserves."""
+        before, self.stream = self.stream, name
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @property
+    def allocator(self) -> CachingAllocator | _PlainSizes:
+        """The allocator of the stream that is running."""
+        if self.stream not in self.allocators:
+            self.allocators[self.stream] = CachingAllocator() if self.on_gpu else _PlainSizes()
+        return self.allocators[self.stream]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are allocated now."""
+        return sum(allocator.allocated for allocator in self.allocators.values())
+
+    @property
+    def reserved(self) -> int:
+        """The bytes that the allocators have reserved."""
+        return sum(allocator.reserved for allocator in self.allocators.values())
+
+    def block_bytes(self, x: Tensor) -> int:
+        """Return the bytes that a tensor's storage takes."""
+        return self.live[x.untyped_storage()._cdata][2].size
+
+    def _allocate(self, x: Tensor) -> None:
+        if x.device.type != self.seen:
+            return
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.live or key in self.uncounted or size == 0:
+            return
+        reference = weakref.ref(storage, lambda _: self._free(key))
+        self.live[key] = reference, self.allocator, self.allocator.allocate(size)
+
+    def _free(self, key: int) -> None:
+        _, allocator, block = self.live.pop(key)
+        allocator.free(block)
+
+    def _peak(self, extra: int = 0) -> None:
+        block = self.allocator.allocate(extra) if extra else None
+        self.phase.peak = max(self.phase.peak, self.bytes)
+        if block is not None:
+            self.allocator.free(block)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.nonzero.default and args[0].is_meta:
+            # At most every element.
+            out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif func is _aten.add.Tensor and _accumulates(args[0]):
+            out = args[0].add_(args[1])
+        else:
+            out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self._count(func, args, given, made)
+        for x in made:
+            self._allocate(x)
+        self._peak(scratch(func, args) if self.on_gpu else 0)
+        return out
+
+    def _count(
+        self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]
+    ) -> None:
+        name = func.name().partition(".")[0]
+        if name in _PRODUCTS:
+            a, b = args[_PRODUCTS[name] :][:2]
+            self.work.product_flops += 2 * a.numel() * b.shape[-1]
+        elif name in _LOOKUPS:
+            self.work.moved_bytes += 2 * sum(map(_bytes, made))
+        elif name not in _UNWRITTEN and not any(part in name for part in _ATTENTION):
+            known = {x.untyped_storage()._cdata for x in given}
+            fresh = [x for x in made if x.untyped_storage()._cdata not in known]
+            if fresh or func._schema.is_mutable:
+                written = fresh or made
+                self.work.moved_bytes += sum(map(_bytes, given)) + sum(map(_bytes, written))
+
+    def launched(self, tensors: Iterable[Any]) -> None:
+        """Count a launch of one of this library's kernels."""
+        self.work.moved_bytes += sum(_bytes(x) for x in tensors if isinstance(x, Tensor))
+
+
+def _accumulates(total: Tensor) -> bool:
+    """Whether autograd's engine adds a gradient to `total` in place when no dispatch mode runs.
+
+    Under a dispatch mode it always makes a new tensor. Otherwise it adds in place if nothing else
+    refers to `total` or its storage: `can_accumulate_inplace` in torch/csrc/autograd.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner"):
+        frame = frame.f_back  # wrappers of `__torch_dispatch__`
+    # The engine is called by torch, for a backward inside a backward, and by `run_step`.
+    if frame.f_code.co_name not in ("_engine_run_backward", "step"):
+        return False
+    # The engine's buffer holds the tensor. The Python object, its call and this one add three.
+    storage = total.untyped_storage()
+    users = total._use_count()  # type: ignore[attr-defined]
+    return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _bytes(x: Tensor) -> int:
+    """The bytes of a tensor's elements; those of an expanded tensor count once."""
+    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())

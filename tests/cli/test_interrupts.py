@@ -1,0 +1,82 @@
+"""Ctrl-C while the program starts: one line and exit code 130, wherever it comes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ligermodels.cli.interrupts import quit_on_interrupt
+
+# Send SIGINT at the import of a number, counted from that of argparse.
+PROGRAM = """
+import os, runpy, signal, sys
+at, sys.argv = int(sys.argv[1]), ["ligermodels", "families"]
+count = 0
+
+def hook(event, arguments):
+    global count
+    if event == "import" and (count or arguments[0] == "argparse"):
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(hook)
+runpy.run_module("ligermodels", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [1, 30, 200])
+def test_an_interrupted_start_is_one_line(number):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(number)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "ligermodels: interrupted\n")
+    assert done.stdout == ""
+
+
+def test_a_block_exits_at_once():
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with quit_on_interrupt():
+                os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+def test_handlers_of_others_stay(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.SIG_IGN, lambda *_: None):
+            signal.signal(signal.SIGINT, handler)
+            with quit_on_interrupt():
+                assert signal.getsignal(signal.SIGINT) == handler
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with quit_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_do_not_touch_signals():
+    def run():
+        with quit_on_interrupt():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    found = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]

@@ -1,0 +1,118 @@
+"""FSDP2 in a simulation. tests/parallel_worker.py compares its bytes with those of real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ligermodels import ConfigError, MemoryPlan
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.sharding import Sharding
+from ligermodels.memory.simulate import Simulation, simulate
+from tests.tiny_models import random_model
+
+RANKS = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Four ranks, of which only this one exists; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield init_device_mesh("cpu", (RANKS,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, root: dict[str, Any] | None = None, **options: Any) -> Any:
+    model = random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train()
+    for module in [*model.layers, model.head]:
+        fully_shard(module, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options, **(root or {}))
+
+
+def step(model: Any, **options: Any) -> Simulation:
+    return simulate(model, 2, 24, device=CPU, **options)
+
+
+def test_each_rank_holds_a_part_and_gathers_a_layer_at_a_time(mesh: DeviceMesh) -> None:
+    whole = step(random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train())
+    model = sharded(mesh)
+    part = step(model)
+    padded = 4 * RANKS * sum(p.numel() // p.shape[0] for p in model.parameters())
+    for ours, all_bytes in (
+        (part.weight_bytes, whole.weight_bytes),
+        (part.grad_bytes, whole.grad_bytes),
+    ):
+        assert all_bytes / RANKS <= ours <= all_bytes / RANKS + padded
+    assert part.peak_bytes < whole.peak_bytes
+    # Three quarters of the layers' weights are not there at any time.
+    layer = sum(p.numel() * 4 for p in model.layers[0].parameters())
+    kept = step(sharded(mesh, reshard_after_forward=False))
+    assert kept.peak_bytes - part.peak_bytes > 2 * layer
+
+
+def test_mixed_precision_gathers_half_the_bytes_and_reduces_in_float32(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(mesh, mp_policy=policy)
+    found = Sharding(model).parameters["layers.1.mlp.down_proj.weight"]
+    assert (found.dtype, found.gathered_dtype) == (torch.float32, torch.bfloat16)
+    assert found.reduced_dtype == torch.float32 and found.shape == (32, 48)
+    mixed, plain = step(model), step(sharded(mesh))
+    assert mixed.weight_bytes == plain.weight_bytes and mixed.grad_bytes == plain.grad_bytes
+    assert mixed.kept_bytes < plain.kept_bytes
+
+
+@pytest.mark.parametrize("gradients", ["kept", "freed"])
+def test_gradients_that_exist_before_or_never_all_exist(mesh: DeviceMesh, gradients: Any) -> None:
+    model = sharded(mesh)
+    new, other = step(model), step(model, gradients=gradients)
+    assert other.grad_bytes == (new.grad_bytes if gradients == "kept" else 0)
+    forwards = [s.phases["forward of layer 0"].before for s in (new, other)]
+    assert forwards[1] - forwards[0] == other.grad_bytes
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced(mesh: DeviceMesh) -> None:
+    model = random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train()
+    model.layers[:2].requires_grad_(False)
+    model.embed_tokens.requires_grad_(False)
+    for module in [*model.layers, model.head, model]:
+        fully_shard(module, mesh=mesh)
+    found = step(model)
+    trained = sum(p.to_local().nbytes for p in model.parameters() if p.requires_grad)
+    assert found.grad_bytes == trained
+    assert "backward of layer 0" not in found.phases
+
+
+def test_the_model_is_as_before(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+    step(model)
+    assert hooks == [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+
+
+def test_levels_and_plans(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    peaks = []
+    for keep in KEEPS:
+        model.set_memory_plan(MemoryPlan.uniform(4, keep))
+        peaks.append(step(model).peak_bytes)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+
+
+def test_other_shards_are_refused_by_name(mesh: DeviceMesh) -> None:
+    model = random_model("llama").train()
+    linear = model.layers[1].mlp.down_proj
+    linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.data, mesh, [Shard(0)]))
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight is sharded"):
+        Sharding(model)
+    with pytest.raises(ConfigError, match="offloads parameters to the CPU"):
+        Sharding(sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))

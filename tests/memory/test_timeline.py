@@ -1,0 +1,81 @@
+"""The timeline of copies to host memory, and the local search for plans that hide them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ligermodels.memory.offload import HOLD
+from ligermodels.memory.timeline import Choices, layer_seconds
+
+
+def seconds(copies: list[float], forward: float = 1.0, backward: float = 2.0) -> float:
+    count = len(copies)
+    return float(layer_seconds(np.full(count, forward), np.full(count, backward), np.array(copies)))
+
+
+def test_copies_that_fit_behind_compute_cost_nothing() -> None:
+    assert seconds([0.0] * 8) == seconds([1.0] * 6 + [0.0] * 2) == 24.0
+
+
+def test_a_copy_may_last_as_long_as_its_memory_is_held() -> None:
+    for layer in range(3):
+        copies = [0.0] * 8
+        copies[layer] = HOLD + 0.0  # it comes back while the layer above runs backward
+        assert seconds(copies, backward=HOLD) == 8 + 8 * HOLD
+        copies[layer] += 0.5
+        assert seconds(copies, backward=HOLD) == 8 + 8 * HOLD + 1.0  # forward and backward wait
+
+
+def test_copies_wait_for_each_other() -> None:
+    assert seconds([2.0] * 10, backward=3.0) > 10 + 30
+    assert seconds([2.0, 0.0] * 5, backward=3.0) == 10 + 30
+
+
+def test_plans_are_judged_together_as_alone() -> None:
+    draw = np.random.default_rng(0)
+    forward, backward, copies = draw.random((3, 5, 7))
+    together = layer_seconds(forward, backward, copies)
+    alone = [layer_seconds(*rows) for rows in zip(forward, backward, copies)]
+    np.testing.assert_array_equal(together, alone)
+
+
+def random_choices(draw: np.random.Generator, layers: int) -> Choices:
+    """Four levels, each on the GPU and in host memory."""
+    kept = np.sort(draw.integers(5, 60, (4, layers)), axis=0)[::-1]
+    backward = np.sort(draw.integers(10, 30, (4, layers)), axis=0)
+    return Choices(
+        kept=np.tile(kept, (2, 1)),
+        beside=draw.integers(20, 40, (1, layers)) * np.ones((8, 1), int),
+        forward=np.full((8, layers), 0.01),
+        backward=np.tile(backward, (2, 1)) / 1000,
+        host=np.arange(8) >= 4,
+        at_head=30,
+        host_bytes=2000.0,
+    )
+
+
+def test_improved_plans_fit_and_are_close_to_the_best_ones() -> None:
+    draw = np.random.default_rng(1)
+    ratios = []
+    for _ in range(12):
+        choices = random_choices(draw, 4)
+        budget, host_budget = int(draw.integers(90, 250)), int(draw.integers(0, 100))
+        every = np.array(list(itertools.product(range(8), repeat=4)))
+        best = choices.scores(every, budget, host_budget).min()
+        plan = choices.improved(np.zeros(4, int), budget, host_budget)
+        np.testing.assert_array_equal(plan, choices.improved(np.zeros(4, int), budget, host_budget))
+        found, peak, host = choices.costs(plan)
+        assert (peak <= budget and host <= host_budget) == (best < 1)
+        if best < 1:
+            ratios.append(found / best)
+    assert len(ratios) > 6 and max(ratios) < 1.1 and np.mean(ratios) < 1.02
+
+
+@pytest.mark.parametrize("host_budget", [0, 50])
+def test_no_more_than_the_host_budget_is_moved(host_budget: int) -> None:
+    choices = random_choices(np.random.default_rng(2), 10)
+    plan = choices.improved(np.zeros(10, int), 260, host_budget)
+    assert choices.costs(plan)[2] <= host_budget

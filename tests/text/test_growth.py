@@ -1,0 +1,102 @@
+"""Files whose steps could make a text so long that the memory is exhausted are refused."""
+
+import base64
+import json
+
+import pytest
+import sentencepiece
+
+from ligermodels.errors import CheckpointError
+from ligermodels.text import Tokenizer
+from ligermodels.text.growth import growth_of, growth_of_charsmap, growth_of_model
+from tests.text.folders import LINES
+
+
+def replace(found, put, kind="String"):
+    return {"type": "Replace", "pattern": {kind: found}, "content": put}
+
+
+def sequence(*steps, kind="normalizers"):
+    return {"type": "Sequence", kind: list(steps)}
+
+
+def test_growth_is_a_bound():
+    import tokenizers
+
+    text = "aab\u0130\ufdfa é"
+    for step, bound in (
+        (None, 1),
+        (replace("a", "bcd"), 3),
+        (replace("aa", "bcd"), 1.5),
+        (replace("aab", ""), 1),
+        (replace("", "x"), 3),
+        (replace("a*", "xy", "Regex"), 5),
+        ({"type": "Prepend", "prepend": "xyz"}, 4),
+        ({"type": "NFKC"}, 18),
+        ({"type": "Lowercase"}, 3),
+        (sequence(replace("a", "aa"), replace("a", "aa"), {"type": "NFD"}), 16),
+    ):
+        assert growth_of(step) == bound
+        if step:
+            made = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(normalizer=step)))
+            assert len(made.normalizer.normalize_str(text)) <= bound * len(text)
+    processor = {"type": "TemplateProcessing", "single": [{}] * 7}
+    assert growth_of(sequence(processor, processor, kind="processors")) == 49
+
+
+def tokenizer_json(**steps):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    return {"version": "1.0", "added_tokens": [], "model": model, **steps}
+
+
+def table_of(replacement):
+    return (4).to_bytes(4, "little") + bytes(4) + b"x\0" + replacement + b"\0"
+
+
+def test_bombs_are_refused_and_long_texts_that_would_grow_too(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    doubling = [replace("a", "aa")] * 40
+    table = base64.b64encode(table_of(b"y" * 20_000)).decode()
+    for steps, step in (
+        ({"normalizer": sequence(*doubling)}, "normalizer"),
+        ({"normalizer": replace("a", "b" * 20_000)}, "normalizer"),
+        ({"decoder": sequence(*doubling, kind="decoders")}, "decoder"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": table}}, "tokenizer.json"),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 20_000,
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            "post_processor",
+        ),
+    ):
+        file.write_text(json.dumps(tokenizer_json(**steps)))
+        with pytest.raises(CheckpointError, match=step):
+            Tokenizer.from_hf(tmp_path)
+    file.write_text(json.dumps(tokenizer_json(normalizer=sequence(*doubling[:12]))))
+    ours = Tokenizer.from_hf(tmp_path)
+    assert ours.encode("aa") == [0]
+    with pytest.raises(CheckpointError, match=r"the text has 100,000 characters, .* shorter parts"):
+        ours.encode("a" * 100_000)
+
+
+def test_the_table_of_a_sentencepiece_model_is_found(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="nfkc",
+        minloglevel=2,
+    )
+    raw = (tmp_path / "tokenizer.model").read_bytes()
+    assert growth_of_model(raw) == 33  # of \ufdfa, in bytes
+    assert growth_of_model(raw[: raw.index(b"nfkc") - 40]) == 1
+    assert growth_of_charsmap(table_of(b"y" * 300)) == 300
+    assert growth_of_charsmap(b"") == 1
+    assert len(Tokenizer.from_hf(tmp_path).encode("\ufdfa", add_special_tokens=False)) > 10

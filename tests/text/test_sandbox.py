@@ -1,0 +1,175 @@
+"""Templates render as jinja2 renders them, and none works without end or takes all memory."""
+
+import threading
+
+import jinja2
+import jinja2.ext
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ligermodels.text import sandbox
+from ligermodels.text.sandbox import MAX_SOURCE, TooCostly, render
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": " hi & <you> é\n"},
+    {"role": "assistant", "content": "hello " * 20},
+]
+START = "{% set ns = namespace(s='x' * 999, l=[0], n=7, ns=namespace()) %}"
+EVER = "{% for _ in range(99999) %}"
+END = "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ m.role + '|' ~ m['content'] }}"
+        "{% if not loop.first and loop.previtem.role != m.role %}{{ loop.length }}{% endif %}"
+        "{% else %}nothing{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content | trim | upper }}{% endfor %}",
+        "{% for m in messages[::-1] recursive %}{{ m if m is string else loop(m.role) }}"
+        "{% endfor %}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}",
+        "{{ messages | map(attribute='role') | join('-') }}{{ messages[1:] | length }}",
+        "{{ messages | rejectattr('role', 'in', ['user', 'tool']) | list | length }}",
+        "{% macro show(m, sep=': ') %}{{ m.role ~ sep }}{{ caller() if caller }}{% endmacro %}"
+        "{% for m in messages %}{{ show(m) }}{% call show(m) %}body{% endcall %}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 ** 3 %}"
+        "{% endfor %}{{ ns.n * 2 }}{{ ns.n % 5 }}{{ [1, 2] * 2 }}{{ 'ab' * 3 }}{{ 7 // 2 }}",
+        "{{ '%s-%5d' % ('a', 3) }}{{ '{:>6}{x}'.format('b', x=1) }}{{ '%s' | format(2) }}",
+        "{% set x %}{{ messages[0].content.split(' ')[-1].strip('d') }}{% endset %}{{ x }}",
+        "{{ {'a': [1, (2, 3)], 'b': None}.items() | list }}{{ 'kind' in messages[0].content }}",
+        "{{ 'role' in messages[0] }}{{ messages[0].get('none', 'x') }}{{ missing | default('d') }}",
+        "{{ messages[2].content.replace('hello', 'bye') | replace('b', 'cc') }}{{ [3, 1] | sort }}",
+        "{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ 1.234 | round(1) }}{{ 'x' | center(5) }}",
+        "{{ dict(a=1, **{'b': 2}) | dictsort }}{{ range(3) | list }}{{ 'a\nb' | indent(2) }}",
+        "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{{ -5 | abs }}{{ not [] }}",
+        "{% for k, v in messages[0].items() %}{{ loop.cycle('x', 'y') }}{{ k }}={{ v }}"
+        "{% endfor %}",
+        "{{ messages[0].role == 'system' and 1 < 2 < 3 }}{{ 'a' if undefined_one else 'b' }}",
+        "{% block one %}in {{ messages | length }}{% endblock %}{{ self.one() }}",
+        "{{ ['b', 'a', 'b'] | unique | list }}{{ (1, 2) in [(1, 2)] }}{{ {(1, 2): 3}[(1, 2)] }}",
+    ],
+)
+def test_rendering_equals_jinja2(template):
+    plain = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    variables = {"messages": TALK, "none": None}
+    assert render(template, variables) == plain.from_string(template).render(variables)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # loops without end
+        EVER * 2 + "x" + END * 2,
+        EVER * 2 + END * 2,
+        EVER + "{% for b in range(99999) if b > 10 ** 6 %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ m(99) }}",
+        "{% macro m() %}" + EVER + "{{ caller() }}{% endfor %}{% endmacro %}"
+        "{% call m() %}" + EVER + "x{% endfor %}{% endcall %}",
+        "{% block b %}" + EVER + "{% endfor %}{% endblock %}" + EVER + "{{ self.b() }}{% endfor %}",
+        EVER * 2 + "{% set _ = [-10 ** 12] | map(' spend') | list %}" + END * 2,
+        # work inside one operation
+        "{{ 9 ** (9 ** 9) }}",
+        START + EVER + "{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% set s = 'x' * 9000000 %}" + EVER + "{% set t = s[::-1] %}{% endfor %}",
+        "{% set s = 'x' * 9000000 %}" + EVER + "{% if 'y' in s %}{% endif %}{% endfor %}",
+        "{% set s = range(99999) | list %}" + EVER + "{{ 'y' is in s }}{% endfor %}",
+        "{% set s = range(99999) | list %}" + EVER + "{{ s | sort | first }}{% endfor %}",
+        "{% set t = (0,) * 400000 %}" + EVER + "{% set d = {t: 1} %}{% endfor %}",
+        "{{ ([[0]] * 99999) | sum(start=[]) }}",
+        "{% set ns = namespace(a=[1], b=[1]) %}"
+        "{% for _ in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
+        "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+        "{{ ('ab' * 999999).strip('c' * 999999 ~ 'ab') }}",
+        # too long a text or list
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ [0] * 10 ** 10 }}",
+        START + "{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        START + "{% for _ in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        START + "{% for _ in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}",
+        START + "{% for _ in range(60) %}{% set ns.l = {'a': ns.l, 'b': ns.l} %}{% endfor %}",
+        "{{ 'x'.center(10 ** 10) }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w='9999999999') }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ 'a\nb' | indent(10 ** 10) }}",
+        "{{ messages | tojson(indent=10 ** 9) }}",
+        "{{ ('a' * 999999) | replace('a', 'b' * 999999) }}",
+        "{{ ('a' * 999999).join('b' * 999999) }}",
+        "{% set d = {'a': 'x' * 999999} %}{{ ([d] * 99) | map(attribute='a') | join }}",
+        "{{ (5).to_bytes(10 ** 10, 'big') }}",
+        "{{ ('\t' * 999999).expandtabs(999999) }}",
+        "{{ [1] | batch(10 ** 9, 'x') | list }}",
+        "{{ 1.5 | round(10 ** 9, 'ceil') }}",
+        "{% for _ in range(999) %}{% set x %}" + EVER + "y" * 999 + "{% endfor %}{% endset %}"
+        "{% endfor %}",
+        "{{ strftime_now('%c' * 999999) }}",
+        "x" * (MAX_SOURCE + 1),
+    ],
+)
+def test_bombs_are_refused(template, monkeypatch):
+    monkeypatch.setattr(sandbox, "_BUDGET", sandbox._BUDGET // 20)  # to take less time
+    with pytest.raises(TooCostly):
+        render(template, {"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
+        "{{ " + "1+" * 30_000 + "1 }}",
+        "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+        "{{ lipsum(10 ** 9) }}",
+        "{{ ('<!--' * 999999) | striptags }}",
+        "{{ (('<!--' * 999999) | safe).striptags() }}",
+        "{% include 'x' %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_other_ways_out_are_closed(template):
+    with pytest.raises(Exception):  # noqa: B017, any error of jinja2 or Python
+        render(template, {"messages": TALK})
+
+
+def test_namespaces_do_not_write_what_they_hold():
+    nested = START + "{% for _ in range(60) %}{% set m = namespace(a=ns.ns, b=ns.ns) %}"
+    nested += "{% set ns.ns = m %}{% endfor %}{{ ns.ns }}"
+    assert render(nested, {}) == "<Namespace>"
+
+
+def test_long_conversations_cost_in_proportion():
+    """A thousand turns of a usual template are far from the limit."""
+    talk = TALK[1:] * 1000
+    template = (
+        "{% for m in messages %}"
+        "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('x') }}{% endif %}"
+        "{{ '<' ~ m.role ~ '>' + m['content'] | trim }}{% if loop.last or "
+        "loop.index0 == messages | length - 1 %}end{% endif %}{% endfor %}"
+    )
+    assert render(template, {"messages": talk}).count("<user>") == 1000
+
+
+def test_threads_have_budgets_of_their_own():
+    errors = []
+
+    def work():
+        try:
+            assert render("{{ 'x' * 1000000 }}" * 10, {}) == "x" * 10**7
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
