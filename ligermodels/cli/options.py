@@ -97,8 +97,12 @@ def _import_file(path: str) -> None:
     sys.path.append(os.path.dirname(os.path.abspath(path)))  # for the modules beside it
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def byte_size(text: str) -> int:

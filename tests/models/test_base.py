@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ligermodels import LigerLlama, LlamaConfig
-from ligermodels.layers import HeadOutput
-from tests.models.pairs import PAD, gradients, relative, step, tiny_model, tokens
+from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels.layers import HeadOutput, RMSNorm, RotaryEmbedding
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.models.base import next_token_targets
+from tests.models.pairs import PAD, TINY, gradients, relative, step, tiny_model, tokens
 
 
 def test_loss_is_the_forward_loss() -> None:
@@ -202,3 +204,103 @@ def test_compiled_equals_eager(inputs: str, checkpointing: bool) -> None:
     assert out.num_valid == expected.num_valid
     for name, grad in gradients(model).items():
         assert relative(grad, reference[name]) <= 1e-5, name
+
+
+class WithThird(LigerLlama):
+    """A Llama whose layers also return a scalar, from the mean square of their output."""
+
+    def make_block(self, layer_index: int) -> torch.nn.Module:
+        block = super().make_block(layer_index)
+
+        class Third(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+                x, residual = self.block(*inputs)
+                return x, residual, 1e-3 * (x + residual).square().mean()
+
+        return Third()
+
+
+def with_third() -> WithThird:
+    torch.manual_seed(0)
+    return WithThird(LlamaConfig(**TINY, initializer_range=0.2))
+
+
+def test_layers_may_return_an_auxiliary_loss() -> None:
+    model = with_third()
+    ids, labels = tokens()
+    out = model(ids, labels=labels)
+    assert out.auxiliary_loss is not None and out.auxiliary_loss > 1e-3
+    alone = model.head(model(ids), next_token_targets(labels))
+    torch.testing.assert_close(out.loss, alone.loss + out.auxiliary_loss)
+    for reduction in ("sum", "none"):
+        apart = model(ids, labels=labels, reduction=reduction)
+        assert torch.equal(apart.auxiliary_loss, out.auxiliary_loss)
+        expected = model.head(model(ids), next_token_targets(labels), reduction=reduction).loss
+        assert torch.equal(apart.loss, expected)
+    assert tiny_model()(ids, labels=labels).auxiliary_loss is None
+
+
+def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
+    model = with_third()
+    ids, labels = tokens(4)
+    count = (labels[:, 1:] != -100).sum()
+    parts = [model(i, labels=x, normalizer=count) for i, x in zip(ids.split(2), labels.split(2))]
+    shares = [part.num_valid / count for part in parts]
+    main = [part.loss - s * part.auxiliary_loss for part, s in zip(parts, shares)]
+    torch.testing.assert_close(
+        sum(main), model.head(model(ids), next_token_targets(labels)).loss, rtol=1e-5, atol=1e-6
+    )
+    assert sum(shares).item() == pytest.approx(1)
+
+
+def test_every_memory_plan_has_the_gradient_of_the_auxiliary_loss() -> None:
+    model = with_third()
+    ids, labels = tokens()
+    step(model, ids, labels=labels)
+    expected = gradients(model)
+    for keep in KEEPS:
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+        step(model, ids, labels=labels)
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_lacks_an_attribute_is_told_which() -> None:
+    class Half(DecoderModel):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.embed_tokens = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+            self.rotary_emb = RotaryEmbedding(config.head_dim)
+            self.norm = RMSNorm(config.hidden_size)
+
+    model = Half(LlamaConfig(**TINY))
+    with pytest.raises(ConfigError, match=r"Half has no attribute 'layers'; set self\.layers in"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+    model.layers = torch.nn.ModuleList()
+    with pytest.raises(ConfigError, match="Half has no attribute 'head'"):
+        model.initialize_weights()
+    with pytest.raises(ConfigError, match="Half: config_class is None; set it to"):
+        Half.from_hf("nowhere")
+
+
+def test_parameters_that_a_module_holds_itself_are_initialised() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.full((50, 40), float("nan")))
+            self.scale = torch.nn.Parameter(torch.full((3,), 7.0))
+
+    class Itself(Own):
+        def reset_parameters(self) -> None:
+            torch.nn.init.constant_(self.matrix, 2.0)
+
+    model = tiny_model()
+    model.layers[0].own, model.layers[1].own = Own(), Itself()
+    model.initialize_weights()
+    assert model.layers[0].own.matrix.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.layers[0].own.scale, torch.full((3,), 7.0))
+    assert torch.equal(model.layers[1].own.matrix, torch.full((50, 40), 2.0))
