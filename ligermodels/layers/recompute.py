@@ -122,13 +122,14 @@ def run_layer(
 
     # Shared keys and values are arguments and results: the recomputation neither reads nor writes
     # the context of the pass, which may have changed by then.
+    known = [index for index in taken if index in context.shared]
+    given = [tensor for index in known for tensor in context.shared[index]]
+
     def run_with(x: Tensor, context: Any, *given: Tensor) -> tuple[Any, ...]:
-        own = context.sharing(dict(zip(taken, zip(given[::2], given[1::2]))))
+        own = context.sharing(dict(zip(known, zip(given[::2], given[1::2]))))
         out = run(x, None, own)
         return *out, *(tensor for index in left for tensor in own.shared[index])
 
-    taken = [index for index in taken if index in context.shared]
-    given = [tensor for index in taken for tensor in context.shared[index]]
     bare = context.sharing({})
     results = checkpoint(run_with, x, bare, *given, use_reentrant=False, **options)
     count = len(results) - 2 * len(left)
