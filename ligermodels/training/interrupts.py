@@ -73,7 +73,7 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come, even if something swallowed its exception."""
+        """Raise KeyboardInterrupt if a signal has come, even if its exception was swallowed."""
         if self.signum is not None:
             raise KeyboardInterrupt
 
