@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from ligermodels import DecoderModel, register
+from ligermodels.cli.options import import_modules
 
 FOLDER = Path(__file__).parent.parent / "examples" / "families"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if "@lm.register" in p.read_text())
@@ -18,12 +18,11 @@ def family(name: str) -> Any:
 
     Use the fixture `registry`, which removes it after the test.
     """
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
-    module = importlib.import_module(name)
+    if name not in sys.modules:
+        import_modules([str(FOLDER / f"{name}.py")])
     (found,) = (
         each
-        for each in vars(module).values()
+        for each in vars(sys.modules[name]).values()
         if isinstance(each, type) and issubclass(each, DecoderModel) and each.__module__ == name
     )
     return register(found)

@@ -78,10 +78,13 @@ def import_modules(names: list[str] | None) -> None:
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
+_imported_files: set[str] = set()
+
+
 def _import_file(path: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
     name = os.path.splitext(os.path.basename(path))[0]
-    if name in sys.modules:
+    if name in sys.modules and name not in _imported_files:
         raise LigerError(f"a module named {name!r} is imported already; rename the file")
     sys.path.append(os.path.dirname(os.path.abspath(path)))  # for the modules beside it
     spec = importlib.util.spec_from_file_location(name, path)
@@ -92,6 +95,7 @@ def _import_file(path: str) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    _imported_files.add(name)
 
 
 def byte_size(text: str) -> int:
