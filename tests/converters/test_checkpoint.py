@@ -308,14 +308,14 @@ def test_reading_takes_memory_for_one_tensor(tmp_path):
     program = f"""
 import torch
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.weight_map import WeightMap, packed
+from ligermodels.converters.weight_map import WeightMap, packed_entry
 
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) << 10
 
-table = WeightMap(tuple(packed(f"t{{i}}", (), (f"t{{i}}", {size})) for i in range(12)))
+table = WeightMap(tuple(packed_entry(f"t{{i}}", (), (f"t{{i}}", {size})) for i in range(12)))
 checkpoint = Checkpoint({str(tmp_path)!r})
 checkpoint.plan(table)
 out = torch.zeros({size}, dtype=torch.float32)

@@ -12,25 +12,25 @@ import transformers
 from ligermodels import AutoLiger, cli
 from ligermodels.integrations.check_family import BOUNDS, check_family
 from tests import outside
+from tests.cli.helpers import SMALL
 from tests.examples import family_table
 from tests.models.pairs import relative
+from tests.training.tiny_run import make_text, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("registry")
-# It differs most from what the families of the package compile.
-COMPILED = ("qwen3_moe",)
 
 
 @pytest.mark.parametrize("name", outside.NAMES)
 def test_it_is_exact(name: str) -> None:
-    report = check_family(outside.family(name), compile=name in COMPILED)
+    report = check_family(outside.family(name), compile=False)
     cells = report.rows["small config"]
     assert report.ok, str(report)
-    assert [c for c in BOUNDS if c != "compile"] == [c for c in cells if c != "compile"]
+    assert list(cells) == [check for check in BOUNDS if check != "compile"]
     assert all(cell.error is not None for row in report.rows.values() for cell in row.values())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in outside.NAMES if name not in COMPILED])
+@pytest.mark.parametrize("name", outside.NAMES)
 def test_it_compiles(name: str) -> None:
     cell = check_family(outside.family(name)).rows["small config"]["compile"]
     assert cell.error is not None and cell.ok
@@ -81,15 +81,24 @@ def test_experts_in_bfloat16_take_the_grouped_product() -> None:
     assert relative(ours.to(torch.bfloat16)(ids), exact) < 2e-2
 
 
-def test_the_command_line_takes_a_family_from_outside(tmp_path: Any, capfd: Any) -> None:
-    """A process of its own would import the file; here it is imported already."""
-    cls = outside.family("granite")
+@pytest.mark.parametrize("name", ["olmo2", "qwen3_moe"])
+def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, capfd: Any) -> None:
+    cls = outside.family(name)
     torch.manual_seed(0)
-    cls(cls.config_class.small()).save_hf(tmp_path)
-    assert type(AutoLiger.from_hf(tmp_path)) is cls
-    for command in (["inspect", str(tmp_path)], ["convert", str(tmp_path), "--verify"]):
-        assert cli.main(command) == 0
-    assert "granite" in capfd.readouterr().out
+    sizes = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
+    source, out = str(tmp_path / "source"), str(tmp_path / "run")
+    cls(cls.config_class.small(**sizes, max_position_embeddings=256)).save_hf(source)
+    make_tokenizer(tmp_path / "source")
+    text = str(make_text(tmp_path / "words.txt"))
+    for command in (
+        ["inspect", source],
+        ["convert", source, "--verify"],
+        ["finetune", source, "--train-files", text, "--output-dir", out, *SMALL],
+        ["generate", f"{out}/model", "the cat", "--max-new-tokens", "4", "--device", "cpu"],
+    ):
+        assert cli.main(command) == 0, capfd.readouterr()
+    assert type(AutoLiger.from_hf(f"{out}/model")) is cls
+    assert name in capfd.readouterr().out
 
 
 def test_the_files_are_short_and_use_no_private_name() -> None:
