@@ -145,7 +145,7 @@ FAULTS = ("kill", "full_disk", "truncated_checkpoint", "corrupt_shard", "missing
           "clock_jumping_back")  # fmt: skip
 
 
-@attack("A", 10, weight=3, seconds=60)
+@attack("A", 10, weight=3, seconds=240)
 def a_run_survives_faults(case: Case) -> None:
     """Kills, a full disk, damaged and missing files and a wrong clock, at random moments."""
     this = Round(case)
