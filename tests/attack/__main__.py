@@ -50,6 +50,7 @@ def main() -> int:
     if options.package:
         del sys.path[0]
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # A fork would find the lock of tqdm's thread held for ever.
     load_attacks()
     counts: dict[tuple[str, int, str], Count] = defaultdict(Count)
     runs = [

@@ -54,6 +54,11 @@ class File:
         return entry
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # A connection beyond the queue would wait for seconds.
+
+
 class Hub:
     """The server of one repository. Attacks change `files`, `api`, `tree` and `errors`."""
 
@@ -82,8 +87,7 @@ class Hub:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
