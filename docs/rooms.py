@@ -24,14 +24,20 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "text": ("converters",),
     "generation": ("models", "text"),
     "training": ("generation",),
-    "cli": ("training",),
+    "integrations": ("training",),
+    "cli": ("integrations",),
 }
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
 }
-# Files that compute the names of the modules they import: each imports the files of a folder.
-FINDERS = {"kernels/reference/__init__.py", "kernels/triton/__init__.py", "models/auto.py"}
+# Files that compute the names of the modules they import: those in a folder, or what a user names.
+FINDERS = {
+    "kernels/reference/__init__.py",
+    "kernels/triton/__init__.py",
+    "models/auto.py",
+    "cli/options.py",
+}
 
 
 def below(room: str) -> set[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
@@ -186,10 +185,8 @@ def main(source: Path, folder: Path = Path("runs/mixed"), steps: int = 40) -> No
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
     print(tokenizer.decode(model.generate(prompt, max_new_tokens=80)[0]))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(model, str(folder / "model.safetensors"))
-    again = Mixed(model.config)
-    load_model(again, folder / "model.safetensors")
+    model.save_hf(folder)
+    again = Mixed.from_hf(folder)
     same = torch.equal(model(prompt), again(prompt))
     print(f"saved to {folder} and loaded again; the hidden states are the same: {same}")
 

@@ -3,15 +3,29 @@
 Each import has the form `X as X`, which tells type checkers that the name is exported from here.
 """
 
+from ligermodels.converters.weight_map import Entry as Entry
+from ligermodels.converters.weight_map import Span as Span
+from ligermodels.converters.weight_map import Towers as Towers
+from ligermodels.converters.weight_map import WeightMap as WeightMap
+from ligermodels.converters.weight_map import linear_entries as linear_entries
+from ligermodels.converters.weight_map import norm_entries as norm_entries
+from ligermodels.converters.weight_map import packed_entry as packed_entry
 from ligermodels.errors import CheckpointError as CheckpointError
 from ligermodels.errors import ConfigError as ConfigError
+from ligermodels.errors import DataError as DataError
 from ligermodels.errors import LigerError as LigerError
 from ligermodels.errors import SaveError as SaveError
 from ligermodels.layers.kv_cache import KVCache as KVCache
 from ligermodels.memory.plan import LayerPlan as LayerPlan
 from ligermodels.memory.plan import MemoryPlan as MemoryPlan
 from ligermodels.models.auto import AutoLiger as AutoLiger
+from ligermodels.models.auto import families as families
 from ligermodels.models.auto import register as register
+from ligermodels.models.base import DecoderModel as DecoderModel
+from ligermodels.models.config import ModelConfig as ModelConfig
+from ligermodels.models.decoder_weight_map import attention_entries as attention_entries
+from ligermodels.models.decoder_weight_map import decoder_weight_map as decoder_weight_map
+from ligermodels.models.decoder_weight_map import mlp_entries as mlp_entries
 from ligermodels.models.gemma import GemmaConfig as GemmaConfig
 from ligermodels.models.gemma import LigerGemma as LigerGemma
 from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config

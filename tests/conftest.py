@@ -43,6 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(other_process)
 
 
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the families that a test registers after it."""
+    from ligermodels.models import auto
+
+    monkeypatch.setattr(auto, "_registered", auto.families())
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Return a folder with SmolLM2-135M-Instruct, the real checkpoint that tests load.

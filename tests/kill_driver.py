@@ -27,7 +27,7 @@ from ligermodels.training.finetune import finetune
 from ligermodels.training.run_dir import RunDir
 
 # As users run it. This process computes nothing, so a fork can start threads of its own.
-THREADS = 4
+THREADS = 2
 
 
 class Countdown:

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ligermodels.models import auto
-from tests import markdown
+from tests import markdown, outside
 from tests.test_readme import RESULTS, step_line, steps
 
 ROOT = markdown.ROOT
@@ -32,7 +31,7 @@ BENCHMARKS = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
 EXAMPLES = re.compile(r"softcap|[A-Z]{2}|^runs/")
 # Pages whose Python blocks are parts of one example; tests below run them together.
 OP_PAGE, FAMILY_PAGE = DOCS / "adding_an_op.md", DOCS / "adding_a_family.md"
-TOGETHER = {OP_PAGE: 6, FAMILY_PAGE: 8}
+TOGETHER = {OP_PAGE: 6, FAMILY_PAGE: 7}
 # Pages from which newcomers paste. At zsh's prompt, comments and unmatched patterns are errors.
 PASTED = ["README", "benchmarks", "composing", "loss_head", "support", "training"]
 
@@ -54,6 +53,7 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return markdown.small_checkpoint(smollm2, tmp_path_factory.mktemp("docs") / "smollm2")
 
 
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
     """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
@@ -68,6 +68,7 @@ def test_python_block(
     block: markdown.Block, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(markdown.make_checkout(tmp_path / "ligermodels"))
+    monkeypatch.setattr(auto, "_registered", dict(auto._registered))  # a block registers a class
     torch.manual_seed(0)
     text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
     if "class " in text:  # Python's prompt ends a class at the first empty line
@@ -196,44 +197,16 @@ def is_excerpt(text: str, file: Path) -> bool:
     return all(line in lines for line in wanted if line and line != "...")
 
 
-def test_the_example_family(
-    small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The excerpts occur in the files, and the two blocks of new code run."""
-    from ligermodels.layers import RMSNorm
-
-    norm, *excerpts, outside = (
-        block.text for block in markdown.runnable(FAMILY_PAGE, markdown.PYTHON)
-    )
-    names = markdown.run_python(norm, RMSNorm=RMSNorm)
-    x = torch.randn(2, 3, 4, 8)
-    exact = F.rms_norm(x.flatten(-2), (32,), eps=names["AllHeadsNorm"](32).eps).view_as(x)
-    torch.testing.assert_close(names["AllHeadsNorm"](32)(x), exact)
-
-    files = [PACKAGE / "models" / "qwen3.py"] * 5 + [ROOT / "tests" / "families.py"]
-    assert [is_excerpt(*each) for each in zip(excerpts, files)] == [True] * 6
-
-    monkeypatch.setattr(auto, "_registered", dict(auto._registered))
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "olmo2.py").write_text(
-        "import ligermodels\n"
-        "class Olmo2Config(ligermodels.LlamaConfig):\n"
-        "    model_type = 'olmo2'\n"
-        "@ligermodels.register\n"
-        "class LigerOlmo2(ligermodels.LigerLlama):\n"
-        "    config_class = Olmo2Config\n"
-    )
-    config = json.loads((small_smollm2 / "config.json").read_text())
-    checkpoint = tmp_path / "my-checkpoint"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
-    (checkpoint / "model.safetensors").symlink_to(small_smollm2 / "model.safetensors")
+@pytest.mark.usefixtures("registry")
+def test_the_example_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The excerpts occur in the files, and the block that uses the family runs."""
+    *excerpts, use, entry = (b.text for b in markdown.runnable(FAMILY_PAGE, markdown.PYTHON))
+    file = ROOT / "examples" / "families" / "olmo2.py"
+    assert [is_excerpt(each, file) for each in excerpts] == [True] * 5
+    assert is_excerpt(entry, ROOT / "tests" / "families.py")
+    outside.family("olmo2")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    names = markdown.run_python(outside)
-    assert type(names["model"]).__name__ == "LigerOlmo2"
-    for module in ("my_package", "my_package.olmo2"):
-        sys.modules.pop(module)
+    assert type(markdown.run_python(use)["model"]).__name__ == "LigerOlmo2"
 
 
 @pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.stem)

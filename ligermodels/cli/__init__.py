@@ -1,4 +1,4 @@
-"""The command line: `ligermodels finetune | generate | inspect | convert | families`.
+"""The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
 A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
@@ -22,12 +22,12 @@ with quit_on_interrupt():
     from typing import Any
 
     from ligermodels import __version__
-    from ligermodels.cli import convert, families, finetune, generate, inspect
-    from ligermodels.cli.options import Formatter, Parser
+    from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
+    from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
     from ligermodels.cli.suggestions import did_you_mean
     from ligermodels.errors import LigerError, first_line, printable
 
-COMMANDS = (finetune, generate, inspect, convert, families)
+COMMANDS = (finetune, generate, inspect, convert, families, check_family)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module("ligermodels.training.finetune")  # It imports most of what is slow.
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
+            import_modules(given.modules)
             given.module.run(given)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse exits after --help or an error that it has printed
@@ -94,6 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command = subparsers.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
         command.set_defaults(module=module)
         module.add_arguments(command)
+        import_argument(command)
         commands[module] = command
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -106,7 +108,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2]
+    return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def _say(text: str) -> None:

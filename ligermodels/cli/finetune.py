@@ -92,7 +92,7 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.training.interrupts import Interrupted
     from ligermodels.training.trainer import shown_perplexity
 
-    options = {k: v for k, v in vars(given).items() if k not in ("module", "quiet")}
+    options = {k: v for k, v in vars(given).items() if k not in ("module", "modules", "quiet")}
     if options["model"] is None:
         del options["model"]
     if options.get("resume"):

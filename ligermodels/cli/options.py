@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ligermodels.cli.suggestions import did_you_mean
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
 
@@ -55,6 +58,55 @@ def loading_options(given: argparse.Namespace) -> dict[str, Any]:
 
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
     return {"dtype": dtype, "allow_nonfinite": given.allow_nonfinite}
+
+
+def import_argument(command: argparse.ArgumentParser) -> None:
+    """Add the option for families from outside of the package, which every command has."""
+    command.add_argument(
+        "--import",
+        dest="modules",
+        metavar="MODULE",
+        action="append",
+        help="import a module, or a .py file, that registers model families; may be repeated",
+    )
+
+
+def import_modules(names: list[str] | None) -> None:
+    """Import modules by name, from the current folder too, or .py files by path.
+
+    Raises:
+        LigerError: there is no such module, or it raised an error.
+    """
+    for name in names or ():
+        try:
+            if name.endswith(".py"):
+                _import_file(name)
+            else:
+                sys.path.append(os.getcwd())
+                importlib.import_module(name)
+        except Exception as error:
+            kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
+            raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
+
+
+_imported_files: set[str] = set()
+
+
+def _import_file(path: str) -> None:
+    """Import a file under its own name, even if an installed module has the same name."""
+    name = os.path.splitext(os.path.basename(path))[0]
+    if name in sys.modules and name not in _imported_files:
+        raise LigerError(f"a module named {name!r} is imported already; rename the file")
+    sys.path.append(os.path.dirname(os.path.abspath(path)))  # for the modules beside it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _imported_files.add(name)
 
 
 def byte_size(text: str) -> int:

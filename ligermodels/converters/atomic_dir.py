@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,8 +39,8 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _NO_LOCKS = (*_NO_EXCHANGE, errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EPERM)
 _PAUSE = 0.002  # seconds between two attempts to take a lock
 _PATIENCE = 600.0  # seconds; the lock is held while files of the old folder are linked or copied
-_RENAMES = 2.0  # seconds in which a process without locks surely makes its second rename
-_ATTEMPTS = 100  # to read a folder while nobody replaces it
+_RENAMES = 5.0  # seconds in which a process surely makes its second rename
+_ATTEMPTS = 100  # to read or replace a folder while nobody else replaces it
 
 
 @contextlib.contextmanager
@@ -73,48 +73,57 @@ def recover_dir(target: Path) -> bool:
     """Return whether the folder exists, after undoing a replacement that was killed half way.
 
     If a process was killed between the two renames, this renames the old folder back. If a process
-    is between them, this waits for it.
+    is between them, this waits for it for some seconds.
     """
     try:
         target = Path(os.path.realpath(target))
     except ValueError:  # The path has a null byte, or characters that no path can have.
         return False
-    last = time.monotonic() + _PATIENCE
-    unlocked = time.monotonic() + _RENAMES
+    last = time.monotonic() + _RENAMES
     absent = 0
     while not os.path.isdir(target):
-        asides = [] if os.path.lexists(target) else _beside(target, "replaced")
-        # It may be that one replacement has ended since the first look, and another has begun.
-        absent = 0 if asides else absent + 1
-        if absent == 3 or time.monotonic() > last:
-            return False
-        for aside in asides:
-            with contextlib.suppress(OSError), _Folder(aside) as folder:
-                if folder.locked or time.monotonic() > unlocked:
-                    folder.rename(aside, target)
-        if asides:
+        late = time.monotonic() > last
+        busy = False
+        for aside in [] if os.path.lexists(target) else _beside(target, "replaced"):
+            try:
+                with _Folder(aside) as folder:
+                    if folder.locked or late:
+                        folder.rename(aside, target)
+                    else:
+                        busy = True
+            except BlockingIOError:
+                busy = not late
+            except OSError:  # It has no longer this name, or this user may not rename it.
+                pass
+        if busy:
             time.sleep(_PAUSE)
+        # It may be that one replacement has ended since the first look, and another has begun.
+        absent = 0 if busy else absent + 1
+        if absent == 3:
+            return os.path.isdir(target)
     return True
 
 
-def read_one_version(folder: Path, read: Callable[[], T]) -> T:
-    """Call `read`, which opens files of `folder`, until nobody has replaced it or them meanwhile.
+def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
+    """Call `read`, which opens files of a folder, until nobody has replaced it or them meanwhile.
 
+    Args: read takes the path without links, so that no link leads it to another folder half way.
     Raises:
-        LigerError: what `read` raises, if nobody has replaced the folder.
+        LigerError, OSError: what `read` raises, if nobody has replaced the folder.
         CheckpointError: the folder was replaced during each of many calls.
     """
     for _ in range(_ATTEMPTS):
         recover_dir(folder)
-        with _hold(folder):
-            before = _version(folder)
+        real = Path(os.path.realpath(folder))
+        with _hold(real):
+            before = _version(real)
             try:
-                result = read()
-            except LigerError:
-                if _version(folder) == before:
+                result = read(real)
+            except (LigerError, OSError):
+                if _version(real) == before:
                     raise
             else:
-                if _version(folder) == before:
+                if _version(real) == before:
                     return result
     raise CheckpointError(
         f"{folder}: the folder was replaced each of the {_ATTEMPTS} times that it was read; try "
@@ -235,6 +244,8 @@ def check_replaceable(target: Path) -> None:
             raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
     except FileNotFoundError:
         return
+    if not _is_writable(target):
+        raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     _refuse_mounts(target)
     try:
         here = Path.cwd()
@@ -277,21 +288,28 @@ def _beside(target: Path, kind: str) -> list[Path]:
     """Return the folders of a kind, "saving" or "replaced", that belong to `target`."""
     pattern = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{16}")
     try:
-        return [target.with_name(x) for x in os.listdir(target.parent) if pattern.fullmatch(x)]
+        names = filter(pattern.fullmatch, os.listdir(target.parent))
     except OSError:
         return []
+    return [path for name in names if (path := target.with_name(name)).is_dir()]
 
 
 def _new_folder(target: Path) -> tuple[Path, _Folder]:
     while True:
         fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
         fresh.mkdir()
-        # Another save may take it for abandoned before it is locked.
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        try:
             lock = _Folder(fresh)
             if lock.is_at(fresh):
                 return fresh, lock
             lock.close()
+        except (BlockingIOError, FileNotFoundError):
+            pass  # Another save has taken it for abandoned before it was locked.
+        except BaseException:
+            fresh.rmdir()
+            raise
+        with contextlib.suppress(OSError):
+            fresh.rmdir()
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -322,9 +340,10 @@ def _replace(target: Path, fresh: Path, owned: Callable[[str], bool]) -> None:
     def carried(name: str) -> bool:
         return not owned(name) and name not in written
 
-    while not _replace_once(target, fresh, carried):
-        pass
-    sync_folder(target.parent)
+    for _ in range(_ATTEMPTS):
+        if _replace_once(target, fresh, carried):
+            return sync_folder(target.parent)
+    raise OSError(errno.EBUSY, f"other processes make and remove {target} all the time")
 
 
 def _replace_once(target: Path, fresh: Path, carried: Callable[[str], bool]) -> bool:
@@ -366,36 +385,50 @@ class _Carry:
         self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
 
     def over(self, old: Path, new: Path) -> None:
-        """Add the files, or in a second call those that have come or changed since the first.
+        """Add the files. In a second call, do what others did to the old folder since the first.
 
         Raises:
             OSError: a file or folder cannot be added, or another save is at work in a folder.
         """
+        before, self._seen = self._seen, {}
         changed: list[Path] = []
-        self._add(old, new, "", changed)
+        self._add(old, new, "", before, changed)
+        for key in sorted(before.keys() - self._seen.keys(), reverse=True):  # Folders come last.
+            with contextlib.suppress(OSError):
+                if stat.S_ISDIR(os.lstat(new / key).st_mode):
+                    (new / key).rmdir()
+                else:
+                    _withdraw(new / key, before[key])
         for folder in changed:
             sync_folder(folder)
 
-    def _add(self, old: Path, new: Path, where: str, changed: list[Path]) -> None:
+    def _add(
+        self,
+        old: Path,
+        new: Path,
+        where: str,
+        before: Mapping[str, tuple[int, ...]],
+        changed: list[Path],
+    ) -> None:
         added = False
         for name in sorted(os.listdir(old)):
             if not where and not self._wanted(name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
-                path, copy, key = old / name, new / name, f"{where}/{name}"
+                path, copy, key = old / name, new / name, f"{where}{name}"
                 status = os.lstat(path)
                 now: tuple[int, ...] = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):
-                    added |= self._enter(path, copy, now, self._seen.get(key))
                     self._seen[key] = now
-                    self._add(path, copy, key, changed)
+                    added |= self._enter(path, copy, now, before.get(key))
+                    self._add(path, copy, f"{key}/", before, changed)
                     shutil.copystat(path, copy)
                     continue
                 now += (status.st_size, status.st_mtime_ns)
-                if self._seen.get(key) != now:
+                if before.get(key) != now and _withdraw(copy, before.get(key)):
                     _link(path, copy)
-                    self._seen[key] = now
                     added = True
+                self._seen[key] = now
         if added:
             changed.append(new)
 
@@ -406,25 +439,43 @@ class _Carry:
         with contextlib.suppress(BlockingIOError), _Folder(path):
             if then not in (None, now):
                 raise OSError(errno.EBUSY, f"{path} was replaced meanwhile; try again")
-            if not os.access(path, os.W_OK) and os.stat(path).st_uid != os.geteuid():
-                raise PermissionError(
-                    errno.EACCES, f"{path} belongs to another user, who would lose access to it"
-                )
+            _refuse_others(path)
             if then is None:
                 copy.mkdir()
             return then is None
         raise OSError(errno.EBUSY, f"another save is at work in {path}; try again later")
 
 
-def _link(source: Path, copy: Path) -> None:
-    """Make a hard link to a file, or copy the file if the file system has no hard links.
+def _is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
-    A file that an earlier call put there is replaced, if it is another one by now.
+
+def _refuse_others(path: Path) -> None:
+    """Raise if a copy of what is at the path would take it from another user."""
+    if not _is_writable(path) and os.stat(path).st_uid != os.geteuid():
+        raise PermissionError(
+            errno.EACCES, f"{path} belongs to another user, who would lose access to it"
+        )
+
+
+def _withdraw(copy: Path, then: tuple[int, ...] | None) -> bool:
+    """Remove what the first call of `_Carry.over` added; return whether the path is free.
+
+    If it is not what was added, another process has just written it into the new folder, or has
+    changed the old file, of which this is a hard link.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.lstat(source), os.lstat(copy)):
-            return
-        copy.unlink()
+    try:
+        status = os.lstat(copy)
+    except FileNotFoundError:
+        return True
+    if then is None or then[2:] != (status.st_size, status.st_mtime_ns):
+        return False
+    copy.unlink()
+    return True
+
+
+def _link(source: Path, copy: Path) -> None:
+    """Make a hard link to a file, or copy the file if the file system has no hard links."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except FileNotFoundError:
@@ -433,6 +484,8 @@ def _link(source: Path, copy: Path) -> None:
         mode = os.lstat(source).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
             raise  # A copy would read from the pipe or the device.
+        if stat.S_ISREG(mode):
+            _refuse_others(source)
         shutil.copy2(source, copy, follow_symlinks=False)
         if stat.S_ISREG(mode):
             sync_file(copy)

@@ -54,12 +54,15 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
 
     Attributes:
         model_type: HF's name of the family.
-        architecture: the name of transformers' model class. None means: the capitalised
+        architecture: the name of transformers' model class. None means: the capitalised words of
             model_type followed by "ForCausalLM".
         wrapper_type: the model_type of a config.json that has a config of this family as its
             "text_config", in addition to other towers. None if there is no such model_type.
         null_is_derived: fields with a default for which a JSON null means: derive the value.
         written: fields that an export writes even if the checkpoint does not have them.
+        key_aliases: other keys of config.json -> the fields that they mean. An export writes a
+            changed field under all its keys.
+        refused: keys that change the computation -> the values that the family computes.
         extra: the whole config.json of the checkpoint.
         dtype: the dtype of the checkpoint, such as "bfloat16".
     """
@@ -70,6 +73,8 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
     wrapper_type: ClassVar[str | None]
     null_is_derived: ClassVar[tuple[str, ...]]
     written: ClassVar[tuple[str, ...]]
+    key_aliases: ClassVar[dict[str, str]]
+    refused: ClassVar[dict[str, tuple[Any, ...]]]
     num_hidden_layers: int
     num_key_value_heads: int
     head_dim: int
@@ -161,6 +166,8 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
             f"'model_type' is {shown(model_type)}; this class reads {config_class.model_type!r}; "
             "use AutoLiger to load other families"
         )
+    extra = copy.deepcopy(raw)
+    raw = _without_aliases(raw, config_class)
     _refuse_quantised(raw)
     _refuse(raw, config_class)
     hints = get_type_hints(config_class)
@@ -179,8 +186,22 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
     fields |= hf_rope.fields_from_hf(raw, config_class)
     if (dtype := _dtype(raw)) is not None:
         fields["dtype"] = dtype
-    fields["extra"] = copy.deepcopy(raw)
+    fields["extra"] = extra
     return fields
+
+
+def _without_aliases(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
+    """Return a copy of `raw` in which the keys of `key_aliases` have the names of their fields."""
+    found = dict(raw)
+    for key, name in config_class.key_aliases.items():
+        if key in found:
+            value = found.pop(key)
+            if found.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{key!r} is {shown(value)}, but {name!r}, which means the same, is "
+                    f"{shown(found[name])}; remove one of them"
+                )
+    return found
 
 
 def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
@@ -189,6 +210,7 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
     If `raw` is of a wrapper, these are the keys of its text model.
     """
     known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
+    known |= config_class.key_aliases.keys() | config_class.refused.keys()
     raw = text_config(raw, config_class)
     return {key: value for key, value in raw.items() if key not in known}
 
@@ -201,14 +223,15 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     """
     config_class = type(config)
     raw = copy.deepcopy(config.extra)
+    if raw.get("model_type") not in (None, config_class.model_type, config_class.wrapper_type):
+        raw = {}  # the fields of another family's config were copied into this one
     names = {item.name for item in dataclasses.fields(config_class)} - {"extra"}
     if raw:
         before = config_class(**fields_from_hf(raw, config_class))
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
-    spelt = config_class.model_type.removesuffix("_text").capitalize()
-    raw.setdefault("architectures", [config_class.architecture or f"{spelt}ForCausalLM"])
+    raw.setdefault("architectures", [config_class.architecture or _architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
     for name, hint in get_type_hints(config_class).items():
@@ -216,13 +239,19 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
             value = copy.deepcopy(getattr(config, name))
             # transformers refuses an integer for a field that it declares as a float.
             is_float = float in (hint, *get_args(hint)) and is_int(value)
-            raw[name] = float(value) if is_float else value
+            keys = [key for key, field in config_class.key_aliases.items() if field == name]
+            raw |= dict.fromkeys([name, *keys], float(value) if is_float else value)
     hf_rope.fields_to_hf(raw, config, bool(changed.intersection(hf_rope.FIELDS)))
     if config.dtype is not None:
         for key in ("dtype", "torch_dtype"):
             if "dtype" in changed or raw.get(key) is None:
                 raw[key] = config.dtype
     return raw
+
+
+def _architecture(config_class: type[HFConfig]) -> str:
+    words = config_class.model_type.removesuffix("_text").split("_")
+    return "".join(word.capitalize() for word in words) + "ForCausalLM"
 
 
 def _refuse_quantised(raw: dict[str, Any]) -> None:
@@ -237,7 +266,7 @@ def _refuse_quantised(raw: dict[str, Any]) -> None:
 
 def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
     implemented = {item.name for item in dataclasses.fields(config_class)} - {"attention_dropout"}
-    for key, harmless in _REFUSED.items():
+    for key, harmless in (_REFUSED | config_class.refused).items():
         value = raw.get(key)
         if key not in implemented and value is not None and value not in harmless:
             accepted = " or ".join(map(json.dumps, (*harmless, None)))

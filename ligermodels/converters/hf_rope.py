@@ -10,10 +10,10 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ligermodels.converters.files import is_number
+from ligermodels.converters.files import is_int, is_number
 from ligermodels.errors import ConfigError, printable, shown
 
-FIELDS = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+FIELDS = ("rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor")
 # Each rope type and the numbers that it needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -34,7 +34,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class RopeConfig(Protocol):
-    """The rope fields of every config class; some classes also have `rope_local_base_freq`.
+    """The rope fields of every config class.
+
+    Some classes also have `rope_local_base_freq`, and some have `partial_rotary_factor`.
 
     Attributes: rope_scaling has a "rope_type" and no theta; it is None for plain rope.
     """
@@ -63,8 +65,26 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
     rope_type = given.get("rope_type") or given.get("type")
     if rope_type in _HAS_ORIGINAL_LENGTH and raw.get(length) is not None:
         given[length] = raw[length]
+    fields: dict[str, Any] = {}
+    if (default := getattr(config_class, "partial_rotary_factor", None)) is not None:
+        fields["partial_rotary_factor"] = part = _part(given, key, raw, default)
+        if is_int(raw.get("head_dim")):
+            raw = {**raw, "head_dim": int(raw["head_dim"] * part)}
     rope_theta, scaling = _theta_and_scaling(given, key, raw, theta)
-    return {"rope_theta": rope_theta, "rope_scaling": scaling}
+    return {"rope_theta": rope_theta, "rope_scaling": scaling, **fields}
+
+
+def _part(given: dict[str, Any], key: str, raw: Mapping[str, Any], default: float) -> float:
+    """Take partial_rotary_factor out of the rope object `given`, or from `raw`, or the default."""
+    part, name = None, f"{key}.partial_rotary_factor"
+    if given.get("rope_type", given.get("type")) != "proportional":  # which uses it in another way
+        part = given.pop("partial_rotary_factor", None)
+    if part is None:
+        part, name = raw.get("partial_rotary_factor"), "partial_rotary_factor"
+    part = default if part is None else part
+    if not is_number(part) or not 0 < part <= 1:
+        raise ConfigError(f"{name!r} is {shown(part)}, expected a number above 0, at most 1")
+    return float(part)
 
 
 def _fields_per_layer_type(
@@ -137,7 +157,8 @@ def _theta_and_scaling(
 def check_scaling(scaling: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Refuse a `rope_scaling` that no model can have.
 
-    Args: sizes holds the config's head_dim, rope_theta and max_position_embeddings.
+    Args: sizes holds the config's rope_theta and max_position_embeddings, and as head_dim the size
+        of the rotated part of a head.
     Raises:
         ConfigError: a number is missing or wrong. The message names it.
     """
@@ -193,7 +214,9 @@ def _check_longrope(
         head_dim = raw.get("head_dim")
         if isinstance(head_dim, int) and len(factors) != head_dim // 2:
             raise fault(
-                name, f"has {len(factors)} numbers, expected head_dim / 2 = {head_dim // 2}"
+                name,
+                f"has {len(factors)} numbers, expected half of the rotated part of a head, "
+                f"{head_dim // 2}",
             )
 
 
@@ -213,7 +236,10 @@ def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None
         # so the scaling gets the theta that the config uses.
         scaling["rope_theta"] = config.rope_theta
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
+    if (part := getattr(config, "partial_rotary_factor", None)) is not None:
+        parameters["partial_rotary_factor"] = part
     spellings: dict[str, Any] = {
+        **({} if part is None else {"partial_rotary_factor": part}),
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": parameters,

@@ -49,7 +49,7 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     """
     folder = Path(folder)
 
-    def read() -> tuple[dict[str, Any], Any, Checkpoint, dict[str, int]]:
+    def read(folder: Path) -> tuple[dict[str, Any], Any, Checkpoint, dict[str, int]]:
         config, checkpoint = family.config_class.from_hf(folder), Checkpoint(folder)
         files = [folder / CONFIG_NAME, *checkpoint.files]
         sizes = {path.name: path.stat().st_size for path in files}

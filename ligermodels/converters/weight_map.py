@@ -4,11 +4,13 @@ A native parameter is a list of row spans of HF tensors. Loading, reading the ro
 exporting all use these spans. Each family has a function from its config to a `WeightMap`.
 """
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ligermodels.converters.hf_config import HFConfig
+from ligermodels.errors import ConfigError, listing
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,83 @@ class WeightMap:
             pieces.sort(key=lambda piece: piece[1].source_row)
         return parts
 
+    def check(self, family: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless every row of every parameter and tensor is used exactly once.
 
-def packed(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry:
+        Args: family, the name for messages; parameters, the shape of each parameter of the model.
+        Raises:
+            ConfigError: an entry occurs twice, is not a parameter, has another shape, or a row of a
+                parameter or tensor is missing or used twice. The message names family and entry.
+        """
+        fault = next(self._faults(parameters), None)
+        if fault is not None:
+            raise ConfigError(f"{family}: weight map: {fault}")
+
+    def _faults(self, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        names: set[str] = set()
+        for entry in self.entries:
+            if entry.name in names:
+                yield f"entry {entry.name!r} occurs twice; remove one of them"
+            names.add(entry.name)
+            if entry.name not in parameters:
+                near = difflib.get_close_matches(entry.name, parameters, 1)
+                hint = f"; the nearest is {near[0]!r}" if near else ""
+                yield f"entry {entry.name!r}: the model has no parameter of this name{hint}"
+                continue
+            shape = tuple(parameters[entry.name])
+            if entry.shape != shape:
+                yield f"entry {entry.name!r} has shape {entry.shape}, but the parameter has {shape}"
+            rows = [(span.row, span.rows, f"span of {span.source!r}") for span in entry.spans]
+            if fault := _gap(rows, entry.shape[0]):
+                yield f"entry {entry.name!r}: its spans must fill each row once, but {fault}"
+        if missing := [name for name in parameters if name not in names]:
+            yield (
+                f"entry {missing[0]!r} is missing (this is so for {len(missing)} of the model's "
+                f"parameters)\n{listing(missing)}"
+            )
+        for source, parts in self.parts().items():
+            first = parts[0][0]
+            used = [(span.source_row, span.rows, f"entry {e.name!r}") for e, span in parts]
+            if fault := _gap(used, None):
+                yield (
+                    f"entry {first.name!r}: each row of the tensor {source!r} must be used once, "
+                    f"but {fault}"
+                )
+            for entry, _ in parts:
+                if entry.shape[1:] != first.shape[1:]:
+                    yield (
+                        f"entry {entry.name!r} takes rows of shape {entry.shape[1:]} from "
+                        f"{source!r}, but entry {first.name!r} takes rows of {first.shape[1:]}"
+                    )
+        sources = self.source_shapes()
+        for copy, original in self.aliases.items():
+            if copy in sources or original not in sources:
+                yield (
+                    f"alias {copy!r} of {original!r}: the first must not be a source of an entry, "
+                    "and the second must be one"
+                )
+
+
+def _gap(pieces: Iterable[tuple[int, int, str]], rows: int | None) -> str | None:
+    """Return where (start, rows, name) pieces leave a gap or overlap, or None if they tile.
+
+    Args: rows, the number of rows to tile; None means as many as the pieces reach.
+    """
+    end, before = 0, "the start"
+    for start, count, name in sorted(pieces):
+        if count < 1:
+            return f"{name} has {count} rows"
+        if start != end:
+            what = "are missing" if start > end else "are used twice"
+            low, high = min(start, end), max(start, end)
+            return f"rows {low} to {high} {what}, between {before} and {name}"
+        end, before = start + count, name
+    if rows is not None and end != rows:
+        return f"they fill {end} of {rows} rows"
+    return None
+
+
+def packed_entry(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry:
     """Return the entry that stacks the HF tensors `pieces`, (name, rows) each, in this order.
 
     Args: width is the shape of one row.
@@ -108,22 +185,28 @@ def packed(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry
     return Entry(name, (row, *width), tuple(spans))
 
 
-def linear(
+def linear_entries(
     name: str, width: int, *pieces: tuple[str, int], bias: bool = False
 ) -> tuple[Entry, ...]:
     """Return the entries of a linear with `width` inputs: its weight, and its bias if it has one.
 
     Args: pieces are the HF linears, (name, outputs) each. They are stacked in this order.
     """
-    weight = packed(f"{name}.weight", (width,), *((f"{hf}.weight", rows) for hf, rows in pieces))
+    weight = packed_entry(
+        f"{name}.weight", (width,), *((f"{hf}.weight", rows) for hf, rows in pieces)
+    )
     if not bias:
         return (weight,)
-    return weight, packed(f"{name}.bias", (), *((f"{hf}.bias", rows) for hf, rows in pieces))
+    return weight, packed_entry(f"{name}.bias", (), *((f"{hf}.bias", rows) for hf, rows in pieces))
 
 
-def norm(name: str, source: str, size: int) -> Entry:
-    """Return the entry of the weight of a norm over `size` features; `source` is its HF name."""
-    return packed(f"{name}.weight", (), (f"{source}.weight", size))
+def norm_entries(name: str, source: str, size: int, *, bias: bool = False) -> tuple[Entry, ...]:
+    """Return the entries of a norm over `size` features: its weight, and its bias if it has one.
+
+    Args: source is the norm's name in HF.
+    """
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return tuple(packed_entry(f"{name}.{kind}", (), (f"{source}.{kind}", size)) for kind in kinds)
 
 
 class Family(Protocol):

@@ -21,7 +21,6 @@ from ligermodels.generation.generation_config import (
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import RepetitionPenalty, Sampling
 from ligermodels.kernels.checks import check_count
-from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, TextStream
@@ -33,6 +32,8 @@ MAX_NEW_TOKENS = 10**9
 class GenerateOptions(TypedDict, total=False):
     """The options of `generate`, `stream` and `stream_text`. `generate` explains them."""
 
+    inputs_embeds: Tensor | None
+    prefix_lengths: Tensor | None
     max_new_tokens: int
     do_sample: bool
     temperature: float
@@ -48,7 +49,7 @@ class GenerateOptions(TypedDict, total=False):
 
 def generate(
     model: DecoderModel,
-    input_ids: Prompts,
+    input_ids: Prompts | None = None,
     *,
     callback: Callable[[Tensor], object] | None = None,
     **options: Unpack[GenerateOptions],
@@ -59,6 +60,10 @@ def generate(
         model: any `DecoderModel`.
         input_ids: (batch, seq) or (seq,) integers, or a list of prompts of any lengths. Each prompt
             in a list is a list or a 1-D tensor. The shorter ones are padded on the left.
+        inputs_embeds: (batch, seq, hidden), instead of input_ids: the embeddings of the prompts, as
+            in `DecoderModel.forward`. Only the new tokens are returned, and only they count for
+            repetition_penalty.
+        prefix_lengths: (batch or 1,), as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
@@ -78,7 +83,8 @@ def generate(
             If it holds tokens, they are the first columns of input_ids and are not computed again.
 
     Returns:
-        (batch, seq + new) int64 on the model's device. The stop token is kept. Padding follows it.
+        (batch, seq + new) int64 on the model's device, or (batch, new) for inputs_embeds. The stop
+        token is kept. Padding follows it.
 
     Raises:
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
@@ -98,7 +104,7 @@ def generate(
 
 
 def stream(
-    model: DecoderModel, input_ids: Prompts, **options: Unpack[GenerateOptions]
+    model: DecoderModel, input_ids: Prompts | None = None, **options: Unpack[GenerateOptions]
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
@@ -116,7 +122,10 @@ def stream(
 
 
 def stream_text(
-    model: DecoderModel, tokenizer: Decoder, input_ids: Prompts, **options: Unpack[GenerateOptions]
+    model: DecoderModel,
+    tokenizer: Decoder,
+    input_ids: Prompts | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
 
@@ -125,7 +134,7 @@ def stream_text(
     Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
     tokens = stream(model, input_ids, **options)
-    context = torch.as_tensor(input_ids).flatten().tolist()
+    context = [] if input_ids is None else torch.as_tensor(input_ids).flatten().tolist()
     return _text_of(tokens, TextStream(tokenizer, context))
 
 
@@ -139,8 +148,10 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
 
 def _start(
     model: DecoderModel,
-    input_ids: Prompts,
+    input_ids: Prompts | None,
     *,
+    inputs_embeds: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     max_new_tokens: int = 64,
     do_sample: bool = False,
     temperature: float = 1.0,
@@ -155,7 +166,7 @@ def _start(
 ) -> tuple[Tensor, Iterator[Tensor]]:
     """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps' tokens.
 
-    Each step has one token for each row, (B,).
+    For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,).
     """
     config = model.config
     sampling = Sampling(do_sample, temperature, top_k, top_p)
@@ -171,6 +182,12 @@ def _start(
         raise ValueError(f"eos_token_id={shown(beyond[0])}: expected a token id of at most 64 bits")
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("input_ids and inputs_embeds: pass one of them")
+    if inputs_embeds is not None:
+        # These stand for the prompts, whose lengths and padding are checked like those of tokens.
+        input_ids = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64)
+    assert input_ids is not None
     ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, pad, config.vocab_size)
     batch, prompt = ids_BS.shape
     if prompt + max_new_tokens > config.max_position_embeddings:
@@ -189,28 +206,38 @@ def _start(
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
-        # The windows come from the layers, because a user may have changed the window of a layer.
-        attentions = [getattr(layer, "self_attn", None) for layer in model.layers]
-        windows = [
-            each.sliding_window if isinstance(each, Attention) else None for each in attentions
-        ]
         # The model never reads the last new token, so the cache needs no room for its keys.
-        cache = KVCache(config, batch, prompt + max_new_tokens - 1, sliding_windows=windows)
+        cache = KVCache.of(model, batch, prompt + max_new_tokens - 1)
     elif cache.length >= prompt:
         raise ValueError(
             f"cache: the cache holds {cache.length} tokens already, but the prompt is only "
             f"{prompt} long; pass a prompt of the cached tokens and at least one new token"
         )
+    inputs = {"input_ids": ids_BS} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+    inputs = {name: x.to(device)[:, cache.length :] for name, x in inputs.items()}
+    if prefix_lengths is not None:
+        inputs["prefix_lengths"] = prefix_lengths.to(device)
     steps = _steps(
-        model, ids_BS, mask_BS, max_new_tokens, sampling, penalty, stops, pad, generator, cache
+        model,
+        inputs,
+        ids_BS,
+        mask_BS,
+        max_new_tokens,
+        sampling,
+        penalty,
+        stops,
+        pad,
+        generator,
+        cache,
     )
-    return ids_BS, steps
+    return ids_BS if inputs_embeds is None else ids_BS[:, :0], steps
 
 
 # This is not inference_mode, because its tensors cannot be the input of a training forward.
 @torch.no_grad()
 def _steps(
     model: DecoderModel,
+    inputs: dict[str, Tensor],
     ids_BS: Tensor,
     mask_BS: Tensor | None,
     max_new_tokens: int,
@@ -224,7 +251,8 @@ def _steps(
     batch = len(ids_BS)
     repetition = None
     if penalty != 1.0:
-        repetition = RepetitionPenalty(penalty, ids_BS, mask_BS, model.config.vocab_size)
+        counted_BS = mask_BS if "input_ids" in inputs else torch.zeros_like(ids_BS)
+        repetition = RepetitionPenalty(penalty, ids_BS, counted_BS, model.config.vocab_size)
     positions_BS = None
     if mask_BS is not None:
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
@@ -232,9 +260,8 @@ def _steps(
     stopped_B = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
     failed_B = stopped_B
     waits = ids_BS.device.type == "cpu" or bool(stops)  # A GPU waits only if stop tokens need it.
-    ids_BS = ids_BS[:, cache.length :]
     for step in range(max_new_tokens):
-        hidden = model(ids_BS, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
+        hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
         logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
         broken_B = ~logits_BV.amax(-1).isfinite()
         if repetition is not None:
@@ -255,7 +282,7 @@ def _steps(
         yield tokens_B
         if waits and all_stopped:
             return
-        ids_BS = tokens_B.unsqueeze(1)
+        inputs = {"input_ids": tokens_B.unsqueeze(1)}
         if mask_BS is not None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1

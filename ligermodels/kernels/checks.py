@@ -128,23 +128,29 @@ def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
 
 
 def check_rope(
-    op: str, shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+    op: str,
+    shape: torch.Size,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    whole_heads: bool = False,
 ) -> tuple[int, int]:
     """Return both numbers of heads as ints.
 
     Raise if there is no query head or a negative number of key heads, if packed rows of `shape` do
-    not hold these heads of the head_dim of cos, or if cos or sin does not fit the rows.
+    not hold these heads, if the angles are more than half of a head's elements (or other than half,
+    for `whole_heads`), or if cos or sin does not fit the rows.
     """
     # Check each number, not only the sum, because a kernel writes each kind of head by its number.
     num_heads = check_count(op, "num_heads", num_heads, 1)
     num_kv_heads = check_count(op, "num_kv_heads", num_kv_heads, 0)
     check_floating(op, "cos", cos)
     check_floating(op, "sin", sin)
-    if len(shape) != 3 or cos.ndim != 3 or cos.shape[-1] == 0:
+    if len(shape) != 3 or cos.ndim != 3:
         raise ValueError(
             f"{op}: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
-            "(batch, seq, columns) and (batch or 1, seq, head_dim / 2), with head_dim / 2 of 1 or "
-            "more"
+            "(batch, seq, columns) and (batch or 1, seq, rotated / 2)"
         )
     if sin.shape != cos.shape:
         raise ValueError(
@@ -152,18 +158,24 @@ def check_rope(
             "the same shape"
         )
     batch, seq, columns = shape
-    head_dim = 2 * cos.shape[-1]
-    expected = (num_heads + 2 * num_kv_heads) * head_dim
-    if columns != expected:
+    heads = num_heads + 2 * num_kv_heads
+    head_dim, rest = divmod(columns, heads)
+    if rest or not head_dim:
         raise ValueError(
-            f"{op}: packed rows have {columns} columns; expected {expected}: ({num_heads} query "
-            f"heads + 2 * {num_kv_heads} key/value heads) * head_dim {head_dim} (from cos "
-            f"{tuple(cos.shape)})"
+            f"{op}: packed rows have {columns} columns; expected a multiple of {heads}: "
+            f"{num_heads} query heads + 2 * {num_kv_heads} key/value heads"
+        )
+    rotated = 2 * cos.shape[-1]
+    if rotated > head_dim or (whole_heads and rotated != head_dim):
+        raise ValueError(
+            f"{op}: cos {tuple(cos.shape)} rotates {rotated} elements of a head, but a head has "
+            f"{head_dim} ({columns} columns / {heads} heads); expected "
+            f"{'' if whole_heads else 'at most '}{head_dim // 2} angles"
         )
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
         raise ValueError(
             f"{op}: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
-            f"expected ({batch} or 1, {seq}, {head_dim // 2})"
+            f"expected ({batch} or 1, {seq}, {rotated // 2})"
         )
     return num_heads, num_kv_heads
 

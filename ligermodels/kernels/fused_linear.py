@@ -130,11 +130,14 @@ class _NormQKVRope(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         heads: tuple[int, int],
+        interleaved: bool,
         options: NormOptions,
     ) -> tuple[Tensor, ...]:
         qkv, s, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
-        # Rotate in place: no other code holds the new tensor `qkv`.
-        qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True)
+        ctx.interleaved = interleaved
+        if cos.shape[-1]:
+            # Rotate in place: no other code holds the new tensor `qkv`.
+            qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True, interleaved)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
         ctx.shapes = [x.shape for x in heads_of_qkv]
@@ -152,10 +155,14 @@ class _NormQKVRope(torch.autograd.Function):
                     known.new_zeros(shape) if grad is None else grad
                     for grad, shape in zip(grad_heads, ctx.shapes)
                 ]
-                grad_qkv = select("rope", known).rope_backward(*upstream, cos, sin)
+                if cos.shape[-1]:
+                    ops = select("rope", known)
+                    grad_qkv = ops.rope_backward(*upstream, cos, sin, ctx.interleaved)
+                else:
+                    grad_qkv = torch.cat(upstream, -2).flatten(-2)
                 break
         grads = _norm_linear_backward(ctx, grad_qkv, grad_s, saved)
-        return *grads, *[None] * 4
+        return *grads, *[None] * 5
 
 
 def _check_norm(
@@ -214,6 +221,7 @@ def norm_qkv_rope(
     num_heads: int,
     num_kv_heads: int,
     *,
+    interleaved: bool = False,
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: str = "llama",
@@ -232,7 +240,9 @@ def norm_qkv_rope(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        return _NormQKVRope.apply(x, residual, norm_weight, weight, bias, cos, sin, heads, options)
+        return _NormQKVRope.apply(
+            x, residual, norm_weight, weight, bias, cos, sin, heads, interleaved, options
+        )
 
 
 class _GLULinear(torch.autograd.Function):

@@ -67,7 +67,8 @@ def qk_norm_rope(
     The normalised heads stay in float32, except for the rounding of casting_mode "llama". Forward
     saves only qkv for backward.
 
-    Args: q_weight, k_weight: (head_dim); for the other arguments see `rope` and `rms_norm`.
+    Args: q_weight, k_weight: (head_dim); for the other arguments see `rope` and `rms_norm`. It
+        rotates whole heads, whose pairs are half a head apart.
     Returns: q (batch, seq, heads, head_dim), k (batch, seq, kv heads, head_dim) in qkv's dtype,
         and v, a view of qkv with k's shape.
     Raises: ValueError if shapes do not fit, a tensor is not floating point, or casting_mode is
@@ -76,7 +77,7 @@ def qk_norm_rope(
     """
     op = "qk_norm_rope"
     check_floating(op, "qkv", qkv)
-    heads = check_rope(op, qkv.shape, cos, sin, num_heads, num_kv_heads)
+    heads = check_rope(op, qkv.shape, cos, sin, num_heads, num_kv_heads, whole_heads=True)
     q, k, _ = split_qkv(qkv, *heads)
     check_rms_norm(op, q, q_weight, casting_mode, "q", "q_weight")
     check_rms_norm(op, k, k_weight, casting_mode, "k", "k_weight")

@@ -3,8 +3,9 @@
 from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
-from ligermodels.layers.fusion import pre_norm
+from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
@@ -15,12 +16,14 @@ __all__ = [
     "Attention",
     "AttentionContext",
     "AttentionMask",
+    "CrossAttention",
     "DecoderBlock",
     "GatedMLP",
     "HeadOutput",
     "KVCache",
     "LayerNorm",
     "LossHead",
+    "PreNormed",
     "RMSNorm",
     "RotaryEmbedding",
     "SandwichBlock",

@@ -1,5 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
+import copy
 from functools import partial
 from typing import overload
 
@@ -10,7 +11,7 @@ from ligermodels import kernels
 from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.kv_cache import CachedLayer, KVCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
 
@@ -20,9 +21,12 @@ class AttentionContext:
 
     Args:
         cos, sin: (batch or 1, seq, head_dim / 2), float32.
-        mask: an `AttentionMask`, or a bool tensor (batch, 1, queries, keys) that is True where a
-            query sees a key, or None for a causal mask.
+        mask: what hides keys besides each layer's own rule (causality, window): an `AttentionMask`,
+            or a bool tensor (batch or 1, 1, queries, keys) that is True where a query sees a key
+            and replaces causality. None hides nothing more.
         cache: for inference, the cache to which the layers append their keys and values.
+        shared: the keys and values that layers have left for later layers, by layer_index; by
+            default none.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -35,6 +39,7 @@ class AttentionContext:
         sin: Tensor,
         mask: AttentionMask | Tensor | None = None,
         cache: KVCache | None = None,
+        shared: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -44,6 +49,7 @@ class AttentionContext:
             mask = AttentionMask(seq, keys, mask=mask)
         self.mask = mask
         self.cache = cache
+        self.shared = {} if shared is None else shared
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -60,12 +66,18 @@ class AttentionContext:
         if device not in self._on_device:
             cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
             mask = self.mask.to(device, non_blocking)
-            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache)
+            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache, self.shared)
         return self._on_device[device]
 
+    def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":
+        """Return this context with other shared keys and values."""
+        context = copy.copy(self)
+        context.shared, context._on_device = shared, {}
+        return context
 
-class Attention(Planned, nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
+
+class Attention(Planned, CachedLayer, nn.Module):
+    """Self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
 
     Args:
         hidden_size: width of input and output.
@@ -76,14 +88,24 @@ class Attention(Planned, nn.Module):
         bias: whether the projections of queries, keys and values have a bias.
         out_bias: whether the output projection has a bias. The default is `bias`.
         scale: factor on the scores. The default is head_dim^-1/2.
-        sliding_window: the number of keys that a query sees, including its own; default all.
+        causal: whether a token sees no later token. Without it, a token sees its whole row.
+        sliding_window: a token sees only tokens that are less than this number of positions away,
+            so that many keys in a causal layer, with its own. By default it sees all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
-        layer_index: index of this layer in a KV cache.
+        layer_index: index of this layer in a KV cache, and for layers that take its keys.
+        rotary_dim: the number of elements at the start of each head that rope rotates. The default
+            is head_dim; 0 means that the layer does not use positions.
+        interleaved_rope: whether rope rotates neighbouring elements together, as in Cohere. By
+            default, they are half of rotary_dim apart, as in Llama.
+        shares_kv: whether later layers take the keys and values of this one.
+        kv_from: the layer_index of an earlier layer with shares_kv, whose keys and values this one
+            takes (arXiv:2405.12981). Then qkv_proj computes queries alone.
 
     Raises:
         ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
-            does not divide num_heads, or sliding_window or softcap is not positive.
+            does not divide num_heads, sliding_window or softcap is not positive, or rotary_dim is
+            odd or greater than head_dim.
     """
 
     def __init__(
@@ -96,11 +118,16 @@ class Attention(Planned, nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         scale: float | None = None,
+        causal: bool = True,
         sliding_window: int | None = None,
         softcap: float | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         layer_index: int = 0,
+        rotary_dim: int | None = None,
+        interleaved_rope: bool = False,
+        shares_kv: bool = False,
+        kv_from: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -115,15 +142,31 @@ class Attention(Planned, nn.Module):
         for name, value in (("sliding_window", sliding_window), ("softcap", softcap)):
             if value is not None and value <= 0:
                 raise ValueError(f"Attention: {name}={value}; expected a positive number or None")
+        self.causal = causal
         self.sliding_window = sliding_window
         self.softcap = softcap
         self.layer_index = layer_index
+        self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"Attention: rotary_dim={self.rotary_dim}; expected an even number from 0 to "
+                f"head_dim, which is {self.head_dim}"
+            )
+        self.interleaved_rope = interleaved_rope
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Attention: num_heads {num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if kv_from is not None and (shares_kv or k_norm is not None):
+            raise ValueError(
+                f"Attention: with kv_from={kv_from} the layer has no keys and values of its own; "
+                "leave out shares_kv and k_norm"
+            )
+        self.shares_kv = shares_kv
+        self.kv_from = kv_from
+        self._own_kv_heads = self.num_kv_heads if kv_from is None else 0
+        rows = (num_heads + 2 * self._own_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -147,11 +190,21 @@ class Attention(Planned, nn.Module):
         """
         q, k, v, total = self._project(x, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if context.cache is not None and not self.causal:
+            raise ValueError(
+                "Attention: a layer with causal=False sees the tokens after each token, so it "
+                "cannot continue the tokens in a cache; call it with whole rows, without cache"
+            )
+        if self.kv_from is not None:
+            k, v = self._kv_of_another_layer(context)
+        elif context.cache is not None:
+            k, v = context.cache.update(self.layer_index, k, v)
+        if self.shares_kv:
+            context.shared[self.layer_index] = k, v
         key_positions = None
         if context.cache is not None:
-            new = k.shape[2]
-            k, v = context.cache.update(self.layer_index, k, v)
-            key_positions = context.cache.key_positions(self.layer_index, new)
+            owner = self.layer_index if self.kv_from is None else self.kv_from
+            key_positions = context.cache.key_positions(owner, q.shape[2])
         attention = partial(
             attend,
             mask=context.mask,
@@ -159,8 +212,9 @@ class Attention(Planned, nn.Module):
             window=self.sliding_window,
             softcap=self.softcap,
             key_positions=key_positions,
+            causal=self.causal,
         )
-        out = attend_once(attention, q, k, v) if self._keeps_output else attention(q, k, v)
+        out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
 
@@ -169,16 +223,19 @@ class Attention(Planned, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return rotated q and k, v, and the sum x + residual or None.
 
-        Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim); the sum if
-            x comes from `pre_norm`, else None.
+        Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim), with 0
+            heads if the layer takes those of another one; the sum if x comes from `pre_norm`, else
+            None.
         """
-        heads, angles = (self.num_heads, self.num_kv_heads), (context.cos, context.sin)
+        heads, angles = (self.num_heads, self._own_kv_heads), self._angles(context)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
         fuses_norm = not with_head_norms and is_plain(linear, nn.Linear)
         if fuses_norm and isinstance(x, PendingNorm) and x.x.numel():
             return kernels.norm_qkv_rope(
-                x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads, **x.options
+                *(x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads),
+                interleaved=self.interleaved_rope,
+                **x.options,
             )
         qkv, total = norm_then_linear(x, linear)
         if self.fuses_head_norms and qkv.numel():
@@ -190,19 +247,51 @@ class Attention(Planned, nn.Module):
             q = q if q_norm is None else q_norm(q)
             k = k if k_norm is None else k_norm(k)
             qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
-        return *kernels.rope(qkv, *angles, *heads), total
+        return *kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope), total
 
-    @property
-    def _keeps_output(self) -> bool:
-        # In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
-        return self.keep == "attention" and not torch.compiler.is_compiling()
+    def _angles(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the context, or empty ones if nothing is rotated."""
+        cos, sin = context.cos, context.sin
+        if self.rotary_dim == 0:
+            return cos[..., :0], sin[..., :0]
+        if 2 * cos.shape[-1] != self.rotary_dim:
+            raise ValueError(
+                f"Attention: the context's angles {tuple(cos.shape)} rotate {2 * cos.shape[-1]} "
+                f"elements of a head, but this layer rotates {self.rotary_dim}; make them with "
+                f"RotaryEmbedding({self.rotary_dim}), or set rotary_dim"
+            )
+        return cos, sin
+
+    def _kv_of_another_layer(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return k, v (batch, kv heads, keys, head_dim) of the layer `kv_from`."""
+        assert self.kv_from is not None
+        if self.kv_from not in context.shared:
+            raise ValueError(
+                f"Attention: layer {self.layer_index} takes the keys and values of layer "
+                f"{self.kv_from}, which has left none in this context; set shares_kv=True there, "
+                "and call that layer first"
+            )
+        device = context.cos.device
+        k, v = (x.to(device) for x in context.shared[self.kv_from])
+        if k.shape[1] != self.num_kv_heads or k.shape[3] != self.head_dim:
+            raise ValueError(
+                f"Attention: layer {self.kv_from} has {k.shape[1]} key heads of size {k.shape[3]}, "
+                f"but layer {self.layer_index}, which takes them, has {self.num_kv_heads} of size "
+                f"{self.head_dim}; make them equal"
+            )
+        return k, v
 
     @property
     def fuses_head_norms(self) -> bool:
-        """Whether q_norm and k_norm are plain RMSNorms with the same options."""
+        """Whether the norms of q and k run in one op with rope.
+
+        They must be plain RMSNorms with the same options, and rope must rotate whole heads.
+        """
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
-            is_plain(q_norm, RMSNorm)
+            self.rotary_dim == self.head_dim
+            and not self.interleaved_rope
+            and is_plain(q_norm, RMSNorm)
             and is_plain(k_norm, RMSNorm)
             and q_norm.options == k_norm.options
         )

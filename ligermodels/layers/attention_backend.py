@@ -2,14 +2,15 @@
 
 | case on a GPU | backend |
 | --- | --- |
-| causal, no cap | `sdpa` |
+| causal, or nothing is hidden; no cap | `sdpa` |
 | window or cu_seqlens with max_seqlen, no cap, 16 bit | `varlen` |
-| anything else | `flex`; `dense` for a single query and for short passes without gradient |
+| a mask of every pair, given by the caller; a single query | `dense` |
+| anything else | `flex`; `dense` for short passes without gradient |
 
 On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. `sdpa` is
-scaled_dot_product_attention with is_causal. `dense` is the same function with a mask of every
-query-key pair, or the plain formula if scores are capped. `varlen` is varlen_attn, and `flex` is
-FlexAttention.
+scaled_dot_product_attention with is_causal, or without a mask. `dense` is the same function with a
+mask of every query-key pair, or the plain formula if scores are capped. `varlen` is varlen_attn,
+and `flex` is FlexAttention.
 """
 
 import inspect
@@ -41,12 +42,14 @@ def choose_backend(
     dtype: torch.dtype,
     head_dim: int,
     rows: int,
+    causal: bool = True,
 ) -> Backend:
     """Return the backend that attention uses.
 
     Args: rows, batch * query heads: the number of (queries, keys) score matrices.
     """
-    if softcap is None and mask.is_causal(window):
+    is_plain = mask.is_causal(window) if causal else mask.hides_nothing(window, causal=False)
+    if softcap is None and is_plain:
         return "sdpa"
     on_gpu = real_device(device).type == "cuda" and dtype != torch.float64
     if not on_gpu or mask.mask is not None or mask.queries == 1:
@@ -58,6 +61,7 @@ def choose_backend(
         and head_dim <= 256
         and torch.version.hip is None
         and mask.padding_mask is None
+        and (mask.prefix_lengths is None or not causal)
         and mask.past == 0
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
@@ -77,6 +81,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     key_positions: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Compute softmax(softcap * tanh(scale * q k^T / softcap)) v over the keys that q may see.
 
@@ -85,39 +90,47 @@ def attend(
         k, v: (batch, kv heads, keys, head_dim).
         mask: the mask that says which keys each query sees.
         scale: factor on the scores.
-        window: the number of keys that a query sees, including its own. By default it sees all.
+        window: a query sees only keys that are less than this number of positions away. By default
+            it sees all.
         softcap: bound of the scores. By default they are not capped.
         key_positions: (keys,) int64, the positions of the keys in k and v. By default k and v hold
             all of the mask's keys in order.
+        causal: whether a query sees no key after its own position.
     Returns: (batch, heads, queries, head_dim). Queries that see no key get zeros.
+    Raises:
+        ValueError: the mask is made for another batch, or another number of queries or keys.
     """
+    held = k.shape[2] if key_positions is None else mask.keys
+    mask.check(q.shape[0], q.shape[2], held)
     rows = q.shape[0] * q.shape[1]
-    backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows)
+    backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows, causal)
     if key_positions is not None and backend in ("sdpa", "varlen"):
         backend = "dense"  # sdpa and varlen need the keys in order; a cache may reorder them
     simulator = simulator_of(q.device)
     if simulator is not None:
         return simulator.attend(
-            backend, q, k, v, mask=mask, scale=scale, window=window, softcap=softcap
+            backend, q, k, v, mask=mask, scale=scale, window=window, softcap=softcap, causal=causal
         )
     if backend == "sdpa":
         # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
-        causal = True if q.shape[2] > 1 else False
+        is_causal = True if causal and q.shape[2] > 1 else False
         k, v = heads_for_sdpa(q, k, v)
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
         )
     if backend == "varlen":
-        return _varlen(q, k, v, mask, scale, window)
+        return _varlen(q, k, v, mask, scale, window, causal)
     if backend == "flex":
         score_mod = None if softcap is None else _softcap_mod(softcap)
-        blocks = mask.block_mask(window, q.shape[0], q.device, key_positions)
+        blocks = None
+        if not mask.hides_nothing(window, key_positions, causal=causal):
+            blocks = mask.block_mask(window, q.shape[0], q.device, key_positions, causal=causal)
         return compiled(flex_attention)(
             q, k, v, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=True
         )
     visible = None
-    if not mask.hides_nothing(window, key_positions):
-        visible = mask.dense(window, q.device, key_positions)
+    if not mask.hides_nothing(window, key_positions, causal=causal):
+        visible = mask.dense(window, q.device, key_positions, causal=causal)
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
     with without_autocast(q):
@@ -133,19 +146,23 @@ def prepare(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    causal: bool = True,
 ) -> None:
     """Compute and cache the form of the mask that `attend` will need.
 
     The model calls this before its layers. A compiled layer under activation checkpointing must
     not have side effects, so it could not cache the mask itself.
     """
-    backend = choose_backend(mask, window, softcap, device, dtype, head_dim, batch * heads)
-    if backend == "flex" and simulator_of(device) is None:
-        mask.block_mask(window, batch, device)
-    elif backend == "dense" and not mask.hides_nothing(window):
-        mask.dense(window, device)
-    elif backend == "varlen":
+    rows = batch * heads
+    backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal)
+    if backend == "varlen":
         mask.varlen_seqlens(batch, device)
+    elif backend == "sdpa" or mask.hides_nothing(window, causal=causal):
+        return
+    elif backend == "dense":
+        mask.dense(window, device, causal=causal)
+    elif simulator_of(device) is None:
+        mask.block_mask(window, batch, device, causal=causal)
 
 
 def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,13 +231,20 @@ def _varlen_options() -> dict[str, Any]:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    window: int | None,
+    causal: bool,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     batch = q.shape[0]
     cu_seqlens, longest = mask.varlen_seqlens(batch, q.device)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    reach = -1 if window is None else min(window, longest) - 1
     out = varlen_attn(
         q,
         k,
@@ -230,7 +254,7 @@ def _varlen(
         longest,
         longest,
         scale=scale,
-        window_size=(-1 if window is None else min(window, longest) - 1, 0),
+        window_size=(reach, 0 if causal else reach),
         **_varlen_options(),
     )
     assert isinstance(out, torch.Tensor)

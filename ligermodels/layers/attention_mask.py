@@ -12,26 +12,35 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 # the process. Its default limit is 8.
 _RECOMPILE_LIMIT = 256
 
+_Rule = tuple[int | None, bool]  # a layer's window, and whether it is causal
+
 
 class AttentionMask:
-    """The mask of one forward pass, from which each layer derives the mask for its window.
+    """The mask of one forward pass, from which each layer derives the mask for its own rule.
 
-    By default a query sees every key up to its own position. Each argument below hides more keys.
+    A layer's rule is whether it is causal, and its window. A query of a causal layer sees every key
+    up to its own position; a query of another layer sees every key. A window W leaves only keys
+    that are less than W positions away. Each argument below hides more keys, except that a prefix
+    shows some.
 
     Args:
         queries, keys: the number of queries and of keys. The queries are the last tokens of the
             keys (the earlier keys come from a cache). By default keys equals queries.
-        document_ids: (batch or 1, keys) int64. A query sees only keys of its own document.
-        padding_mask: (batch, keys), 0 or False for padding. No query sees padding.
+        document_ids: (batch or 1, keys) integers. A query sees only keys of its own document.
+        padding_mask: (batch or 1, keys), 0 or False for padding. No query sees padding.
         cu_seqlens, max_seqlen: (documents + 1,) int, the starts of the documents in a single row,
             and the length of the longest one. The varlen kernel reads these instead of
             document_ids.
-        mask: (batch, 1, queries, keys) bool, True where a query sees a key. It replaces causality,
-            documents and padding.
+        prefix_lengths: (batch or 1,) integers. In a causal layer, every query also sees the first
+            so many keys of its row, which include padding.
+        mask: (batch or 1, 1, queries, keys) bool, True where a query sees a key. It replaces
+            causality, documents, padding and prefix.
+    Raises:
+        ValueError: a tensor has another shape or dtype.
 
-    With a window W, each query sees only the last W keys, which include its own. `dense` makes the
-    mask for scaled_dot_product_attention, `block_mask` makes it for FlexAttention, and
-    `varlen_seqlens` for the varlen kernel. Each result is computed once per window and cached.
+    `dense` makes the mask for scaled_dot_product_attention, `block_mask` makes it for
+    FlexAttention, and `varlen_seqlens` for the varlen kernel. Each result is computed once per rule
+    and cached.
     """
 
     def __init__(
@@ -43,18 +52,33 @@ class AttentionMask:
         padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        prefix_lengths: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys
+        for name, given, shape in (
+            ("document_ids", document_ids, (self.keys,)),
+            ("padding_mask", padding_mask, (self.keys,)),
+            ("prefix_lengths", prefix_lengths, ()),
+            ("mask", mask, (1, self.queries, self.keys)),
+        ):
+            if given is not None:
+                _check_given(name, given, shape)
+        if document_ids is not None and self.keys < queries:
+            raise ValueError(
+                f"AttentionMask: document_ids need a key for each query, but there are {queries} "
+                f"queries and {self.keys} keys; hide keys with padding_mask or mask instead"
+            )
         self.document_ids = document_ids
         self.padding_mask = None if padding_mask is None else padding_mask.bool()
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
+        self.prefix_lengths = prefix_lengths
         self.mask = mask
-        # The key is the window. Each value also holds the key positions that it was made for.
-        self._dense: dict[int | None, tuple[Tensor | None, Tensor]] = {}
-        self._block_masks: dict[int | None, tuple[Tensor | None, BlockMask]] = {}
+        # Each value also holds the key positions that it was made for.
+        self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
+        self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
         self._varlen_seqlens: tuple[Tensor, int] | None = None
 
     @property
@@ -63,33 +87,60 @@ class AttentionMask:
         return self.keys - self.queries
 
     @property
-    def _is_only_causal(self) -> bool:
-        """Whether only causality and a window can hide a key."""
-        return self.document_ids is None and self.padding_mask is None and self.mask is None
+    def _has_hidden_keys(self) -> bool:
+        """Whether documents, padding or a mask may hide a key."""
+        return not (self.document_ids is None and self.padding_mask is None and self.mask is None)
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether every query sees all keys up to its own position, in spite of this window."""
-        return self._is_only_causal and self.past == 0 and (window is None or window >= self.keys)
+        """Whether each query of a causal layer sees just all keys up to its own position."""
+        return (
+            not self._has_hidden_keys
+            and self.prefix_lengths is None
+            and self.past == 0
+            and (window is None or window >= self.keys)
+        )
 
-    def hides_nothing(self, window: int | None, key_positions: Tensor | None = None) -> bool:
-        """Whether there is a single query and it sees every key that the layer holds."""
+    def hides_nothing(
+        self, window: int | None, key_positions: Tensor | None = None, *, causal: bool = True
+    ) -> bool:
+        """Whether every query sees every key that the layer holds."""
         held = self.keys if key_positions is None else len(key_positions)
-        return self.queries == 1 and self._is_only_causal and (window is None or held <= window)
+        sees_ahead = self.queries == 1 or not causal
+        return sees_ahead and not self._has_hidden_keys and (window is None or held <= window)
+
+    def check(self, batch: int, queries: int, keys: int) -> None:
+        """Raise ValueError unless the mask is one for tensors of these sizes."""
+        given = (self.document_ids, self.padding_mask, self.prefix_lengths, self.mask)
+        rows = [x.shape[0] for x in given if x is not None and x.shape[0] != 1]
+        if (self.queries, self.keys) != (queries, keys) or any(each != batch for each in rows):
+            raise ValueError(
+                f"attention: the mask is made for {self.queries} queries and {self.keys} keys"
+                + (f" in {rows[0]} rows" if rows else "")
+                + f", but there are {queries} queries and {keys} keys in {batch} rows; make the "
+                "mask, or the context, from this input"
+            )
 
     def dense(
-        self, window: int | None, device: torch.device, key_positions: Tensor | None = None
+        self,
+        window: int | None,
+        device: torch.device,
+        key_positions: Tensor | None = None,
+        *,
+        causal: bool = True,
     ) -> Tensor:
         """Return a bool mask (batch or 1, 1, queries, keys), True where a query sees a key.
 
-        Args: key_positions (held,) int64, the positions of the keys that the layer holds, in their
-            order. By default it holds all keys.
+        Args: window, causal: the layer's rule; key_positions (held,) int64, the positions of the
+            keys that the layer holds, in their order. By default it holds all keys.
         """
-        made = self._dense.get(window)
+        made = self._dense.get((window, causal))
         if made is None or made[0] is not key_positions:
             query = torch.arange(self.past, self.keys, device=device)[:, None]
             key = torch.arange(self.keys, device=device) if key_positions is None else key_positions
             if self.mask is None:
-                sees = (key <= query)[None]
+                sees = (key <= query if causal else torch.ones_like(key <= query))[None]
+                if self.prefix_lengths is not None:
+                    sees = sees | (key < self.prefix_lengths[:, None, None])
                 if self.document_ids is not None:
                     ids = self.document_ids
                     sees = sees & (ids[:, self.past :, None] == ids[:, None, key])
@@ -99,8 +150,8 @@ class AttentionMask:
             else:
                 sees = self.mask
             if window is not None:
-                sees = sees & (key > query - window)
-            made = self._dense[window] = (key_positions, sees)
+                sees = sees & ((query - key).abs() < window)
+            made = self._dense[window, causal] = (key_positions, sees)
         return made[1]
 
     def block_mask(
@@ -109,35 +160,44 @@ class AttentionMask:
         batch: int,
         device: torch.device,
         key_positions: Tensor | None = None,
+        *,
+        causal: bool = True,
     ) -> BlockMask:
         """Return FlexAttention's block mask; it needs memory per block, not per query-key pair.
 
-        Args: batch, the batch size of the queries; key_positions as in `dense`.
+        Args: batch, the batch size of the queries; the others as in `dense`.
         """
-        made = self._block_masks.get(window)
+        made = self._block_masks.get((window, causal))
         if made is None or made[0] is not key_positions:
             # All cases share one function that reads only tensors, so it is compiled only once.
-            reach = torch.full((), window or self.keys + 1, device=device)
-            first = torch.full((), self.past, device=device)
+            longest = max(self.keys, self.queries)
+            reach = torch.full((), window or 2 * longest, device=device)
+            first = torch.full((), max(self.past, 0), device=device)
             position = torch.arange(self.keys, device=device)
             position = position if key_positions is None else key_positions
-            ids, padding = self.document_ids, self.padding_mask
-            rows = 1 if ids is None and padding is None else batch
+            ids, padding, prefix = self.document_ids, self.padding_mask, self.prefix_lengths
+            rows = 1 if all(x is None for x in (ids, padding, prefix)) else batch
             if ids is None:
-                ids = torch.zeros(1, self.keys, dtype=torch.int64, device=device)
+                ids = torch.zeros(1, longest, dtype=torch.int64, device=device)
             if padding is None:
                 padding = torch.ones(1, self.keys, dtype=torch.bool, device=device)
-            ids, padding = ids.expand(batch, -1), padding.expand(batch, -1)
+            if prefix is None or not causal:  # without causality, the prefix is the whole row
+                prefix = torch.full((1,), 0 if causal else self.keys, device=device)
+            ids, padding, prefix = (
+                x.expand(batch, *[-1] * (x.dim() - 1)) for x in (ids, padding, prefix)
+            )
 
             def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 at, other = first + query, position[key]
-                near = (other <= at) & (other > at - reach)
-                return near & (ids[b, at] == ids[b, other]) & padding[b, other]
+                near = (other > at - reach) & (other < at + reach)
+                shown = (other <= at) | (other < prefix[b])
+                same = ids[b, at] == ids[b, other]
+                return near & shown & same & padding[b, other]
 
             blocks = compiled(create_block_mask)(
                 sees, rows, None, self.queries, len(position), device=device
             )
-            made = self._block_masks[window] = (key_positions, blocks)
+            made = self._block_masks[window, causal] = (key_positions, blocks)
         return made[1]
 
     def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
@@ -157,10 +217,25 @@ class AttentionMask:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
         """Return the same mask for tensors on another device, without its cached results."""
-        names = ("document_ids", "padding_mask", "cu_seqlens", "mask")
+        names = ("document_ids", "padding_mask", "cu_seqlens", "prefix_lengths", "mask")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in given.items()}
         return AttentionMask(self.queries, self.keys, max_seqlen=self.max_seqlen, **moved)
+
+
+def _check_given(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor is (batch, *shape) and has a dtype that its name allows."""
+    is_integer = not given.is_floating_point() and given.dtype != torch.bool
+    fits, dtype = {
+        "mask": (given.dtype == torch.bool, "torch.bool, True where a query sees a key"),
+        "padding_mask": (True, "integers or bools, 0 for padding"),
+    }.get(name, (is_integer, "integers"))
+    if given.dim() != 1 + len(shape) or given.shape[1:] != shape or not fits:
+        expected = "".join(f", {size}" for size in shape) or ","
+        raise ValueError(
+            f"AttentionMask: {name} has shape {tuple(given.shape)} and {given.dtype}; expected "
+            f"(batch{expected}) and {dtype}"
+        )
 
 
 def document_ids_from_positions(position_ids: Tensor) -> Tensor:

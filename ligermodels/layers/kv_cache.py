@@ -4,7 +4,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import Self
+
+
+class CachedLayer:
+    """A module that appends keys and values to a cache, or takes those of another layer.
+
+    Attributes:
+        layer_index: the number of its buffers in the cache.
+        sliding_window: how many tokens it needs there, or None for all.
+        kv_from: the layer_index of the layer whose keys and values it takes, or None if it has its
+            own.
+        shares_kv: whether other layers take its keys and values.
+        causal: whether it uses a cache at all.
+    """
+
+    layer_index: int
+    sliding_window: int | None
+    kv_from: int | None = None
+    shares_kv: bool = False
+    causal: bool = True
 
 
 class KVCache:
@@ -52,6 +72,42 @@ class KVCache:
         self._written = [0] * len(self.sizes)
         # Layers with the same window hold the same positions, so they share one tensor.
         self._key_positions: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Return a cache for the layers that a model has, whatever its config says.
+
+        The windows are those of the causal `Attention` layers in it. A layer whose keys and values
+        others take keeps as many as the widest window of them.
+
+        Raises:
+            ValueError: two layers have the same layer_index.
+        """
+        owners: dict[int, str] = {}
+        needs: dict[int, list[int | None]] = {}  # windows of the layers that read these buffers
+        for name, module in model.named_modules():
+            if not isinstance(module, CachedLayer) or not module.causal:
+                continue
+            index = module.layer_index if module.kv_from is None else module.kv_from
+            if module.kv_from is None and owners.setdefault(index, name) != name:
+                raise ValueError(
+                    f"KVCache: {owners[index]} and {name} both have layer_index={index}; give "
+                    "every Attention its own layer_index"
+                )
+            needs.setdefault(index, []).append(module.sliding_window)
+        count = max([len(getattr(model, "layers", ())), *(index + 1 for index in needs)])
+        windows = [
+            max((w for w in each if w is not None), default=None) if None not in each else None
+            for each in (needs.get(index, [None]) for index in range(count))
+        ]
+        return cls(None, batch, max_length, dtype, device, sliding_windows=windows)
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v and return the keys and values that the new tokens may attend to.

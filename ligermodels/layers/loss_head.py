@@ -57,6 +57,9 @@ class HeadOutput(NamedTuple):
     token_log_probs: Tensor | None = None  # log-probability of the target; 0 if it is ignored
     token_entropy: Tensor | None = None  # of the softmax, in nats; 0 if the target is ignored
     token_correct: Tensor | None = None  # bool: whether the target has the highest logit
+    # What a model's layers add to the loss, such as the balance of experts. With reduction "mean"
+    # the loss includes it.
+    auxiliary_loss: Tensor | None = None
 
 
 class LossHead(nn.Module):

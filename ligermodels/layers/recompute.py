@@ -7,6 +7,8 @@
 | `attention` | the block's input, attention's output and log-sum-exp | all but attention itself |
 | `input` | the block's input | the whole block |
 
+Keys and values that a layer shares with later layers are kept at every level.
+
 No level computes the block's last product again, because no gradient needs it. In eager mode
 `torch.utils.checkpoint` stops the second forward when the last saved tensor exists, and saves the
 inputs of a product before it computes the product.
@@ -23,6 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ligermodels.layers.kv_cache import CachedLayer
 
 Keep = Literal["all", "no_gate_up", "attention", "input"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)  # from the most memory to the least
@@ -49,6 +53,14 @@ class Planned:
     keep: Keep = "all"
     tile: int | None = None
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether attention calls `attend_once`.
+
+        In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
+        """
+        return self.keep == "attention" and not torch.compiler.is_compiling()
+
 
 def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
     """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
@@ -72,17 +84,22 @@ def run_layer(
 
     Args:
         x, residual: (batch, seq, hidden). Their sum is the layer's input.
+        context: the `AttentionContext` of the pass.
         keep: the level.
         mlp_tile: the number of tokens that an MLP computes at once. By default it computes all.
         store: where kept outputs of attention go at the level "attention". By default they stay.
     Returns: (x, residual), whose sum is the layer's output.
+    Raises:
+        ValueError: the layer returned something else.
     """
 
     def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
         # The recomputation has the level of its forward, although the plan may have changed.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             set_keep(layer, keep, mlp_tile)
-        return layer(x, residual, context)
+        out = layer(x, residual, context)
+        _check_output(layer, out, x)
+        return out
 
     if keep in ("all", "no_gate_up") or not torch.is_grad_enabled():
         return run(x, residual, context)
@@ -99,7 +116,55 @@ def run_layer(
                 _Activate(kept, replays=False),
                 _Activate(kept, replays=True),
             )
-    return checkpoint(run, x, None, context, use_reentrant=False, **options)
+    taken, left = _shared_by(layer)
+    if not taken and not left:
+        return checkpoint(run, x, None, context, use_reentrant=False, **options)
+
+    # Shared keys and values are arguments and results: the recomputation neither reads nor writes
+    # the context of the pass, which may have changed by then.
+    def run_with(x: Tensor, context: Any, *given: Tensor) -> tuple[Any, ...]:
+        own = context.sharing(dict(zip(taken, zip(given[::2], given[1::2]))))
+        out = run(x, None, own)
+        return *out, *(tensor for index in left for tensor in own.shared[index])
+
+    taken = [index for index in taken if index in context.shared]
+    given = [tensor for index in taken for tensor in context.shared[index]]
+    bare = context.sharing({})
+    results = checkpoint(run_with, x, bare, *given, use_reentrant=False, **options)
+    count = len(results) - 2 * len(left)
+    kv = results[count:]
+    context.shared.update(zip(left, zip(kv[::2], kv[1::2])))
+    return results[:count]
+
+
+def _shared_by(layer: nn.Module) -> tuple[list[int], list[int]]:
+    """Return which layers' keys and values a layer takes, and which ones it leaves for others."""
+    taken, left = [], []
+    for module in layer.modules():
+        if isinstance(module, CachedLayer):
+            if module.kv_from is not None:
+                taken.append(module.kv_from)
+            elif module.shares_kv:
+                left.append(module.layer_index)
+    return taken, left
+
+
+def _check_output(layer: nn.Module, out: Any, x: Tensor) -> None:
+    """Raise ValueError unless a layer returned a pair whose sum may be its output."""
+    parts = [*out] if isinstance(out, (tuple, list)) else [out]
+    if len(parts) in (2, 3) and isinstance(out, (tuple, list)):
+        summands = parts[:1] if parts[1] is None else parts[:2]
+        if all(isinstance(each, Tensor) and each.shape == x.shape for each in summands):
+            return
+    shown = ", ".join(
+        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+        for each in parts
+    )
+    raise ValueError(
+        f"{type(layer).__name__} returned {shown or 'nothing'}; a block returns a pair "
+        f"(x, residual) of tensors {tuple(x.shape)}, whose sum is its output; the residual may be "
+        "None"
+    )
 
 
 def _attention_ops() -> list[Any]:

@@ -114,7 +114,8 @@ def sdpa_backend(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
     return SDPBackend.MATH
 
 
-def attention_pairs(queries: int, window: int | None) -> int:
-    """Return how many keys the queries of a causal row see together."""
+def attention_pairs(queries: int, window: int | None, causal: bool = True) -> int:
+    """Return how many keys the queries of a row see together."""
     window = queries if window is None else min(window, queries)
-    return window * (window + 1) // 2 + (queries - window) * window
+    before = window * (window + 1) // 2 + (queries - window) * window  # with its own
+    return before if causal else 2 * before - queries

@@ -53,33 +53,37 @@ class SimulatedDevice:
         scale: float,
         window: int | None,
         softcap: float | None,
+        causal: bool,
     ) -> Tensor:
         batch, heads, queries, head_dim = q.shape
         length = mask.max_seqlen if backend == "varlen" and mask.max_seqlen else queries
-        pairs = batch * heads * (queries / length) * attention_pairs(length, window)
+        pairs = batch * heads * (queries / length) * attention_pairs(length, window, causal)
+        if k.shape[2] != queries:  # keys of another sequence, which all queries see
+            pairs = batch * heads * queries * k.shape[2]
         flops = int(4 * pairs * head_dim)
         # Backward computes five products of this size, where forward computes two.
         q = _Count.apply(q, self.tracker, flops, 5 * flops // 2)
         if backend == "varlen":
-            return attention_backend._varlen(q, k, v, mask, scale, window)
+            return attention_backend._varlen(q, k, v, mask, scale, window, causal)
         if backend == "flex":
-            self.block_mask(mask, window, batch)
+            if not mask.hides_nothing(window, causal=causal):
+                self.block_mask(mask, window, batch, causal)
             return _Flex.apply(q, k, v)
         visible = None
-        if backend == "dense" and not mask.hides_nothing(window):
-            visible = mask.dense(window, q.device)
+        if backend == "dense" and not mask.hides_nothing(window, causal=causal):
+            visible = mask.dense(window, q.device, causal=causal)
         if softcap is not None:
             with self.without_autocast():
                 return attention_backend._capped(q, k, v, visible, scale, softcap)
         if self.autocast is not None:
             q, k, v = (x.to(self.autocast) for x in (q, k, v))
-        return self._sdpa(q, k, v, visible, scale)
+        return self._sdpa(q, k, v, visible, scale, causal)
 
     def _sdpa(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, causal: bool
     ) -> Tensor:
         heads, queries, head_dim = q.shape[1:]
-        causal = visible is None and queries > 1
+        causal = causal and visible is None and queries > 1
         if self.device.type == "cpu":
             if visible is not None:
                 # As PyTorch turns a bool mask into numbers to add.
@@ -108,22 +112,23 @@ class SimulatedDevice:
             q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True
         )
 
-    def block_mask(self, mask: AttentionMask, window: int | None, batch: int) -> None:
+    def block_mask(self, mask: AttentionMask, window: int | None, batch: int, causal: bool) -> None:
         """Hold the index tensors of FlexAttention's block mask as long as the mask lives.
 
         FlexAttention keeps, for partial and for full blocks, from queries to keys and back, the
         number of blocks of each row and their order, in int32. To sort them takes int64 numbers.
         """
-        if window in mask._block_masks:
+        if (window, causal) in mask._block_masks:
             return
-        rows = 1 if mask.document_ids is None and mask.padding_mask is None else batch
+        given = (mask.document_ids, mask.padding_mask, mask.prefix_lengths)
+        rows = 1 if all(x is None for x in given) else batch
         shape = rows, 1, -(-mask.queries // 128), -(-mask.keys // 128)
         index = [torch.empty(shape, dtype=torch.int32, device="meta") for _ in range(4)]
         counts = [torch.empty(shape[:3], dtype=torch.int32, device="meta") for _ in range(4)]
         dense = torch.empty(shape, dtype=torch.int32, device="meta")
         torch.empty((2, *shape), dtype=torch.int64, device="meta")
         del dense
-        mask._block_masks[window] = None, (index, counts)  # type: ignore[assignment]
+        mask._block_masks[window, causal] = None, (index, counts)  # type: ignore[assignment]
 
 
 class _Count(torch.autograd.Function):

@@ -1,21 +1,27 @@
 """The registry of families: it finds the model class for the model_type of a config.json."""
 
-import functools
-import inspect
+import contextlib
+import dataclasses
 import os
 import pkgutil
-from importlib import import_module
-from types import FunctionType
+import warnings
+from importlib import import_module, metadata
 from typing import Any, TypeVar
 
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
+from ligermodels.models.hf_io import check_class
 
 Model = TypeVar("Model", bound=DecoderModel)
 
+# The entry points of installed packages that have families of their own.
+ENTRY_POINTS = "ligermodels.families"
+
+_imported = False
 _registered: dict[str, type[DecoderModel]] = {}
 
 
@@ -26,23 +32,25 @@ def register(cls: type[Model]) -> type[Model]:
     `model_type` of the config class (or its `wrapper_type`, if set) is the model_type in a
     config.json. If a class is defined again, as in a notebook, it replaces its first definition.
 
+    The weight map is checked here: `WeightMap.check` compares it with the parameters of small
+    models, which are made from `config_class.small()` and from this config with each of its
+    booleans negated.
+
     Returns: the class, unchanged.
     Raises:
         ConfigError: another class is registered under the same model_type, the config_class has no
-            model_type, or weight_map is not a static method.
+            model_type, weight_map is not a static method or is wrong, or no small model can be
+            made.
     """
-    if cls.__module__.rpartition(".")[0] != models.__name__:
+    outside = cls.__module__.rpartition(".")[0] != models.__name__
+    if outside:
         _import_families()  # so that the check below finds a conflict with one of them
-    config_class = getattr(cls, "config_class", None)
+    check_class(cls)
+    config_class = cls.config_class
     if getattr(config_class, "model_type", None) is None:
         raise ConfigError(
-            f"{_full_name(cls)}: config_class is {config_class!r}; expected a subclass of "
-            "ModelConfig that sets model_type"
-        )
-    if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
-        raise ConfigError(
-            f"{_full_name(cls)}: weight_map is called with the config alone, without self; declare "
-            "it as `weight_map = staticmethod(weight_map)`"
+            f"{_full_name(cls)}: {config_class.__name__} has no model_type; set it to the "
+            "model_type in the family's config.json"
         )
     fields = {name: getattr(config_class, name) for name in ("model_type", "wrapper_type")}
     for field, model_type in fields.items():
@@ -52,8 +60,47 @@ def register(cls: type[Model]) -> type[Model]:
                 f"model_type {model_type!r} belongs to {_full_name(known)}; {_full_name(cls)} "
                 f"needs another {field} in its config class"
             )
+    if outside:  # the tests check those of this package
+        check_weight_map(cls)
     _registered.update({name: cls for name in fields.values() if name is not None})
     return cls
+
+
+def check_weight_map(cls: type[DecoderModel]) -> None:
+    """Compare the weight map of a class with the parameters of small models.
+
+    Raises:
+        ConfigError: the map does not fit the parameters, or no small model can be made.
+    """
+    variant = "small config"
+    try:
+        for name, config in small_variants(cls.config_class.small()).items():
+            variant = name
+            cls.on_meta(config)
+    except LigerError as error:
+        raise ConfigError(f"{_full_name(cls)}, {variant}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{_full_name(cls)}, {variant}: the small model that a registration checks cannot be "
+            f"made: {type(error).__name__}: {first_line(error)}; define what the class uses before "
+            f"it is registered, and set small_fields of {cls.config_class.__name__} if it needs "
+            "other sizes"
+        ) from error
+
+
+def small_variants(config: ModelConfig) -> dict[str, ModelConfig]:
+    """Return a small config, and copies of it in which one boolean each has its other value.
+
+    A value that the config refuses is left out.
+    """
+    variants = {"small config": config}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, bool):
+            with contextlib.suppress(ConfigError):
+                change: dict[str, Any] = {field.name: not value}
+                variants[f"{field.name}={not value}"] = dataclasses.replace(config, **change)
+    return variants
 
 
 def families() -> dict[str, type[DecoderModel]]:
@@ -71,12 +118,12 @@ class AutoLiger:
     ) -> DecoderModel:
         """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
         folder = hub.resolve(path, revision=revision)
-        cls = read_one_version(folder, lambda: family_of(folder))
+        cls = read_one_version(folder, family_of)
         while True:
             try:
                 return cls.from_hf(folder, **options)
             except ConfigError:
-                now = read_one_version(folder, lambda: family_of(folder))
+                now = read_one_version(folder, family_of)
                 if now is cls:
                     raise
                 cls = now  # A save has just replaced the checkpoint by one of another family.
@@ -99,11 +146,30 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     return known[model_type]
 
 
-@functools.cache
 def _import_families() -> None:
-    """Import every module of this package, so that each family registers itself."""
+    """Import every module of this package, so that each family registers itself.
+
+    Then load the families of installed packages. An entry point is a module that registers its
+    families when it is imported, or a model class.
+    """
+    global _imported
+    if _imported:
+        return
+    _imported = True  # A module that is imported below may call this function.
     for module in pkgutil.iter_modules(models.__path__):
         import_module(f"{models.__name__}.{module.name}")
+    for entry_point in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found = entry_point.load()
+            if isinstance(found, type):
+                register(found)
+        except Exception as error:  # A broken package must not keep the others from loading.
+            warnings.warn(
+                f"the entry point {entry_point.name!r} = {entry_point.value!r} of the group "
+                f"{ENTRY_POINTS!r} cannot be loaded: {first_line(error)}; update or uninstall its "
+                "package",
+                stacklevel=2,
+            )
 
 
 def _full_name(cls: type) -> str:

@@ -1,6 +1,5 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,11 +39,21 @@ from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.kernel_report import kernels_of
 
+# The attributes that every decoder has, and how an error message describes them.
+_ATTRIBUTES = {
+    "embed_tokens": "an nn.Embedding",
+    "rotary_emb": "a RotaryEmbedding",
+    "layers": "an nn.ModuleList of blocks",
+    "norm": "an RMSNorm or a LayerNorm",
+    "head": "a LossHead",
+}
+
 
 class DecoderModel(HFModel):
-    """A decoder whose output is hidden states. A family's class calls `build` to make its modules.
+    """A decoder whose output is hidden states. The base class of every family.
 
-    An architecture that needs other modules may set the attributes declared here itself.
+    A family defines `make_block`, and calls `build` to make its modules. An architecture that needs
+    other modules sets the attributes declared here itself, and then calls `initialize_weights`.
     """
 
     embed_tokens: nn.Embedding
@@ -55,13 +64,26 @@ class DecoderModel(HFModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        self._is_complete = False
         self._memory_plan: MemoryPlan | None = None
         self._offloaders: dict[torch.device, Offloader] = {}
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a new layer for `build`.
+
+        The model calls it as `layer(x, residual, context)`: tensors (batch, seq, hidden), whose sum
+        is the layer's input (a residual of None means zero), and an `AttentionContext`. It returns
+        a pair (x, residual), whose sum is its output. If it returns a third tensor, the model
+        passes it to `auxiliary_loss`.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not define make_block(layer_index); define it, so that "
+            "it returns a layer, or make the modules without build"
+        )
 
     def build(
         self,
         *,
-        block: Callable[[Any, int], nn.Module],
         norm: RMSNorm | LayerNorm,
         embedding_scale: float | None = None,
         logit_scale: float = 1.0,
@@ -69,10 +91,9 @@ class DecoderModel(HFModel):
     ) -> None:
         """Make embedding, rope, blocks, final norm and head from the config; draw random weights.
 
+        The blocks are those of `make_block`.
+
         Args:
-            block: a function that makes a layer from the config and the layer's index. The model
-                calls the layer as `layer(x, residual, context)`; the layer returns (x, residual),
-                whose sum is its output.
             norm: the final norm.
             embedding_scale: factor on the embeddings. None means 1.
             logit_scale: factor on the logits. It is applied before the cap.
@@ -87,9 +108,12 @@ class DecoderModel(HFModel):
                 vocab, hidden, padding_idx=padding, scale=embedding_scale
             )
         self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.max_position_embeddings, config.rope_scaling
+            config.rotary_dim,
+            config.rope_theta,
+            config.max_position_embeddings,
+            config.rope_scaling,
         )
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(map(self.make_block, range(config.num_hidden_layers)))
         self.norm = norm
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.head = LossHead(
@@ -99,13 +123,15 @@ class DecoderModel(HFModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         cache: KVCache | None = None,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
@@ -117,8 +143,10 @@ class DecoderModel(HFModel):
             input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
                 ends in a device-side assertion: the next synchronisation raises RuntimeError,
                 nothing is returned, and the process cannot use the GPU any more.
-            labels: (batch, seq) int64, at the same positions as input_ids: the model shifts them
+            labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
+            inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
+                for tokens, and anything else in the place of others, such as parts of images.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
                 positions restart, and attention stays inside each document. The default is 0, 1,
                 2, ...
@@ -129,6 +157,8 @@ class DecoderModel(HFModel):
             attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens.
+            prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
+                tokens and padding included, also see the tokens after them up to that length.
             cache: a `ligermodels.KVCache`, for inference.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
@@ -136,27 +166,56 @@ class DecoderModel(HFModel):
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
             IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
+            ConfigError: an attribute that the class declares was not set.
         """
-        vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-        seq = _check_ids(input_ids, vocab)
+        self._check_attributes()
+        inputs = self._check_inputs(input_ids, inputs_embeds)
+        batch, seq = inputs.shape[:2]
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
                 "options out"
             )
         if labels is not None:
-            _check_labels(labels, input_ids)
+            _check_labels(labels, (batch, seq))
         contexts, document_ids = self._contexts(
-            input_ids, position_ids, cu_seqlens, max_seqlen, attention_mask, cache
+            inputs, position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache
         )
-        hidden = self._hidden(input_ids, contexts)
+        embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
+        hidden, extras = self._hidden(embeds, contexts)
         if cache is not None:
             cache.advance(seq)
         if labels is None:
             return hidden
         ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, document_ids, ignore_index)
-        return self.head(hidden, targets, **loss_options)
+        output = self.head(hidden, targets, **loss_options)
+        auxiliary = self.auxiliary_loss(extras, attention_mask) if extras else None
+        return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
+
+    def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+        """Return a scalar to add to the loss, from the third tensors that layers returned, or None.
+
+        By default, those are scalars, and their sum is added. `forward` calls it if labels are
+        given. With reduction "mean" the output's loss contains it; with a normalizer, only the
+        fraction num_valid / normalizer of it, so that the micro-batches of a step add up to one.
+        With any reduction it is the output's `auxiliary_loss`.
+
+        Args: extras, in the order of the layers; attention_mask, as in `forward`.
+        """
+        return torch.stack(extras).sum()
+
+    def _add_loss(
+        self, output: HeadOutput, auxiliary: Tensor, loss_options: HeadOptions
+    ) -> HeadOutput:
+        options: dict[str, Any] = {**self.head.loss_options, **loss_options}
+        output = output._replace(auxiliary_loss=auxiliary)
+        if options.get("reduction", "mean") != "mean":
+            return output
+        names = ("normalizer", "num_items_in_batch")
+        normalizers = [options[name] for name in names if options.get(name) is not None]
+        share = output.num_valid / normalizers[0] if normalizers else 1.0
+        return output._replace(loss=output.loss + share * auxiliary)
 
     def loss(self, input_ids: Tensor, labels: Tensor, **options: Unpack[HeadOptions]) -> Tensor:
         """Return `model(input_ids, labels=labels, **options).loss`.
@@ -165,8 +224,36 @@ class DecoderModel(HFModel):
         """
         return self(input_ids, labels=labels, **options).loss
 
-    def _hidden(self, input_ids: Tensor, contexts: dict[str, AttentionContext]) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+    def _check_inputs(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Return the one of the two that is given, after a check."""
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "both are given" if input_ids is not None else "neither is given"
+            raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
+        if input_ids is not None:
+            vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
+            _check_ids(input_ids, vocab)
+            return input_ids
+        assert inputs_embeds is not None
+        hidden = self.embed_tokens.embedding_dim
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
+            raise ValueError(
+                f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (batch, seq, "
+                f"{hidden})"
+            )
+        if not inputs_embeds.is_floating_point() or 0 in inputs_embeds.shape:
+            raise ValueError(
+                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}; "
+                "expected floating point numbers, and at least one token per row"
+            )
+        return inputs_embeds
+
+    def _hidden(
+        self, embeds: Tensor, contexts: dict[str, AttentionContext]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the hidden states after the final norm, and the third tensors of the layers."""
+        x, residual = embeds, None
+        extras: list[Tensor] = []
+        extra: list[Tensor]
         plan = self._memory_plan
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         if plan is not None:
@@ -175,10 +262,23 @@ class DecoderModel(HFModel):
             choice = LayerPlan() if plan is None else plan.layers[index]
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
-                x, residual = run_layer(
+                x, residual, *extra = run_layer(
                     layer, x, residual, contexts[rope], choice.keep, choice.tile, kept_in
                 )
-        return self.norm(x) if residual is None else self.norm(x, residual)[0]
+                extras += extra
+        return self.norm(x) if residual is None else self.norm(x, residual)[0], extras
+
+    def _check_attributes(self) -> None:
+        """Raise ConfigError if an attribute that the model computes with was not set."""
+        if self._is_complete:
+            return
+        for name, what in _ATTRIBUTES.items():
+            if not hasattr(self, name):
+                raise ConfigError(
+                    f"{type(self).__name__} has no attribute {name!r}; set self.{name} in __init__ "
+                    f"to {what}, or let self.build make the modules"
+                )
+        self._is_complete = True
 
     def _offloader(
         self, device: torch.device, contexts: dict[str, AttentionContext]
@@ -212,18 +312,19 @@ class DecoderModel(HFModel):
 
     def _contexts(
         self,
-        input_ids: Tensor,
+        inputs: Tensor,
         position_ids: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         attention_mask: Tensor | None,
+        prefix_lengths: Tensor | None,
         cache: KVCache | None,
     ) -> tuple[dict[str, AttentionContext], Tensor | None]:
         """Return each rope's context (angles and the shared mask), and the document ids.
 
         The document ids are None if rows are not packed.
         """
-        batch, seq = input_ids.shape
+        batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
         if cu_seqlens is not None:
             if position_ids is not None or cache is not None:
@@ -269,24 +370,26 @@ class DecoderModel(HFModel):
             padding_mask=attention_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
+            prefix_lengths=prefix_lengths,
         )
         if cache is None:
-            self._prepare(mask, batch, input_ids.device)
+            self._prepare(mask, batch, inputs.device)
 
         length: int | None = None
         if position_ids is None:
-            position_ids = torch.arange(past, past + seq, device=input_ids.device).unsqueeze(0)
+            position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
             length = past + seq
         contexts = {}
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
-            contexts[name] = AttentionContext(cos, sin, mask, cache)
+            contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
         return contexts, document_ids
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         weight = self.embed_tokens.weight
         dtype = autocast_dtype(weight) or weight.dtype
-        for module in self.modules():
+        for module in self.layers.modules():
             if isinstance(module, Attention):
                 prepare(
                     mask,
@@ -297,6 +400,7 @@ class DecoderModel(HFModel):
                     device,
                     dtype,
                     module.head_dim,
+                    module.causal,
                 )
 
     @torch.no_grad()
@@ -304,8 +408,11 @@ class DecoderModel(HFModel):
         """Initialise all weights again.
 
         Linear and embedding weights are normal with standard deviation config.initializer_range.
-        Biases and the padding token's embedding are 0; the factors of norms are 1.
+        Biases and the padding token's embedding are 0; the factors of norms are 1. Another module
+        that has parameters of its own initialises them in its `reset_parameters`. If it has no such
+        method, those with two or more dimensions are normal, and the others stay as they are.
         """
+        self._check_attributes()
         std = self.config.initializer_range
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -314,10 +421,15 @@ class DecoderModel(HFModel):
                     nn.init.zeros_(module.bias)
                 if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                     module.weight[module.padding_idx].zero_()
-            elif isinstance(module, (RMSNorm, LayerNorm)):
-                module.reset_parameters()
+            elif own := [*module.parameters(recurse=False)]:
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+                else:
+                    for weight in own:
+                        if weight.dim() > 1:
+                            nn.init.normal_(weight, std=std)
 
-    def generate(self, input_ids: Tensor | list[Any], **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor | list[Any] | None = None, **options: Any) -> Tensor:
         """Continue prompts, greedily by default; see `ligermodels.generation.generate`."""
         from ligermodels.generation.generate import generate
 
@@ -479,26 +591,22 @@ def next_token_targets(
     return targets.masked_fill(ends, ignore_index)
 
 
-def _check_labels(labels: Tensor, input_ids: Tensor) -> None:
+def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
-    if labels.shape != input_ids.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)} differ in shape"
-        )
+    if labels.shape != shape:
+        raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> int:
-    """Check (batch, seq) ids and return seq."""
+def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
     check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
         )
-    batch, seq = input_ids.shape
-    if batch == 0 or seq == 0:
+    if 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids is empty: it has shape {(batch, seq)}; pass at least one token per row"
+            f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
+            "per row"
         )
-    return seq

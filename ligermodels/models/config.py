@@ -13,28 +13,21 @@ from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 
-# These limits are far above any published model. A config beyond them is damaged or malicious, and
-# is refused before anything is allocated by its sizes.
-_LARGEST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_hidden_layers": 2**14,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "max_position_embeddings": 2**40,
-    # Only some families have the following fields.
-    "query_pre_attn_scalar": 2**32,
-    "sliding_window_pattern": 2**14,
+# The sizes of a model that is fast to build and to compare. They differ from each other, so that no
+# shape can be mistaken for another one.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
 }
-
-
-# These fields must be positive if the family has them. A soft cap of None means no cap.
-_POSITIVE = (
-    *("rms_norm_eps", "rope_theta", "rope_local_base_freq"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
-)
 _LONGEST_WINDOW = 2**40
 
 # HF's name of the MLP's activation -> the name in `GatedMLP`.
@@ -70,6 +63,28 @@ class ModelConfig:
     null_is_derived: ClassVar[tuple[str, ...]] = ()
     # Fields that an export always writes, even if the checkpoint's config.json lacks them.
     written: ClassVar[tuple[str, ...]] = ()
+    # Other keys of config.json -> the field that each of them means.
+    key_aliases: ClassVar[dict[str, str]] = {}
+    # Keys of config.json that change the computation and are not fields of the family -> the values
+    # that it computes. Any other value is refused.
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Integers of at least 1 -> the largest value. These limits are far above any published model:
+    # a config beyond them is damaged or malicious, and is refused before anything is allocated.
+    # A family adds its own fields: `largest = ModelConfig.largest | {"num_experts": 2**14}`.
+    largest: ClassVar[dict[str, int]] = {
+        "vocab_size": 2**24,
+        "hidden_size": 2**20,
+        "intermediate_size": 2**22,
+        "num_hidden_layers": 2**14,
+        "num_attention_heads": 2**16,
+        "num_key_value_heads": 2**16,
+        "head_dim": 2**16,
+        "max_position_embeddings": 2**40,
+    }
+    # Numbers that must be positive, unless their field is None.
+    positive: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "rope_theta")
+    # The fields of a small model of the family where `small` would choose other values.
+    small_fields: ClassVar[dict[str, Any]] = {}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -158,6 +173,19 @@ class ModelConfig:
             )
         return cls(**{**cls.presets[name], **overrides})
 
+    @classmethod
+    def small(cls, **overrides: Any) -> Self:
+        """Return the config of a tiny model, for checks and tests. Arguments override its fields.
+
+        Its sizes are small. The other fields have their defaults, or the values in `small_fields`.
+        """
+        return cls(**{**_SMALL, **cls.small_fields, **overrides})
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of elements of a head that rope rotates: the first ones."""
+        return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))
+
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of all fields except `extra`, and of model_type."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -206,33 +234,36 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
     A check may rely on the checks before it, so the caller reads only the first description.
     """
-    for name, largest in _LARGEST.items():
-        value = getattr(config, name, 1)
+    for name, largest in config.largest.items():
+        value = getattr(config, name)
         if not _is_size(value) or value > largest:
             yield f"{name} is {shown(value)}; expected an integer from 1 to {largest}"
     yield from hf_config.type_faults(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-    if config.head_dim % 2:
+    if config.rotary_dim == config.head_dim and config.head_dim % 2:
         yield f"head_dim {config.head_dim} is odd; it must be even, because rope rotates pairs"
+    if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_dim:
+        yield (
+            f"partial_rotary_factor {getattr(config, 'partial_rotary_factor', 1.0)} of head_dim "
+            f"{config.head_dim} is {config.rotary_dim}; expected an even number from 2 to head_dim"
+        )
     if (name := getattr(config, config.activation_field)) not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         yield f"{config.activation_field} {shown(name)} is not implemented; expected one of {known}"
     if config.attention_dropout:
         yield f"attention_dropout {config.attention_dropout} is not implemented; set it to 0"
-    for name in _POSITIVE:
-        value = getattr(config, name, 1.0)
-        if value is None and name.endswith("softcapping"):
-            continue
-        if not 0 < value <= sys.float_info.max:
+    for name in config.positive:
+        value = getattr(config, name)
+        if value is not None and not 0 < value <= sys.float_info.max:
             yield f"{name} is {shown(value)}; expected a positive number"
     if not 0 <= config.initializer_range <= sys.float_info.max:
         value = shown(config.initializer_range)
         yield f"initializer_range is {value}; expected a number of at least 0"
     yield from _layer_faults(config)
     if config.rope_scaling is not None:
-        hf_rope.check_scaling(config.rope_scaling, vars(config))
+        hf_rope.check_scaling(config.rope_scaling, {**vars(config), "head_dim": config.rotary_dim})
     token, vocab = config.pad_token_id, config.vocab_size
     if token is not None and not -vocab <= token < vocab:
         yield f"pad_token_id {token} is outside the vocabulary of {vocab} tokens"

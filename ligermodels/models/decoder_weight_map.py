@@ -1,7 +1,68 @@
 """The weight map that all families share, with options for their differences."""
 
-from ligermodels.converters.weight_map import Entry, Towers, WeightMap, linear, norm, packed
+from collections.abc import Callable, Iterable
+
+from ligermodels.converters.weight_map import (
+    Entry,
+    Towers,
+    WeightMap,
+    linear_entries,
+    norm_entries,
+    packed_entry,
+)
 from ligermodels.models.config import ModelConfig
+
+Part = Callable[[int, str, str], Iterable[Entry]]
+"""A function that returns the entries of a part of a layer.
+
+Its arguments are the layer's index, the part's name in the model and its name in the checkpoint,
+such as (3, "layers.3.mlp", "model.layers.3.mlp").
+"""
+
+
+def attention_entries(
+    config: ModelConfig,
+    name: str,
+    hf: str,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    head_norms: bool = False,
+) -> list[Entry]:
+    """Return the entries of an `Attention` whose HF tensors are q_proj, k_proj, v_proj and o_proj.
+
+    Args:
+        name, hf: the names of the module in the model and in the checkpoint.
+        qkv_bias, out_bias: whether these projections have a bias.
+        head_norms: whether q and k have norms over head_dim, q_norm and k_norm.
+    """
+    hidden, head = config.hidden_size, config.head_dim
+    q_rows, kv_rows = config.num_attention_heads * head, config.num_key_value_heads * head
+    qkv = (f"{hf}.q_proj", q_rows), (f"{hf}.k_proj", kv_rows), (f"{hf}.v_proj", kv_rows)
+    norms = ("q_norm", "k_norm") if head_norms else ()
+    return [
+        *linear_entries(f"{name}.qkv_proj", hidden, *qkv, bias=qkv_bias),
+        *(entry for n in norms for entry in norm_entries(f"{name}.{n}", f"{hf}.{n}", head)),
+        *linear_entries(f"{name}.o_proj", q_rows, (f"{hf}.o_proj", hidden), bias=out_bias),
+    ]
+
+
+def mlp_entries(
+    config: ModelConfig, name: str, hf: str, *, inner: int | None = None, bias: bool = False
+) -> list[Entry]:
+    """Return the entries of a `GatedMLP` whose HF tensors are gate_proj, up_proj and down_proj.
+
+    Args:
+        name, hf: the names of the module in the model and in the checkpoint.
+        inner: width of gate and up; the default is config.intermediate_size.
+        bias: whether the projections have a bias.
+    """
+    hidden, inner = config.hidden_size, inner or config.intermediate_size
+    gate_up = (f"{hf}.gate_proj", inner), (f"{hf}.up_proj", inner)
+    return [
+        *linear_entries(f"{name}.gate_up_proj", hidden, *gate_up, bias=bias),
+        *linear_entries(f"{name}.down_proj", inner, (f"{hf}.down_proj", hidden), bias=bias),
+    ]
 
 
 def decoder_weight_map(
@@ -12,6 +73,9 @@ def decoder_weight_map(
     mlp_bias: bool = False,
     head_norms: bool = False,
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    norm_bias: bool = False,
+    attention: Part | None = None,
+    mlp: Part | None = None,
     towers: Towers | None = None,
 ) -> WeightMap:
     """Return the weight map of a decoder with packed q/k/v and gate/up.
@@ -23,40 +87,40 @@ def decoder_weight_map(
         head_norms: whether q and k have norms over head_dim.
         norms: names of a block's norms over the hidden size, which are the same in HF. An export
             writes the first one before attention and the others after it.
+        norm_bias: whether these norms and the final norm have a bias.
+        attention, mlp: a function that returns the entries of a layer's `self_attn` or `mlp`, for a
+            family where they differ from `attention_entries` and `mlp_entries`.
         towers: the other tensors that a checkpoint of the family may hold, such as a vision tower.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows = config.num_attention_heads * config.head_dim
-    kv_rows = config.num_key_value_heads * config.head_dim
+    hidden = config.hidden_size
     embedding = ("model.embed_tokens.weight", config.vocab_size)
-    entries: list[Entry] = [packed("embed_tokens.weight", (hidden,), embedding)]
+    entries: list[Entry] = [packed_entry("embed_tokens.weight", (hidden,), embedding)]
+
+    def default_attention(index: int, name: str, hf: str) -> Iterable[Entry]:
+        return attention_entries(
+            config, name, hf, qkv_bias=qkv_bias, out_bias=out_bias, head_norms=head_norms
+        )
+
+    def default_mlp(index: int, name: str, hf: str) -> Iterable[Entry]:
+        return mlp_entries(config, name, hf, bias=mlp_bias)
+
+    attention, mlp = attention or default_attention, mlp or default_mlp
     for i in range(config.num_hidden_layers):
         block, hf = f"layers.{i}", f"model.layers.{i}"
-        attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
-        qkv = (
-            (f"{attention}.q_proj", q_rows),
-            (f"{attention}.k_proj", kv_rows),
-            (f"{attention}.v_proj", kv_rows),
-        )
-        gate_up = (f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)
-        o_proj, down_proj = (f"{attention}.o_proj", hidden), (f"{mlp}.down_proj", hidden)
-        entries += [
-            norm(f"{block}.{norms[0]}", f"{hf}.{norms[0]}", hidden),
-            *linear(f"{block}.self_attn.qkv_proj", hidden, *qkv, bias=qkv_bias),
-            *(
-                norm(f"{block}.self_attn.{name}", f"{attention}.{name}", config.head_dim)
-                for name in ("q_norm", "k_norm")
-                if head_norms
-            ),
-            *linear(f"{block}.self_attn.o_proj", q_rows, o_proj, bias=out_bias),
-            *(norm(f"{block}.{name}", f"{hf}.{name}", hidden) for name in norms[1:]),
-            *linear(f"{block}.mlp.gate_up_proj", hidden, *gate_up, bias=mlp_bias),
-            *linear(f"{block}.mlp.down_proj", inner, down_proj, bias=mlp_bias),
+        of_norms = [
+            norm_entries(f"{block}.{name}", f"{hf}.{name}", hidden, bias=norm_bias)
+            for name in norms
         ]
-    entries.append(norm("norm", "model.norm", hidden))
+        entries += [
+            *of_norms[0],
+            *attention(i, f"{block}.self_attn", f"{hf}.self_attn"),
+            *(entry for each in of_norms[1:] for entry in each),
+            *mlp(i, f"{block}.mlp", f"{hf}.mlp"),
+        ]
+    entries += norm_entries("norm", "model.norm", hidden, bias=norm_bias)
     aliases = {}
     if config.tie_word_embeddings:
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}
     else:
-        entries += linear("head.proj", hidden, ("lm_head", config.vocab_size))
+        entries += linear_entries("head.proj", hidden, ("lm_head", config.vocab_size))
     return WeightMap(tuple(entries), aliases, ignored=("rotary_emb.inv_freq",), towers=towers)

@@ -118,7 +118,10 @@ class LigerGemma(DecoderModel):
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__(config)
         self.build(
-            block=GemmaBlock,
             norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
         )
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `GemmaBlock`."""
+        return GemmaBlock(self.config, layer_index)

@@ -1,7 +1,7 @@
 """Gemma 2: Gemma with capped scores and logits, more norms and a window in every second layer."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,9 @@ class Gemma2Config(ModelConfig):
 
     model_type: ClassVar[str] = "gemma2"
     activation_field: ClassVar[str] = "hidden_activation"
+    largest = ModelConfig.largest | {"query_pre_attn_scalar": 2**32}
+    positive = (*ModelConfig.positive, "attn_logit_softcapping", "final_logit_softcapping")
+    small_fields: ClassVar[dict[str, Any]] = {"query_pre_attn_scalar": 20, "sliding_window": 7}
 
     vocab_size: int = 256000
     hidden_size: int = 2304
@@ -120,8 +123,11 @@ class LigerGemma2(DecoderModel):
     def __init__(self, config: Gemma2Config) -> None:
         super().__init__(config)
         self.build(
-            block=Gemma2Block,
             norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
             logit_softcap=config.final_logit_softcapping,
         )
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `Gemma2Block`."""
+        return Gemma2Block(self.config, layer_index)

@@ -4,7 +4,7 @@ By default one full layer follows five sliding layers, which have a separate rop
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -31,6 +31,16 @@ class Gemma3Config(ModelConfig):
     model_type: ClassVar[str] = "gemma3_text"
     activation_field: ClassVar[str] = "hidden_activation"
     wrapper_type: ClassVar[str | None] = "gemma3"
+    largest = ModelConfig.largest | {
+        "query_pre_attn_scalar": 2**32,
+        "sliding_window_pattern": 2**14,
+    }
+    positive = (*ModelConfig.positive, "rope_local_base_freq", "final_logit_softcapping")
+    small_fields: ClassVar[dict[str, Any]] = {
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+    }
 
     vocab_size: int = 262208
     hidden_size: int = 2304
@@ -154,7 +164,6 @@ class LigerGemma3(DecoderModel):
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
         self.build(
-            block=Gemma3Block,
             norm=gemma_norm(config, config.hidden_size),
             embedding_scale=config.hidden_size**0.5,
             logit_softcap=config.final_logit_softcapping,
@@ -162,6 +171,10 @@ class LigerGemma3(DecoderModel):
         self.rotary_emb_local = RotaryEmbedding(
             config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
         )
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `Gemma3Block`."""
+        return Gemma3Block(self.config, layer_index)
 
     @property
     def ropes(self) -> list[str]:

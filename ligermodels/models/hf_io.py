@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 import warnings
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
-from ligermodels.converters.weight_map import WeightMap
+from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
@@ -53,13 +55,42 @@ class HFModel(nn.Module):
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
 
-    @staticmethod
-    def weight_map(config: Any) -> WeightMap:
-        """Return the map from this config's parameters to the tensors of an HF checkpoint."""
-        raise ConfigError(
-            f"model_type {config.model_type!r} has no weight map; to load and save HF checkpoints, "
-            "define weight_map on the model's class"
+    @classmethod
+    def weight_map(cls, config: Any) -> WeightMap:
+        """Return the map from this config's parameters to the tensors of an HF checkpoint.
+
+        A family defines it. An architecture of one's own need not: its checkpoint holds the
+        parameters as they are, under their own names.
+
+        Raises:
+            ConfigError: the class has no weight map of its own, and its checkpoints would look like
+                those of a family, or could not hold all of its tensors.
+        """
+        with torch.device("meta"), _WithoutInitialValues():
+            model = cls(config)
+        _check_own_architecture(model)
+        return WeightMap(
+            tuple(
+                packed_entry(name, tuple(weight.shape[1:]), (name, len(weight)))
+                for name, weight in model.named_parameters()
+            )
         )
+
+    @classmethod
+    def on_meta(cls, config: Any) -> tuple[Self, WeightMap]:
+        """Return the model on the meta device, without values, and its checked weight map.
+
+        Raises:
+            ConfigError: the class has no config_class, or its weight map does not fit its
+                parameters: see `WeightMap.check`.
+        """
+        check_class(cls)
+        weight_map = cls.weight_map(config)
+        with torch.device("meta"), _WithoutInitialValues():
+            model = cls(config)
+        parameters = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        weight_map.check(cls.__name__, parameters)
+        return model, weight_map
 
     @classmethod
     def from_hf(
@@ -89,16 +120,17 @@ class HFModel(nn.Module):
         """
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
-        def read() -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
-            config = cls.config_class.from_hf(folder)
-            checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-            generation = read_json_if_present(folder / GENERATION_CONFIG_NAME, CheckpointError)
-            return config, checkpoint, copied_files(folder), generation or {}
+        def read(real: Path) -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
+            config = cls.config_class.from_hf(real)
+            checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+            generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+            return config, checkpoint, copied_files(real), generation or {}
 
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
-        weight_map = cls.weight_map(config)
+        model, weight_map = cls.on_meta(config)
         stored = checkpoint.plan(weight_map)
         checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
@@ -108,8 +140,6 @@ class HFModel(nn.Module):
             )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
-        with torch.device("meta"), _WithoutInitialValues():
-            model = cls(config)
         weights: dict[str, Tensor] = {
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
@@ -175,6 +205,21 @@ class HFModel(nn.Module):
         )
 
 
+def check_class(cls: type[HFModel]) -> None:
+    """Raise ConfigError unless the class says what its config is and how weights are mapped."""
+    config_class = getattr(cls, "config_class", None)
+    if not isinstance(config_class, type) or not issubclass(config_class, ModelConfig):
+        raise ConfigError(
+            f"{cls.__name__}: config_class is {config_class!r}; set it to the family's subclass of "
+            "ModelConfig"
+        )
+    if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
+        raise ConfigError(
+            f"{cls.__name__}: weight_map is called with the config alone, without self; declare it "
+            "as `weight_map = staticmethod(weight_map)`"
+        )
+
+
 class _WithoutInitialValues(TorchFunctionMode):
     """Skip the functions of `torch.nn.init` for tensors on the meta device, which have no values.
 
@@ -188,6 +233,38 @@ class _WithoutInitialValues(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
+
+
+def _check_own_architecture(model: HFModel) -> None:
+    """Raise unless the parameters of a model without weight map are a checkpoint of their own."""
+    name, model_type = type(model).__name__, model.config.model_type
+    others = [HFModel]
+    for other in others:
+        others += other.__subclasses__()
+        defines_map = "weight_map" in vars(other) and other is not HFModel
+        if defines_map and getattr(other, "config_class", None) is not None:
+            if other.config_class.model_type == model_type:
+                raise ConfigError(
+                    f"{name} has no weight map, and model_type {model_type!r} belongs to "
+                    f"{other.__name__}, so that other programs would read its checkpoints as that; "
+                    "give it a config class with a model_type of its own"
+                )
+    weights: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, weight in parameters.items():
+        if weights.setdefault(id(weight), key) != key:
+            raise ConfigError(
+                f"{name}: {weights[id(weight)]!r} and {key!r} are one parameter, which a "
+                "checkpoint cannot say; tie a head with LossHead(tied_to=...), or save the "
+                "state_dict()"
+            )
+        if weight.dim() == 0:
+            raise ConfigError(f"{name}: {key!r} has no dimension; give it the shape (1,)")
+    if buffers := sorted(model.state_dict().keys() - parameters.keys()):
+        raise ConfigError(
+            f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
+            "it with persistent=False, or make it a parameter without gradient"
+        )
 
 
 def _check_one_dtype(

@@ -35,13 +35,15 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
     here = f"{name} ({reason})"
     report = dict.fromkeys(_ops(model), here)
     report.update(_attention(model, weight))
-    swapped = list(_swapped_modules(model))
-    report["norm + linear, linear + rope, glu + linear"] = (
-        "fused"
-        if not swapped
-        else f"fused, except that these swapped modules are called: {', '.join(swapped[:10])}"
-        + (f" and {len(swapped) - 10} more" if len(swapped) > 10 else "")
-    )
+    swapped, unknown = list(_swapped_modules(model)), ", ".join(_unknown_types(model))
+    fused = "fused"
+    if swapped:
+        fused += f", except that these swapped modules are called: {', '.join(swapped[:10])}"
+        fused += f" and {len(swapped) - 10} more" if len(swapped) > 10 else ""
+    if unknown:
+        fused += f"; unknown in {unknown}"
+        report["modules from outside"] = f"unknown (the code of {unknown} decides)"
+    report["norm + linear, linear + rope, glu + linear"] = fused
     report["linear_cross_entropy"] = report["linear_log_probs"] = (
         f"chunked {here}" if head.is_linear else "the swapped head.proj is called chunk by chunk"
     )
@@ -85,13 +87,20 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
             ),
             "padding: ": AttentionMask(length, padding_mask=documents),
         }
-        key = "attention"
+        key = "attention" if module.causal else "attention in both directions"
         key += "" if module.sliding_window is None else f", window {module.sliding_window}"
         key += "" if module.softcap is None else f", soft cap {module.softcap:g}"
         with torch.enable_grad():
             taken = {
                 how: choose_backend(
-                    mask, module.sliding_window, module.softcap, device, dtype, module.head_dim, 1
+                    mask,
+                    module.sliding_window,
+                    module.softcap,
+                    device,
+                    dtype,
+                    module.head_dim,
+                    1,
+                    module.causal,
                 )
                 for how, mask in masks.items()
             }
@@ -102,6 +111,16 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
     return report
 
 
+def _unknown_types(model: nn.Module) -> list[str]:
+    """Return the classes of the model's modules that are neither PyTorch's nor this package's."""
+    types = {type(module): None for module in model.modules() if module is not model}
+    return [cls.__name__ for cls in types if not _is_known(cls)]
+
+
+def _is_known(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "ligermodels")
+
+
 def _swapped_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         children: dict[str, type[nn.Module]] = {}
@@ -110,7 +129,7 @@ def _swapped_modules(model: nn.Module) -> Iterator[str]:
             children = {"qkv_proj": nn.Linear, **dict.fromkeys(norms, RMSNorm)}
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
-        elif hasattr(module, "input_layernorm"):
+        elif _is_known(type(module)) and hasattr(module, "input_layernorm"):
             names = (name for name in pre_norm_names(module) if hasattr(module, name))
             children = dict.fromkeys(names, RMSNorm)
         for child, expected in children.items():

@@ -130,4 +130,8 @@ class LigerLlama(DecoderModel):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.build(block=LlamaBlock, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `LlamaBlock`."""
+        return LlamaBlock(self.config, layer_index)

@@ -113,20 +113,18 @@ def load_pretrained(
     """
     folder = hub.resolve(path, revision=revision)
 
-    def read() -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
-        family = family_of(folder)
-        checkpoint = Checkpoint(folder, allow_nonfinite=allow_nonfinite)
-        return family, family.config_class.from_hf(folder), checkpoint
+    def read(real: Path) -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
+        family = family_of(real)
+        checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+        return family, family.config_class.from_hf(real), checkpoint
 
     family, config, checkpoint = read_one_version(folder, read)
-    weight_map = family.weight_map(config)
+    model, weight_map = family.on_meta(config)
     checkpoint.plan(weight_map)
     checkpoint.check_aliases(weight_map)
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     entries, unused = _match(parameters, weight_map.entries, rename, folder)
-    with torch.device("meta"):
-        model = family(config)
     mismatched = {}
     for name, entry in entries.items():
         if why := _difference(module, name, parameters[name], model, entry):

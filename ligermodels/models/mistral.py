@@ -1,7 +1,7 @@
 """Mistral: Llama with grouped heads. Its first version also has a sliding window."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ class MistralConfig(ModelConfig):
     """Fields of a Mistral `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "mistral"
+    small_fields: ClassVar[dict[str, Any]] = {"sliding_window": 7}
     # Programs differ in the window that they assume if this field is missing.
     written: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
@@ -100,4 +101,8 @@ class LigerMistral(DecoderModel):
 
     def __init__(self, config: MistralConfig) -> None:
         super().__init__(config)
-        self.build(block=MistralBlock, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `MistralBlock`."""
+        return MistralBlock(self.config, layer_index)

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optional windows in later layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ class Qwen2Config(ModelConfig):
     """Fields of a Qwen2 `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "qwen2"
+    small_fields: ClassVar[dict[str, Any]] = {"sliding_window": 7, "max_window_layers": 1}
     null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     vocab_size: int = 151936
@@ -122,4 +123,8 @@ class LigerQwen2(DecoderModel):
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__(config)
-        self.build(block=Qwen2Block, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `Qwen2Block`."""
+        return Qwen2Block(self.config, layer_index)

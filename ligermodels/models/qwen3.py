@@ -92,4 +92,8 @@ class LigerQwen3(DecoderModel):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
-        self.build(block=Qwen3Block, norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a `Qwen3Block`."""
+        return Qwen3Block(self.config, layer_index)

@@ -211,6 +211,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         meter = _METER.get()
+        meter.spend(4 * _STEP)
         subject, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(subject, (str, bytes, int)):
             given = [*args, *kwargs.values()]

@@ -147,7 +147,8 @@ class SentencePieceBackend:
                 end += 1
             if done < start:
                 yield text[done:start], False
-            yield token["content"], True
+            if start < end:  # Otherwise it went with the spaces on the right of the token before.
+                yield token["content"], True
             done = max(done, end)
         if done < len(text):
             yield text[done:], False

@@ -100,9 +100,14 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 run_dir.check(config.resume, config.overwrite_output_dir, inputs)
                 run = _Run(config, run_dir, device, progress, interrupts)
                 return run.run()
-        except KeyboardInterrupt:
+        except LigerError:
+            raise
+        except BaseException as error:
+            # An interrupted library may raise something else than KeyboardInterrupt.
+            if interrupts.signum is None and not isinstance(error, KeyboardInterrupt):
+                raise
             signum = interrupts.signum or signal.SIGINT
-            raise Interrupted(_what_is_saved(run, config.output_dir), signum) from None
+            raise Interrupted(_what_is_saved(run, config.output_dir), signum) from error
 
 
 def _what_is_saved(run: _Run | None, output_dir: str) -> str:
@@ -185,18 +190,21 @@ class _Run:
         self._plan_memory(model, rows, eval_rows, saved)
         trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision)
         _check_unchanged(source, files)
-        base = {**files, "weights": _weights_hash(model)}
-        self._start(source, base, rows, trainer, saved)
-        try:
-            trainer.train(self.run_dir, self.checkpoints, self.interrupts, progress=self.progress)
-            # The export copies the tokenizer files from there.
-            _check_unchanged(source, files)
-            return self._finish(trainer)
-        except KeyboardInterrupt:
-            if not self.exported:
-                with self.interrupts.saving():
+        with self.interrupts.held():
+            base = {**files, "weights": _weights_hash(model)}
+            self._start(source, base, rows, trainer, saved)
+            check = self.interrupts.check
+            try:
+                trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
+                # The export copies the tokenizer files from there.
+                _check_unchanged(source, files)
+                check()
+                result = self._finish(trainer)
+            except KeyboardInterrupt:
+                if not self.exported:
                     trainer.save(self.run_dir, self.checkpoints)
-            raise
+                raise
+        return result
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -313,10 +321,10 @@ class _Run:
         if saved is None:
             files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
             self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
-            with self.interrupts.held():
-                self.run_dir.clear()
-                self.run_dir.write_settings(self.saved)
-                self.began = True
+            self.interrupts.check()
+            self.run_dir.clear()
+            self.run_dir.write_settings(self.saved)
+            self.began = True
         else:
             self._check_same(source, saved, facts)
             self.saved = {**saved, **self.saved}

@@ -30,9 +30,10 @@ class Interrupted(KeyboardInterrupt):
 class Interrupts:
     """A context in which SIGINT and SIGTERM raise KeyboardInterrupt, but not within `held()`.
 
-    Inside `held()` the exception waits for the end of that block. A second Ctrl-C raises at once; a
-    second SIGTERM does nothing. Signals that the caller handles or ignores are left alone, and so
-    are all in a thread that is not the main thread.
+    Inside `held()` the exception waits for the next `check()` or the end of the block, because one
+    that comes at any place may leave a lock locked or a step half done. A second Ctrl-C raises at
+    once; a second SIGTERM does nothing. Signals that the caller handles or ignores are left alone,
+    and so are all in a thread that is not the main thread.
 
     Attributes:
         signum: the first signal that came, or None.
@@ -44,7 +45,6 @@ class Interrupts:
         self.verbose = verbose
         self._since = 0.0
         self._holding = False
-        self._saving = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -63,25 +63,18 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let a signal wait for the end of the block."""
-        self._raise_if_due()
+        """Let a signal wait for `check()` or the end of the block."""
+        self.check()
         self._holding = True
         try:
             yield
         finally:
             self._holding = False
-        self._raise_if_due()
+        self.check()
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Mark the block that saves the state after a signal: only a second Ctrl-C ends it."""
-        self._saving = True
-        with self.held():
-            yield
-
-    def _raise_if_due(self) -> None:
-        """Raise for a signal that came in `held()`, or whose exception something has swallowed."""
-        if self.signum is not None and not self._saving:
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come, even if something swallowed its exception."""
+        if self.signum is not None:
             raise KeyboardInterrupt
 
     def _handle(self, signum: int, _: object) -> None:
@@ -91,6 +84,6 @@ class Interrupts:
                 raise KeyboardInterrupt
             if self.verbose:
                 # print() may be what the signal has interrupted.
-                os.write(2, b"\nligermodels: stopping after this step; Ctrl-C stops at once\n")
+                os.write(2, b"\nligermodels: stopping soon; Ctrl-C stops at once\n")
         elif signum == signal.SIGINT and time.monotonic() - self._since > _SAME_PRESS:
             raise KeyboardInterrupt

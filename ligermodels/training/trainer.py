@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
-from ligermodels.training.interrupts import Interrupts
 from ligermodels.training.packing import Batch, PackedRows, row_order
 from ligermodels.training.run_dir import Metrics, RunDir
 
@@ -171,14 +171,18 @@ class Trainer:
             ).loss
 
     @torch.no_grad()
-    def evaluate(self) -> Metrics:
-        """Return loss per target and perplexity on the held-out rows, summed in float64."""
+    def evaluate(self, check: Callable[[], None] = lambda: None) -> Metrics:
+        """Return loss per target and perplexity on the held-out rows, summed in float64.
+
+        Args: check is called before each batch.
+        """
         assert self.eval_rows is not None
         self.model.eval()
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         targets = 0
         for start in range(0, number, self.config.batch_size):
+            check()
             stop = min(number, start + self.config.batch_size)
             batch = self.eval_rows.batch(range(start, stop))
             total += self._loss(batch, reduction="sum").double()
@@ -190,15 +194,15 @@ class Trainer:
         self,
         run_dir: RunDir,
         checkpoints: Checkpoints,
-        interrupts: Interrupts,
         *,
+        check: Callable[[], None] = lambda: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
-        A signal raises KeyboardInterrupt between two steps or in an evaluation. Afterwards `save`
-        writes a checkpoint from which a resumed run goes on as if there had been no signal.
-
+        Args: check is called between two steps and two batches of an evaluation, and may raise to
+            stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
+            if it had not been stopped.
         Raises:
             CheckpointError: the last checkpoint or the metrics cannot be resumed from.
             LigerError: a loss or a weight is no longer finite.
@@ -233,34 +237,33 @@ class Trainer:
                 and self.done not in evaluated
                 and (self.done or saved is None)
             ):
-                self._evaluate(run_dir, bar)
+                self._evaluate(run_dir, bar, check)
             for step in range(self.done, self.total_steps):
-                with interrupts.held():
-                    self._between_steps = False
-                    started = time.perf_counter()
-                    batches = self.micro_batches(step)
-                    loss, norm, rate = self.step(step, batches)
-                    self.done += 1
-                    self._waiting.append(
-                        {
-                            "step": step + 1,
-                            "loss": loss,
-                            "learning_rate": rate,
-                            "grad_norm": norm,
-                            "tokens": sum(batch.num_tokens for batch in batches),
-                            "targets": sum(batch.num_targets for batch in batches),
-                            "seconds": time.perf_counter() - started,
-                        }
-                    )
-                    evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
-                    if evaluates or saves or (step + 1) % config.logging_steps == 0:
-                        self._log(run_dir, started, bar)
-                    self._between_steps = True
+                check()
+                self._between_steps = False
+                started = time.perf_counter()
+                batches = self.micro_batches(step)
+                loss, norm, rate = self.step(step, batches)
+                self.done += 1
+                self._waiting.append(
+                    {
+                        "step": step + 1,
+                        "loss": loss,
+                        "learning_rate": rate,
+                        "grad_norm": norm,
+                        "tokens": sum(batch.num_tokens for batch in batches),
+                        "targets": sum(batch.num_targets for batch in batches),
+                        "seconds": time.perf_counter() - started,
+                    }
+                )
+                evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
+                if evaluates or saves or (step + 1) % config.logging_steps == 0:
+                    self._log(run_dir, started, bar)
+                self._between_steps = True
                 if evaluates:
-                    self._evaluate(run_dir, bar)
+                    self._evaluate(run_dir, bar, check)
                 if saves:
-                    with interrupts.held():
-                        self.save(run_dir, checkpoints)
+                    self.save(run_dir, checkpoints)
 
     def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> None:
         """Write a checkpoint of the steps that are done, unless there is one already.
@@ -284,10 +287,10 @@ class Trainer:
         every = self.config.save_steps
         return bool(every) and (done == self.total_steps or done % every == 0)
 
-    def _evaluate(self, run_dir: RunDir, bar: tqdm[Any]) -> None:
+    def _evaluate(self, run_dir: RunDir, bar: tqdm[Any], check: Callable[[], None]) -> None:
         if self.eval_rows is None:
             return
-        found = self.evaluate()
+        found = self.evaluate(check)
         if not math.isfinite(found["eval_loss"]):
             raise LigerError(f"step {self.done}: the held-out loss is {found['eval_loss']}")
         run_dir.log({"step": self.done, **found})

@@ -222,7 +222,12 @@ def added_tokens_of_tokenizer_models(case: Case) -> None:
         return
     for _ in range(9):
         text = "".join(draw.choices([*letters, *found, "a", "b"], k=draw.randint(1, 9)))
-        expected = [known[i] for i in oracle.encode(text).ids if i in known]
+        try:
+            expected = [known[i] for i in oracle.encode(text).ids if i in known]
+        except BaseException as panic:
+            if type(panic).__name__ != "PanicException":  # It cannot split some texts.
+                raise
+            continue
         ids = ours.encode(text, add_special_tokens=False)
         got = [ours.id_to_token(i) for i in ids if i >= 310]
         if got != expected:
@@ -394,12 +399,11 @@ def odd_values_in_tokenizer_settings(case: Case) -> None:
         "tokenizer_class",
     ]
     for _ in range(draw.randint(1, 3)):
-        if draw.random() < 0.3:
+        if draw.random() < 0.5:
             token = _token("<x>")
             token[draw.choice(list(token))] = _odd_value(draw)
-            index = draw.choice(
-                ["310" if slow else "258", "5", "x", "-1", "٣", "1e3", "99999999999"]
-            )
+            next_id, odd = "310" if slow else "258", ["5", "x", "-1", "٣", "1e3", "99999999999"]
+            index = draw.choice([next_id] * 6 + odd)
             settings["added_tokens_decoder"] = {index: token}
         else:
             settings[draw.choice(keys)] = _odd_value(draw)
@@ -438,8 +442,8 @@ def _steps_that_fail(draw: random.Random) -> dict[str, Any]:
             {"post_processor": template},
             {"decoder": {**replace}},
             {"pre_tokenizer": {"type": "FixedLength", "length": draw.choice([0, 1, 2**40])}},
-            {"model": draw.choice(models)},
-            {"model": draw.choice(models)},
+            {"model": draw.choice(models), "added_tokens": []},
+            {"model": draw.choice(models), "added_tokens": []},
         ]
     )
 
@@ -471,14 +475,19 @@ def text_that_is_not_unicode(case: Case) -> None:
     """Half a surrogate pair, or bytes that are not UTF-8, end in one line wherever they come in."""
     draw = case.draw
     model = make_checkpoint(case.folder / "model")
-    bad = "".join(draw.choices(["a", " ", "é", "\udc80", "\ud83d"], k=5)) + draw.choice(
-        "\udcff\ud800"
-    )
+    # A first half before them would make a valid pair in JSON.
+    bad = "".join(draw.choices(["a", " ", "é", "\udc80", "\udcff"], k=5)) + "\udcff"
     raw = b"caf\xe9 " + draw.randbytes(3) + b"\xff"
     one = ("--max-new-tokens", 1)
-    kind = draw.randrange(7)
+    kind = draw.randrange(8)
     if kind == 0:
         case.cli("generate", model, bad, *one).one_line()
+    elif kind == 7:
+        # A folder may have any bytes as its name.
+        folder = model.rename(
+            case.folder / os.fsdecode(b"m" + draw.randbytes(2).hex().encode() + b"\xff")
+        )
+        _use(folder)
     elif kind == 1:
         case.cli("generate", model, *one, stdin=raw).one_line()
     elif kind == 2:
@@ -705,23 +714,23 @@ def _limited_memory() -> Iterator[None]:
         raise Fault(f"it took {taken / 1e9:.1f} GB of memory")
 
 
-@attack("C", 16, weight=2, seconds=12)
+@attack("C", 16, weight=2)
 def templates_that_never_end(case: Case) -> None:
     _render(case, case.draw.choice(ENDLESS))
 
 
-@attack("C", 16, weight=3, seconds=12)
+@attack("C", 16, weight=3)
 def templates_that_write_without_end(case: Case) -> None:
     """A text that would take all memory is refused before it takes any."""
     _render(case, case.draw.choice(HUGE))
 
 
-@attack("C", 16, weight=2, seconds=12)
+@attack("C", 16, weight=2)
 def templates_that_compute_without_end(case: Case) -> None:
     _render(case, case.draw.choice(ENDLESS_OPERATIONS))
 
 
-@attack("C", 16, weight=2, seconds=12)
+@attack("C", 16, weight=2)
 def templates_that_are_huge_or_deep(case: Case) -> None:
     """A source that is too long, or nested too deep, is refused at once."""
     draw = case.draw
@@ -742,7 +751,7 @@ def templates_that_are_huge_or_deep(case: Case) -> None:
     _render(case, start + middle + end)
 
 
-@attack("C", 16, weight=2, seconds=12)
+@attack("C", 16, weight=2)
 def files_that_never_end(case: Case) -> None:
     """A pipe that nobody writes, or a device, in the place of any file is refused at once."""
     name = _tokenizer_with_every_file(case.draw, case.folder)
@@ -762,7 +771,7 @@ def files_that_never_end(case: Case) -> None:
         _refused(f"{name} as {kind}", lambda: _use(case.folder), Path(name).name)
 
 
-@attack("C", 16, weight=2, seconds=12)
+@attack("C", 16, weight=2)
 def normalizers_that_are_bombs(case: Case) -> None:
     """Steps that make a text longer and longer are refused before they work."""
     draw, folder = case.draw, case.folder

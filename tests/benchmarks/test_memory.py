@@ -156,6 +156,7 @@ def test_parts_are_processes_whose_rows_are_written_at_once(tmp_path, monkeypatc
         return popen(["python3", "-c", lines], **options)
 
     monkeypatch.setattr(memory.subprocess, "Popen", start)
+    monkeypatch.setattr(memory, "RESULTS", tmp_path / "none")
     memory.run_parts(["levels", "predict:3"], 60, tmp_path)
     assert started == ["levels", "predict:3"]
     written = json.loads((tmp_path / "memory.json").read_text())

@@ -16,7 +16,15 @@ from tests.models import hf_models, zoo
 from tests.training.tiny_run import make_checkpoint, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[], ["finetune"], ["generate"], ["inspect"], ["convert"], ["families"]]
+COMMANDS = [
+    [],
+    ["finetune"],
+    ["generate"],
+    ["inspect"],
+    ["convert"],
+    ["families"],
+    ["check-family"],
+]
 
 
 def test_help_reads_well_at_80_columns(call, monkeypatch, subtests):

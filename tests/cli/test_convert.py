@@ -71,3 +71,54 @@ def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_pat
     monkeypatch.setattr(DecoderModel, "save_hf", wrong)
     code, out, _ = call("convert", checkpoint, tmp_path / "copy", "--verify")
     assert code == 1 and "1 differences" in out and "model.norm.weight: differs" in out
+
+
+def test_convert_replaces_files_only_with_overwrite(call, checkpoint, tmp_path, subtests):
+    for name in ("config.json", "model.safetensors", "tokenizer.model", "vocab.json"):
+        with subtests.test(name):
+            target = tmp_path / name.partition(".")[0]
+            target.mkdir(exist_ok=True)
+            (target / name).write_text("mine")
+            (target / "notes.txt").write_text("mine")
+            result = call("convert", checkpoint, target)
+            assert_one_line(result, f"the folder holds {name} of a checkpoint", "--overwrite")
+            assert (target / name).read_text() == "mine"
+            assert call("convert", checkpoint, target, "--overwrite")[0] == 0
+            assert (target / "notes.txt").read_text() == "mine"
+            AutoLiger.from_hf(target)
+    (target / "merges.txt").write_text("mine")
+    assert_one_line(call("convert", checkpoint, target), "more files of a checkpoint")
+
+
+def test_convert_refuses_the_name_of_a_file(call, checkpoint, tmp_path):
+    for name, words in (
+        ("x.gguf", ["convert_hf_to_gguf.py"]),
+        ("X.GGUF", ["without '.GGUF'"]),
+        ("x.safetensors", ["name of a file"]),
+    ):
+        assert_one_line(call("convert", checkpoint, tmp_path / name), name, *words)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a.bin").mkdir()
+    assert call("convert", checkpoint, tmp_path / "a.bin")[0] == 0
+    assert call("convert", checkpoint, tmp_path / "llama-3.2")[0] == 0
+
+
+def test_convert_refuses_a_target_before_it_loads(call, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoLiger, "from_hf", None)
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert_one_line(call("convert", checkpoint, tmp_path / "file"), "is a file, not a folder")
+    assert_one_line(call("convert", checkpoint, tmp_path / "loop"), "loop")
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(call("convert", checkpoint, "."), "current directory", "run from elsewhere")
+
+
+def test_convert_writes_values_that_are_not_finite_if_asked(call, checkpoint, tmp_path):
+    model = LigerLlama.from_hf(checkpoint)
+    with torch.no_grad():
+        model.norm.weight[3] = float("nan")
+    model.save_hf(tmp_path / "nan", allow_nonfinite=True)
+    convert = ["convert", tmp_path / "nan", tmp_path / "copy", "--verify"]
+    assert_one_line(call(*convert), "model.norm.weight", "allow_nonfinite")
+    code, out, _ = call(*convert, "--allow-nonfinite")
+    assert code == 0 and "bitwise equal" in out

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
 from ligermodels.cli.options import byte_size, number
+from tests.cli.helpers import assert_one_line
 
 
 def test_sizes(subtests):
@@ -38,3 +40,44 @@ def test_limits_of_numbers():
             number(float, more_than=0, at_most=1)(text)
     with pytest.raises(argparse.ArgumentTypeError, match="more than 0"):
         number(float, more_than=0)("inf")
+
+
+FAMILY = """
+import ligermodels
+
+class Config(ligermodels.LlamaConfig):
+    model_type = {name!r}
+
+@ligermodels.register
+class LigerNew(ligermodels.LigerLlama):
+    config_class = Config
+"""
+
+
+@pytest.mark.usefixtures("registry")
+def test_modules_register_their_families(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_new_family.py").write_text(FAMILY.format(name="new_one"))
+    # A file is imported even if an installed module has its name.
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "wave.py").write_text(FAMILY.format(name="new_two"))
+    code, out, err = call("families", "new_one", "--import", "a_new_family")
+    assert (code, err) == (0, "") and "LigerNew" in out
+    assert call("families", "new_two", "--import", tmp_path / "folder" / "wave.py")[0] == 0
+
+
+def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nway')")
+    (tmp_path / "clash.py").write_text(FAMILY.format(name="llama"))
+    (tmp_path / "json.py").write_text("")
+    for name, words in (
+        ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (f"{tmp_path}/nothing.py", "FileNotFoundError"),
+        (f"{tmp_path}/broken.py", "RuntimeError: no"),
+        (f"{tmp_path}/clash.py", "'llama' belongs to ligermodels.models.llama.LigerLlama"),
+        (f"{tmp_path}/json.py", "'json' is imported already; rename the file"),
+    ):
+        with subtests.test(name):
+            assert_one_line(call("families", "--import", name), f"--import {name}: ", words)

@@ -1,13 +1,18 @@
+import contextlib
 import os
+import shutil
 import signal
+import threading
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
 from ligermodels.converters import atomic_dir as atomic
-from ligermodels.converters.atomic_dir import recover_dir, replace_dir
+from ligermodels.converters.atomic_dir import read_one_version, recover_dir, replace_dir
 from ligermodels.converters.files import sync_file
+from ligermodels.errors import CheckpointError
 from tests import sandbox
 
 OLD = {"config.json": "old config", "weights": "old weights", "notes": "mine"}
@@ -235,3 +240,296 @@ def test_a_volume_mounted_during_the_save_is_not_emptied(tmp_path):
         assert (target / "weights").read_text() == OLD["weights"]
 
     in_a_fork(test)
+
+
+def test_threads_that_replace_one_folder_each_succeed(tmp_path, way):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    (target / "runs").mkdir()
+    (target / "runs" / "log").write_text("mine")
+    errors = []
+
+    def work(number):
+        try:
+            for _ in range(10):
+                with replace_dir(target, owned) as fresh:
+                    for name in ("config.json", "weights"):
+                        (fresh / name).write_text(f"of {number}")
+                assert recover_dir(target)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and os.listdir(tmp_path) == ["out"]
+    assert (target / "runs" / "log").read_text() == (target / "notes").read_text() == "mine"
+    assert (target / "config.json").read_text() == (target / "weights").read_text()
+    assert sorted(os.listdir(target)) == ["config.json", "notes", "runs", "weights"]
+
+
+@pytest.fixture
+def before_the_swap(monkeypatch):
+    """A function that sets what others do to the old folder at the last moment."""
+
+    def set_action(action):
+        swap = atomic._swap
+
+        def late(fresh, target):
+            monkeypatch.setattr(atomic, "_swap", swap)
+            action()
+            return swap(fresh, target)
+
+        monkeypatch.setattr(atomic, "_swap", late)
+
+    return set_action
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_others_do_to_the_old_folder_until_the_swap_is_kept(
+    tmp_path, way, links, monkeypatch, before_the_swap
+):
+    target = tmp_path / "out"
+    fill(target, OLD | {"gone": "", "replaced": "a", "appended": "a", "renamed": "a"})
+    (target / "runs").mkdir()
+    (target / "runs" / "empty").mkdir()
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *args, **options: os.close(10**6))
+
+    def others():
+        (target / "gone").unlink()
+        (target / "runs" / "empty").rmdir()
+        (target / "runs" / "new").mkdir()
+        (target / "runs" / "new" / "log").write_text("new")
+        (target / "aside").write_text("b")
+        os.replace(target / "aside", target / "replaced")
+        os.replace(target / "renamed", target / "renamed to")
+        with (target / "appended").open("a") as file:
+            file.write("b")
+        (target / "config.json").write_text("not theirs to write")
+
+    before_the_swap(others)
+    replace(target)
+    found = {
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
+    assert found == NEW | {
+        "replaced": "b",
+        "appended": "ab",
+        "renamed to": "a",
+        "runs/new/log": "new",
+    }
+    assert not (target / "runs" / "empty").exists() and os.listdir(tmp_path) == ["out"]
+
+
+def test_what_others_do_to_the_new_folder_after_the_swap_is_kept(tmp_path, way, monkeypatch):
+    target = tmp_path / "out"
+    fill(target, OLD | {"gone": "a", "replaced": "a"})
+    swap = atomic._swap
+
+    def others(fresh, target):
+        (target / "gone").unlink()
+        (target / "replaced").write_text("b b")
+        (target / "come").write_text("a")
+        old = swap(fresh, target)
+        for name in ("gone", "replaced", "come"):
+            with contextlib.suppress(FileNotFoundError):
+                (target / name).unlink()
+            (target / name).write_text("the newest")
+        return old
+
+    monkeypatch.setattr(atomic, "_swap", others)
+    replace(target)
+    expected = dict.fromkeys(("gone", "replaced", "come"), "the newest")
+    assert content(target) == NEW | expected and os.listdir(tmp_path) == ["out"]
+
+
+def test_another_save_inside_the_folder_is_an_error(tmp_path, before_the_swap):
+    target, inner = tmp_path / "out", tmp_path / "out" / "best"
+    fill(target, OLD)
+    fill(inner, OLD)
+    inside, lock = atomic._new_folder(inner)
+    with pytest.raises(OSError, match=r"another save is at work in .*best"):
+        replace(target)
+    lock.close()
+    inside.rmdir()
+    assert content_of(target) == content_of(inner) == OLD
+    before_the_swap(lambda: replace(inner))
+    with pytest.raises(OSError, match="best was replaced meanwhile; try again"):
+        replace(target)
+    assert content_of(target) == OLD and content_of(inner) == NEW
+    replace(target)
+    assert content_of(target) == content_of(inner) == NEW and os.listdir(tmp_path) == ["out"]
+
+
+def content_of(folder):
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_ctrl_c_around_a_rename_leaves_the_old_folder(tmp_path, monkeypatch, rename):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    original, count = os.rename, 0
+
+    def interrupted(a, b):
+        nonlocal count
+        count += 1
+        if count == rename == 2:
+            raise KeyboardInterrupt
+        original(a, b)
+        if count == rename:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace(target)
+    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_pipe_that_cannot_be_linked_is_not_copied(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    os.mkfifo(target / "pipe")
+    replace(target)
+    assert (target / "pipe").is_fifo()
+    monkeypatch.setattr(os, "link", lambda *args, **options: os.close(10**6))
+    with pytest.raises(OSError):
+        replace(target)
+    assert (target / "pipe").is_fifo() and os.listdir(tmp_path) == ["out"]
+
+
+def test_what_belongs_to_another_user_is_left_to_them(tmp_path):
+    def test():
+        target = tmp_path / "out"
+        fill(target, OLD)
+        (target / "a").mkdir()
+        if os.geteuid() != 0:
+            return False
+        for folder in (tmp_path, target):
+            os.chown(folder, 65534, 65534)
+        for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+            os.chmod(folder, folder.stat().st_mode | 0o555)
+        os.seteuid(65534)
+        with pytest.raises(PermissionError, match="out/a belongs to another user, who would lose"):
+            replace(target)
+        (target / "a").rmdir()
+        with pytest.raises(PermissionError, match="notes belongs to another user, who would lose"):
+            replace(target)
+        target.chmod(0o555)
+        with pytest.raises(PermissionError, match="no permission to write to the folder"):
+            replace(target)
+        assert content_of(target) == OLD and os.listdir(tmp_path) == ["out"]
+
+    in_a_fork(test)
+
+
+def test_a_lock_that_is_never_released_is_an_error(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    monkeypatch.setattr(atomic, "_PATIENCE", 0.05)
+    with atomic._Folder(target):
+        with pytest.raises(TimeoutError, match=r"another save to .*out has not ended"):
+            replace(target)
+    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("lack", ["module", "error"])
+def test_without_locks_a_save_works_and_removes_nothing_of_others(tmp_path, way, monkeypatch, lack):
+    if lack == "module":
+        monkeypatch.setattr(atomic, "fcntl", None)
+    else:
+        monkeypatch.setattr(atomic.fcntl, "flock", lambda *_: os.close(10**6))  # EBADF, as on NFS
+    target = tmp_path / "out"
+    fill(target, OLD)
+    left, _ = atomic._new_folder(target)
+    replace(target)
+    assert content(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
+    monkeypatch.setattr(atomic, "_RENAMES", 0.01)
+    os.rename(target, tmp_path / f".out.replaced-{'0' * 16}")
+    assert recover_dir(target) and content(target) == NEW
+
+
+def test_a_load_between_two_renames_waits_for_the_second(tmp_path):
+    target, aside = tmp_path / "out", tmp_path / f".out.replaced-{'a' * 16}"
+    fill(aside, OLD)
+    link = tmp_path / "link"
+    link.symlink_to("out")
+    for path in (target, link):
+        lock = atomic._Folder(aside)
+        found = []
+        waiting = threading.Thread(target=lambda p=path, f=found: f.append(recover_dir(p)))
+        waiting.start()
+        time.sleep(0.02)
+        assert found == [] and not target.exists()
+        fill(target, NEW)
+        waiting.join()
+        lock.close()
+        assert found == [True] and content(target) == NEW and aside.exists()
+        shutil.rmtree(target)
+    assert recover_dir(link) and content(target) == OLD and not aside.exists()
+
+
+def test_an_absent_folder_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / f".absent.replaced-{'0' * 16}").touch()
+    (tmp_path / f".locked.replaced-{'0' * 16}").mkdir()
+    monkeypatch.setattr(os, "rename", lambda a, b: os.close(10**6))  # as if it were not allowed
+    assert not recover_dir(tmp_path / "locked")
+    monkeypatch.undo()
+    for name in ("absent", "file", "absent/deep", "a\0b", "\ud800"):
+        assert not recover_dir(tmp_path / name)
+
+
+def test_one_version_is_read(tmp_path):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    reads = []
+
+    def read(folder):
+        reads.append((folder / "config.json").read_text())
+        if len(reads) == 1:
+            replace(target)
+        elif len(reads) == 2:
+            (target / "other").write_text("a file has come")
+            raise CheckpointError("what it said of the other version")
+        return reads[-1], (folder / "weights").read_text()
+
+    assert read_one_version(target, read) == ("new config", "new weights")
+    assert reads == ["old config", "new config", "new config"]
+
+
+def test_a_link_that_changes_leads_to_one_version(tmp_path):
+    link, others = tmp_path / "link", [tmp_path / "a", tmp_path / "b"]
+    for other in others:
+        fill(other, {"config.json": other.name, "weights": other.name})
+    link.symlink_to("a")
+
+    def read(folder):
+        first = (folder / "config.json").read_text()
+        link.unlink()
+        link.symlink_to("b" if first == "a" else "a")
+        return first, (folder / "weights").read_text()
+
+    assert read_one_version(link, read) == ("a", "a")
+
+
+def test_an_error_of_an_unchanged_folder_is_raised_and_endless_changes_are_refused(tmp_path):
+    calls = []
+
+    def fails(folder):
+        calls.append(folder)
+        raise CheckpointError("damaged")
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_one_version(tmp_path, fails)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_one_version(tmp_path / "absent", fails)
+    assert len(calls) == 2
+    with pytest.raises(CheckpointError, match="the folder was replaced each of the 100 times"):
+        read_one_version(tmp_path, lambda folder: (folder / f"{time.monotonic_ns()}").touch())

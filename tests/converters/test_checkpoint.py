@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 from tests.pairwise import pairwise
 
-from .conftest import random_tensors
+from .conftest import random_tensors, write_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -334,3 +335,16 @@ print(most)
         check=True,
     )
     assert int(done.stdout) < 2 * 2 * size
+
+
+def test_a_checkpoint_that_was_replaced_is_still_read_whole(make):
+    """Its files are open: another checkpoint of the same names and shapes does not mix in."""
+    folder, config = make(shards=3)
+    checkpoint = Checkpoint(folder)
+    dtypes = checkpoint.plan(LigerLlama.weight_map(config))
+    shutil.rmtree(folder)
+    other = {name: torch.zeros_like(t) for name, t in random_tensors(config).items()}
+    write_checkpoint(folder, other, {}, shards=3)
+    assert set(dtypes.values()) == {torch.bfloat16}
+    for name, tensor in random_tensors(config).items():
+        assert bitwise_equal(checkpoint.tensor(name), tensor)

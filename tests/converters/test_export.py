@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import shutil
 import stat
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.checkpoint_files import copied_files
-from ligermodels.converters.export import save
+from ligermodels.converters.export import replaced_names, save
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
 from ligermodels.errors import SaveError
@@ -288,3 +289,58 @@ def test_an_error_of_the_callers_leaves_the_old_folder(make, tmp_path):
         save(folder, {}, table, get_tensor, dtypes=dtypes)
     assert hf_tensors(folder).keys() == random_tensors(config).keys()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_saved_only_if_asked(make, tmp_path, dtype, value):
+    folder, config = make(dtype=dtype)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    table = LigerLlama.weight_map(config)
+    weights = load(folder, table)
+    weights["layers.1.self_attn.qkv_proj.weight"][17, 3] = value  # in the rows of k
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(
+            SaveError, match=r"layers.1.self_attn.qkv_proj.weight' .*k_proj.*NaN or"
+        ):
+            save(target, to_hf(config), table, weights.__getitem__)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert os.listdir(tmp_path) == ["hf"]
+    save(folder, to_hf(config), table, weights.__getitem__, allow_nonfinite=True)
+    k_proj = hf_tensors(folder)["model.layers.1.self_attn.k_proj.weight"]
+    assert bitwise_equal(k_proj, weights["layers.1.self_attn.qkv_proj.weight"][16:24])
+
+
+def test_without_overwrite_no_file_of_a_checkpoint_is_replaced(make, tmp_path):
+    folder, config = make()
+    out = tmp_path / "out"
+    for name in (*TOKENIZER, "config.json", "model-00001-of-00002.safetensors", "mine"):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        (out / name).write_text("mine")
+        expected = [] if name == "mine" else [name]
+        assert replaced_names(out) == expected
+        if name == "mine":
+            resave(folder, config, out, overwrite=False)
+        else:
+            with pytest.raises(SaveError, match=f"{name} is in the folder, and overwrite=False"):
+                resave(folder, config, out, overwrite=False)
+        assert (out / name).read_text() == "mine"
+    assert replaced_names(tmp_path / "absent") == [] and sorted(os.listdir(tmp_path)) == [
+        "hf",
+        "out",
+    ]
+
+
+def test_what_cannot_be_a_target_is_said_before_a_load(make, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    for name, message in (
+        ("loop", "loop"),
+        ("file", "file: a checkpoint cannot be saved here: the path is a file, not a folder"),
+        ("a\0b", "embedded null"),
+    ):
+        with pytest.raises(SaveError, match=message):
+            replaced_names(tmp_path / name)
+        with pytest.raises(SaveError):
+            save(tmp_path / name, {}, LigerLlama.weight_map(make()[1]), lambda _: torch.zeros(1))

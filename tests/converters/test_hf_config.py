@@ -1,10 +1,13 @@
 import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from transformers import LlamaConfig as HFConfig
 
 from ligermodels.converters.hf_config import fields_from_hf, read_config, to_hf, unknown_keys
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.models.gemma3 import Gemma3Config
 from ligermodels.models.llama import LlamaConfig
 
 from .conftest import BASE, CONFIG, LLAMA3, YARN, llama_config
@@ -208,3 +211,42 @@ def test_unknown_keys_are_those_that_nothing_reads():
     raw = {**CONFIG, "mine": 1, "use_cache": True, "partial_rotary_factor": 1.0}
     assert unknown_keys(raw, LlamaConfig) == {"is_llama_config": True, "mine": 1}
     assert llama_config(mine=1).extra["mine"] == 1
+
+
+@dataclass(kw_only=True)
+class ExpertsConfig(LlamaConfig):
+    model_type: ClassVar[str] = "llama_of_experts"
+    key_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts", "n": "num_experts"}
+    refused: ClassVar[dict[str, Any]] = {"sparse_step": (1,), "dense_layers": ([],)}
+
+    num_experts: int = 8
+
+
+def test_other_keys_of_a_field(subtests):
+    raw = {**CONFIG, "model_type": "llama_of_experts", "num_local_experts": 4}
+    config = ExpertsConfig(**fields_from_hf(raw, ExpertsConfig))
+    assert config.num_experts == 4 and config.extra == raw
+    assert {key: to_hf(config)[key] for key in raw} == raw and "num_experts" not in to_hf(config)
+    assert "num_local_experts" not in unknown_keys(raw, ExpertsConfig)
+    config.num_experts = 6
+    written = to_hf(config)
+    assert [written[key] for key in ("num_experts", "num_local_experts", "n")] == [6, 6, 6]
+    with pytest.raises(ConfigError, match=r"'n' is 5, but 'num_experts', .* is 4; remove one"):
+        fields_from_hf({**raw, "n": 5}, ExpertsConfig)
+    assert to_hf(ExpertsConfig())["num_local_experts"] == 8
+    # A family without this field refuses the key under every name.
+    with pytest.raises(ConfigError, match="'num_local_experts' is 4"):
+        fields_from_hf({**CONFIG, "num_local_experts": 4}, LlamaConfig)
+
+
+def test_keys_that_a_family_refuses():
+    raw = {**CONFIG, "model_type": "llama_of_experts"}
+    fields_from_hf({**raw, "sparse_step": 1, "dense_layers": []}, ExpertsConfig)
+    for key, value in (("sparse_step", 2), ("dense_layers", [0])):
+        with pytest.raises(ConfigError, match=f"'{key}' is .* not implemented"):
+            fields_from_hf({**raw, key: value}, ExpertsConfig)
+
+
+def test_the_name_of_the_architecture_in_a_new_export():
+    assert to_hf(ExpertsConfig())["architectures"] == ["LlamaOfExpertsForCausalLM"]
+    assert to_hf(Gemma3Config())["architectures"] == ["Gemma3ForCausalLM"]

@@ -1,6 +1,9 @@
 """Both spellings of rope and their precedence; test_hf_config_families has Gemma 3's."""
 
+import dataclasses
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -160,3 +163,56 @@ def test_a_scaling_that_no_model_can_have_is_refused():
     for factor in (0.0, 1e-7, 1e13):
         with pytest.raises(ConfigError, match=rf"'rope_scaling\.factor' is {factor}, expected"):
             hf_rope.check_scaling({"rope_type": "linear", "factor": factor}, sizes)
+
+
+@dataclass(kw_only=True)
+class PartConfig(LlamaConfig):
+    model_type: ClassVar[str] = "llama"
+
+    partial_rotary_factor: float = 0.5
+
+
+def part(raw):
+    return PartConfig(**fields_from_hf({**BASE, "head_dim": 16, **raw}, PartConfig))
+
+
+def test_the_rotated_part_in_both_spellings(subtests):
+    for keys, factor in (
+        ({}, 0.5),
+        ({"partial_rotary_factor": 0.75}, 0.75),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, 0.25),
+        # The nested one wins, and rope_scaling replaces rope_parameters as for theta.
+        ({"partial_rotary_factor": 0.75, "rope_parameters": {"partial_rotary_factor": 1}}, 1.0),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.25}}, 0.25),
+        ({"rope_scaling": YARN, "rope_parameters": {"partial_rotary_factor": 0.25}}, 0.5),
+    ):
+        with subtests.test(str(keys)):
+            config = part(keys)
+            assert config.partial_rotary_factor == factor
+            assert config.rotary_dim == int(16 * factor)
+            assert "partial_rotary_factor" not in (config.rope_scaling or {})
+            exported = to_hf(config)
+            assert part(exported) == dataclasses.replace(config, extra=exported)
+    new = to_hf(PartConfig(partial_rotary_factor=0.25, rope_scaling=YARN))
+    assert new["partial_rotary_factor"] == new["rope_parameters"]["partial_rotary_factor"] == 0.25
+    assert "partial_rotary_factor" not in to_hf(LlamaConfig())["rope_parameters"]
+
+
+def test_a_part_that_cannot_be_rotated_is_refused(subtests):
+    for value in (0, 1.5, "half", float("nan")):
+        with subtests.test(str(value)):
+            with pytest.raises(ConfigError, match=r"'partial_rotary_factor' is .* above 0"):
+                part({"partial_rotary_factor": value})
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.3 of head_dim 10 is 3"):
+        PartConfig(head_dim=10, partial_rotary_factor=0.3)
+    with pytest.raises(ConfigError, match=r"'rope_parameters.partial_rotary_factor' is 0.5"):
+        part({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5}})
+
+
+def test_longrope_has_a_factor_for_each_pair_of_the_rotated_part():
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    assert part({"rope_scaling": factors}).rotary_dim == 8
+    with pytest.raises(ConfigError, match=r"has 4 numbers, expected half of the .* a head, 6"):
+        part({"rope_scaling": factors, "partial_rotary_factor": 0.75})
+    with pytest.raises(ConfigError, match="has 4 numbers"):
+        PartConfig(head_dim=16, rope_scaling=factors, partial_rotary_factor=1.0)

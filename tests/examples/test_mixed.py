@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 
 import ligermodels.layers as ll
 from examples import mixed
-from ligermodels import ConfigError, LigerLlama, LlamaConfig
+from ligermodels import AutoLiger, ConfigError, LigerLlama, LlamaConfig
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +99,8 @@ def test_the_held_out_loss_falls_and_the_model_can_be_saved_and_loaded(model, da
     before = mixed.held_out_loss(model, held_out, rows=4)
     mixed.train(model, data[:-2048], steps=60, batch=4, seq=64, learning_rate=3e-3)
     assert mixed.held_out_loss(model, held_out, rows=4) < before - 1.5
-    save_model(model, str(tmp_path / "model.safetensors"))
-    again = mixed.Mixed(model.config)
-    load_model(again, tmp_path / "model.safetensors")
+    model.save_hf(tmp_path)
+    again = mixed.Mixed.from_hf(tmp_path)
     ids = data[None, :64]
     assert torch.equal(model(ids), again(ids))
     assert torch.equal(model.loss(ids, ids), again.loss(ids, ids))
@@ -158,9 +156,11 @@ def test_the_report_on_kernels_lists_both_kinds_of_attention(model):
 
 
 def test_it_is_not_saved_as_a_llama(model, tmp_path):
-    with pytest.raises(ConfigError, match="'mixed' has no weight map"):
-        model.save_hf(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    model.save_hf(tmp_path)
+    with pytest.raises(ConfigError, match="model_type 'mixed' is not supported"):
+        AutoLiger.from_hf(tmp_path)
+    with pytest.raises(ConfigError, match="mixed"):
+        LigerLlama.from_hf(tmp_path)
 
 
 def test_the_whole_pretrained_checkpoint_is_loaded(smollm2):

@@ -29,6 +29,42 @@ def test_greedy_equals_transformers_for_one_prompt(pair):
     assert torch.equal(generate(ours, ids[0], max_new_tokens=40), expected)
 
 
+def test_embeddings_as_prompts(pair):
+    """As in transformers, only new tokens come back. Padding, caches and streams work as usual."""
+    theirs, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    embeds = ours.embed_tokens(ids).detach()
+    options = {"attention_mask": mask, "max_new_tokens": 12}
+    expected = greedy_of(theirs, ids, mask, 12)[:, ids.shape[1] :]
+    hf = theirs.generate(inputs_embeds=embeds, do_sample=False, pad_token_id=0, **options)
+    found = generate(ours, inputs_embeds=embeds, **options)
+    assert torch.equal(found, expected) and torch.equal(hf, expected)
+    assert torch.equal(ours.generate(inputs_embeds=embeds, **options), expected)
+    one = {"inputs_embeds": embeds[1:2], "max_new_tokens": 12}
+    assert list(stream(ours, **one)) == expected[1].tolist()
+    cache = KVCache.of(ours, 1, 40)
+    with torch.no_grad():
+        ours(inputs_embeds=embeds[1:2, :3], cache=cache)
+    continued = generate(ours, cache=cache, **one)
+    assert torch.equal(continued, expected[1:2])
+    penalised = generate(ours, **one, repetition_penalty=1000.0)
+    assert len(set(penalised[0].tolist())) == 12
+    for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="input_ids and inputs_embeds: pass one of them"):
+            ours.generate(**inputs)
+
+
+def test_a_prefix_is_seen_in_both_directions(pair):
+    _, ours = pair
+    ids, prefix = torch.tensor([PROMPTS[1]]), torch.tensor([4])
+    found = ours.generate(ids, prefix_lengths=prefix, max_new_tokens=9)
+    for at in range(ids.shape[1], found.shape[1]):
+        with torch.no_grad():
+            logits = ours.head.logits(ours(found[:, :at], prefix_lengths=prefix)[:, -1])
+        assert logits.argmax(-1) == found[0, at]
+    assert not torch.equal(found, ours.generate(ids, max_new_tokens=9))
+
+
 def test_rows_stop_and_are_padded_as_in_transformers(pair):
     theirs, ours = pair
     ids, mask = left_padded(PROMPTS)

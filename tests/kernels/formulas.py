@@ -51,17 +51,24 @@ def add_layer_norm(x: Tensor, residual: Tensor, *parameters, **options) -> tuple
 
 
 def rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     sizes = [n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
     q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, -1))
-    cos = torch.cat((cos, cos), -1).unsqueeze(2).to(qkv.dtype)
-    sin = torch.cat((sin, sin), -1).unsqueeze(2).to(qkv.dtype)
+    cos, sin = (x.to(qkv.dtype).unsqueeze(2) for x in (cos, sin))
+    pairs, axis = cos.shape[-1], -1 if interleaved else -2
 
     def rotated(x: Tensor) -> Tensor:
-        half = torch.cat((-x[..., head_dim // 2 :], x[..., : head_dim // 2]), -1)
-        return x * cos + half * sin
+        first, rest = x.tensor_split((2 * pairs,), -1)
+        a, b = first.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(axis)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
+        return torch.cat((turned.flatten(-2), rest), -1)
 
     return rotated(q), rotated(k), v
 
@@ -89,10 +96,20 @@ def norm_linear(x, residual, norm_weight, weight, bias=None, **options) -> tuple
 
 
 def norm_qkv_rope(
-    x, residual, norm_weight, weight, bias, cos, sin, num_heads, num_kv_heads, **options
+    x,
+    residual,
+    norm_weight,
+    weight,
+    bias,
+    cos,
+    sin,
+    num_heads,
+    num_kv_heads,
+    interleaved=False,
+    **options,
 ) -> tuple[Tensor, ...]:
     qkv, s = norm_linear(x, residual, norm_weight, weight, bias, **options)
-    return *rope(qkv, cos, sin, num_heads, num_kv_heads), s
+    return *rope(qkv, cos, sin, num_heads, num_kv_heads, interleaved), s
 
 
 def glu_linear(

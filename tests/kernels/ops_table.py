@@ -81,14 +81,17 @@ def rope(
     heads: int = 3,
     kv_heads: int = 1,
     each_row: bool = False,
+    rest: int = 0,
+    **options: Any,
 ) -> Inputs:
-    """Make inputs whose heads have 2 * half columns."""
-    columns = (heads + 2 * kv_heads) * 2 * half
+    """Make inputs whose heads have 2 * half columns that are rotated, and `rest` that are not."""
+    columns = (heads + 2 * kv_heads) * (2 * half + rest)
     return {
         "qkv": random(*batch_and_seq(leading), columns, seed=6, scale=3.0),
         **angles(leading, half, each_row),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
+        **options,
     }
 
 
@@ -271,6 +274,12 @@ CASES = {
     "rope with angles of each row": Case(
         "rope", formulas.rope, partial(rope, each_row=True), HEADS[-1:], ANGLES
     ),
+    "rope of a part, interleaved": Case(
+        "rope", formulas.rope, partial(rope, rest=32, interleaved=True), HEADS[-1:], ANGLES
+    ),
+    "rope of queries alone": Case(
+        "rope", formulas.rope, partial(rope, kv_heads=0), ({"half": 64, "heads": 32},), ANGLES
+    ),
     "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, HEADS, ANGLES),
     "qk_norm_rope of Gemma": Case(
         "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), HEADS[-1:], ANGLES
@@ -288,6 +297,13 @@ CASES = {
         formulas.norm_qkv_rope,
         partial(norm_qkv_rope, full=False),
         QKV,
+        ANGLES,
+    ),
+    "norm_qkv_rope of queries alone": Case(
+        "norm_qkv_rope",
+        formulas.norm_qkv_rope,
+        partial(norm_qkv_rope, kv_heads=0),
+        ({"width": 4096, "half": 64, "heads": 32},),
         ANGLES,
     ),
     "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear, INTERMEDIATE),

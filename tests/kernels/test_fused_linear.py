@@ -74,6 +74,13 @@ def test_several_frozen_inputs(compiled_place, frozen) -> None:
     compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, frozen=frozen, constant=CONSTANT)
 
 
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_a_part_of_each_head_is_rotated(float32_place, pairs) -> None:
+    made = qkv_inputs()
+    made |= {name: made[name][..., :pairs] for name in CONSTANT} | {"interleaved": True}
+    compare(norm_qkv_rope, formulas.norm_qkv_rope, made, float32_place, constant=CONSTANT)
+
+
 @pytest.mark.parametrize("used", range(4))
 def test_one_output_used(float32_place, used) -> None:
     """An output that nothing reads adds no gradient and raises no error."""
@@ -211,7 +218,9 @@ def test_refusals() -> None:
     cos = torch.ones(1, 2, 4)
     with pytest.raises(ValueError, match="activation='relu'"):
         glu_linear(torch.ones(2, 8), w, activation="relu")
-    with pytest.raises(ValueError, match="packed rows have"):
+    with pytest.raises(ValueError, match="packed rows have 3 columns"):
+        norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 2, 1)
+    with pytest.raises(ValueError, match="rotates 8 elements of a head, but a head has 1"):
         norm_qkv_rope(x[None], None, torch.ones(4), w, None, cos, cos, 1, 1)
 
 

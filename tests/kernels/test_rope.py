@@ -24,11 +24,26 @@ def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows:
 
 
 CONSTANT = ("cos", "sin")
+# The part of a head that is rotated, and whether its pairs are neighbours.
+PARTS = [(4, False), (4, True), (6, True), (8, True)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope(float32_place, shape) -> None:
     compare(rope, formulas.rope, inputs(*shape), float32_place, constant=CONSTANT)
+
+
+@pytest.mark.parametrize(("rotated", "interleaved"), PARTS, ids=str)
+def test_a_part_of_each_head_and_neighbouring_pairs(float32_place, rotated, interleaved) -> None:
+    made = inputs(2, 5, 4, 2, 8) | {"interleaved": interleaved}
+    made |= {name: made[name][..., : rotated // 2] for name in CONSTANT}
+    compare(rope, formulas.rope, made, float32_place, constant=CONSTANT)
+
+
+def test_nothing_is_rotated() -> None:
+    qkv, none = torch.randn(2, 5, 32), torch.empty(1, 5, 0)
+    for ours, want in zip(rope(qkv, none, none, 2, 1), split_qkv(qkv, 2, 1)):
+        assert torch.equal(ours, want) and ours.data_ptr() == want.data_ptr()
 
 
 def test_gradients_in_the_layout_of_attention(place) -> None:
@@ -51,12 +66,14 @@ def test_in_place(place) -> None:
     qkv = made["qkv"].to(place.dtype).to(place.device)
     angles = [made[k].float().to(place.device) for k in CONSTANT]
     ops = select("rope", qkv)
-    expected = ops.rope_forward(qkv, *angles, 4, 2, False)
-    buffer = qkv.clone()
-    result = ops.rope_forward(buffer, *angles, 4, 2, True)
-    assert result.data_ptr() == buffer.data_ptr()
-    assert torch.equal(result, expected)
-    assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])
+    for half, interleaved in ((4, False), (3, False), (4, True), (3, True)):
+        some = [x[..., :half] for x in angles]
+        expected = ops.rope_forward(qkv, *some, 4, 2, False, interleaved)
+        buffer = qkv.clone()
+        result = ops.rope_forward(buffer, *some, 4, 2, True, interleaved)
+        assert result.data_ptr() == buffer.data_ptr()
+        assert torch.equal(result, expected)
+        assert torch.equal(split_qkv(buffer, 4, 2)[2], split_qkv(qkv, 4, 2)[2])
 
 
 def test_the_launcher_does_not_rotate_a_strided_buffer_in_place() -> None:
@@ -131,5 +148,5 @@ def test_angles_that_do_not_fit_are_refused() -> None:
             rope(**made | {"sin": sin})
     with pytest.raises(ValueError, match="expected"):
         rope(**made | {"qkv": made["qkv"][0]})
-    with pytest.raises(ValueError, match="of 1 or more"):
+    with pytest.raises(ValueError, match="have 0 columns"):
         rope(torch.ones(2, 5, 0), *[made["cos"][..., :0]] * 2, 2, 1)

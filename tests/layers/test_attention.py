@@ -104,6 +104,34 @@ def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool)
     compare(attention, context_of(positions, mask), sees)
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.3}], ids=str)
+def test_both_directions(window: int | None, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False, sliding_window=window, **options)
+    reach = window or SEQ
+    sees = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1 - reach).tril(reach - 1)
+    context = context_of(torch.arange(SEQ)[None])
+    compare(attention, context, sees.expand(BATCH, -1, -1))
+
+
+def test_a_prefix() -> None:
+    torch.manual_seed(0)
+    prefix = torch.tensor([5, 2])
+    sees = causal() | (torch.arange(SEQ) < prefix[:, None, None])
+    context = context_of(torch.arange(SEQ)[None], AttentionMask(SEQ, prefix_lengths=prefix))
+    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
+
+
+def test_a_cache_needs_causality() -> None:
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False)
+    context = AttentionContext(
+        *RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=GrowingCache()
+    )
+    with pytest.raises(ValueError, match=r"causal=False .* without cache"):
+        attention(torch.randn(1, 3, HIDDEN), context)
+
+
 def head_norm(offset: float, seed: int) -> RMSNorm:
     norm = RMSNorm(HEAD_DIM, offset=offset, casting_mode="gemma" if offset else "llama")
     with torch.no_grad():
@@ -251,3 +279,52 @@ def test_bfloat16_error_is_no_worse_than_the_parts() -> None:
     fused, _ = attention(pre_norm(norm, low), context)
     parts = attention(norm(low), context)
     assert relative(fused, exact) <= 1.1 * relative(parts, exact)
+
+
+def rotated_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first elements of each head of x (batch, seq, heads, head_dim)."""
+    first, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
+    if not interleaved:
+        return torch.cat((rotated(first, cos, sin), rest), -1)
+    pairs = torch.view_as_complex(first.unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.complex(cos, sin).unsqueeze(-2)
+    return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("rotary_dim", "interleaved"), [(0, False), (4, False), (4, True), (6, True)]
+)
+def test_a_part_of_each_head_is_rotated(rotary_dim: int, interleaved: bool, norms: bool) -> None:
+    torch.manual_seed(0)
+    q_norm, k_norm = (RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)) if norms else (None, None)
+    options: Any = {"rotary_dim": rotary_dim, "interleaved_rope": interleaved}
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, q_norm=q_norm, k_norm=k_norm, **options).double()
+    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64)
+    cos, sin = RotaryEmbedding(rotary_dim or HEAD_DIM)(torch.arange(SEQ)[None])
+    cos, sin = cos.double(), sin.double()
+    qkv = attention.qkv_proj(x).unflatten(-1, (8, HEAD_DIM))
+    q, k, v = qkv.split((4, 2, 2), -2)
+    q, k = normed(q_norm, q), normed(k_norm, k)
+    if rotary_dim:
+        q, k = (rotated_part(part, cos, sin, interleaved) for part in (q, k))
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = attention.o_proj(out.transpose(1, 2).flatten(-2))
+    context = AttentionContext(cos, sin)
+    torch.testing.assert_close(attention(x, context), expected)
+    norm = RMSNorm(HIDDEN).double()
+    fused, total = attention(pre_norm(norm, x, x), context)
+    torch.testing.assert_close(fused, attention(norm(2 * x), context))
+    assert torch.equal(total, 2 * x)
+
+
+def test_angles_of_another_size_are_refused() -> None:
+    context = AttentionContext(*RotaryEmbedding(4)(torch.arange(SEQ)[None]))
+    with pytest.raises(
+        ValueError, match=r"rotate 4 elements .* this layer rotates 6; make .*\(6\)"
+    ):
+        Attention(HIDDEN, 4, 2, HEAD_DIM)(torch.randn(1, SEQ, HIDDEN), context)
+    for rotary_dim in (3, 8, -2):
+        with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}; expected an even number"):
+            Attention(HIDDEN, 4, 2, HEAD_DIM, rotary_dim=rotary_dim)

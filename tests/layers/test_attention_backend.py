@@ -25,7 +25,10 @@ TOKENS = torch.ones(1, 600, dtype=torch.bool)
 ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_seqlen": 600}
 
 
-# What the mask is given, window, cap, dtype, head_dim, and the backend on an NVIDIA GPU.
+BOTH = {"causal": False}
+PREFIX = {"prefix_lengths": torch.tensor([9])}
+
+# What the mask and the layer are given, window, cap, dtype, head_dim, and the backend on a GPU.
 CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, str]] = [
     ({}, None, None, torch.bfloat16, 64, "sdpa"),
     ({}, 600, None, torch.bfloat16, 64, "sdpa"),  # the window is as long as the row
@@ -42,15 +45,33 @@ CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, 
     (ENDS, 100, 50.0, torch.bfloat16, 64, "flex"),
     ({"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
     ({"keys": 900}, None, None, torch.bfloat16, 64, "flex"),
-    ({"mask": torch.ones(1, 1, 600, 600)}, None, None, torch.bfloat16, 64, "dense"),
+    (
+        {"mask": torch.ones(1, 1, 600, 600, dtype=torch.bool)},
+        None,
+        None,
+        torch.bfloat16,
+        64,
+        "dense",
+    ),
+    (PREFIX, None, None, torch.bfloat16, 64, "flex"),
+    (BOTH, None, None, torch.bfloat16, 64, "sdpa"),
+    (BOTH | PREFIX, None, None, torch.bfloat16, 64, "sdpa"),  # the prefix shows nothing new
+    (BOTH | {"keys": 900}, None, None, torch.float32, 64, "sdpa"),  # keys of another sequence
+    (BOTH, 600, None, torch.float32, 64, "sdpa"),
+    (BOTH, 599, None, torch.bfloat16, 64, "varlen"),
+    (BOTH, 599, None, torch.float32, 64, "flex"),
+    (BOTH, None, 50.0, torch.bfloat16, 64, "flex"),
+    (BOTH | ENDS, None, None, torch.bfloat16, 64, "varlen"),
+    (BOTH | {"document_ids": DOCUMENTS}, None, None, torch.bfloat16, 64, "flex"),
+    (BOTH | {"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
 ]
 
 
 def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, window, softcap, dtype, head_dim, expected in CHOICES:
-        mask = AttentionMask(600, **given)
+        mask = AttentionMask(600, **{k: x for k, x in given.items() if k != "causal"})
         options = (window, softcap)
-        rest = (dtype, head_dim, 8)
+        rest = (dtype, head_dim, 8, given.get("causal", True))
         case = f"{list(given)}, window {window}, cap {softcap}, {dtype}, head_dim {head_dim}"
         for device, hip, backend in (
             (GPU, None, expected),
@@ -119,6 +140,22 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"padded": True},
     "padding, window, cap": {"padded": True, "window": 37, "softcap": 2.0},
     "all at once": {"padded": True, "packed": True, "window": 37, "softcap": 2.0},
+    "both directions": {"causal": False},
+    "both directions, window": {"causal": False, "window": 37},
+    "both directions, cap": {"causal": False, "softcap": 2.0},
+    "both directions, documents": {"causal": False, "packed": True},
+    "both directions, all": {
+        "causal": False,
+        "padded": True,
+        "packed": True,
+        "window": 37,
+        "softcap": 2.0,
+    },
+    "prefix": {"prefix": (50, 7)},
+    "prefix, window, padding": {"prefix": (50, 25), "padded": True, "window": 37},
+    "prefix, documents, cap": {"prefix": (60,), "packed": True, "softcap": 2.0},
+    "keys of another sequence": {"causal": False, "past": 40},
+    "fewer keys than queries": {"causal": False, "past": -40, "padded": True},
     "past": {"past": 40},
     "past, window, cap": {"past": 40, "window": 37, "softcap": 2.0},
 }
@@ -141,7 +178,11 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
     options = dict(CASES[case])
     packed, padded = options.pop("packed", False), options.pop("padded", False)
     queries = keys - options.pop("past", 0)
+    prefix = options.pop("prefix", None)
+    causal = options.get("causal", True)
     documents = tokens = None
+    if prefix is not None:
+        prefix = torch.tensor(prefix, device=device)
     if packed:
         documents = document_ids_from_positions((torch.arange(keys, device=device) % 41)[None])
     if padded:
@@ -155,7 +196,8 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
         return made.to(device, dtype).transpose(1, 2).requires_grad_()
 
     q, k, v = random(heads, queries), random(groups, keys), random(groups, keys)
-    mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
+    given = {"document_ids": documents, "padding_mask": tokens, "prefix_lengths": prefix}
+    mask = AttentionMask(queries, keys, **given)
     prepare(
         mask,
         options.get("window"),
@@ -165,14 +207,15 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
         q.device,
         dtype,
         head_dim,
+        causal,
     )
     scale = 1.7 * head_dim**-0.5
     out = attend(q, k, v, mask, scale=scale, **options)
     upstream = random(heads, queries).detach()
     grads = torch.autograd.grad(out, (q, k, v), upstream)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    fresh = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
-    sees = fresh.dense(options.get("window"), q.device)
+    fresh = AttentionMask(queries, keys, **given)
+    sees = fresh.dense(options.get("window"), q.device, causal=causal)
     expected = formula(*wide, sees, scale, options.get("softcap"))
     wanted = torch.autograd.grad(expected, wide, upstream.double())
     bound = 1e-2 if dtype == torch.bfloat16 else 2e-6
@@ -194,6 +237,18 @@ def test_a_query_that_sees_nothing_gives_zeros(softcap: float | None) -> None:
     assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
     for grad in torch.autograd.grad(out.sum(), (q, k, v)):
         assert grad.isfinite().all() and (grad[:, :, :2] == 0).all()
+
+
+def test_a_mask_of_other_sizes_is_refused() -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    tokens = torch.ones(3, 5, dtype=torch.bool)
+    for mask, keys, complaint in (
+        (AttentionMask(4), k[:, :, :5], "made for 4 queries and 4 keys, but there are 5 queries"),
+        (AttentionMask(5), k, "5 queries and 5 keys, but there are 5 queries and 7 keys in 2 rows"),
+        (AttentionMask(5, padding_mask=tokens), k[:, :, :5], "5 keys in 3 rows, but .* in 2 rows"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            attend(q, keys, keys, mask, scale=1.0)
 
 
 @pytest.mark.gpu
@@ -245,6 +300,20 @@ def test_no_dense_mask_at_length() -> None:
             attend(q, q, q, mask, scale=0.1, **options).sum().backward()
             used = torch.cuda.max_memory_allocated() - before
             assert used < length * length / 4, (options, list(given), used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 512}, {"softcap": 50.0}], ids=str)
+def test_no_mask_of_every_pair_in_both_directions(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    length = 32768
+    q = torch.randn(1, 2, length, 64, device="cuda", dtype=dtype, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, q, q, AttentionMask(length), scale=0.1, causal=False, **options).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < length * length / 4
 
 
 @pytest.mark.gpu

@@ -28,17 +28,27 @@ def test_positions_from_cu_seqlens() -> None:
 
 def test_dense_pair_by_pair() -> None:
     keys = 7
-    for window, queries, packed, padded in product(
-        (None, 1, 3, 50), (7, 3, 1), (False, True), (False, True)
+    for window, queries, packed, padded, causal, prefix in product(
+        (None, 1, 3, 50), (7, 3, 1), (False, True), (False, True), (True, False), (None, (4, 0))
     ):
-        case = f"window {window}, {queries} queries, packed {packed}, padded {padded}"
+        case = (
+            f"window {window}, {queries} queries, packed {packed}, padded {padded}, causal "
+            f"{causal}, prefix {prefix}"
+        )
         documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7]) if packed else None
         tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]) if padded else None
-        mask = AttentionMask(queries, keys, document_ids=documents, padding_mask=tokens)
-        dense = mask.dense(window, torch.device("cpu"))
-        assert dense.shape == (2 if packed or padded else 1, 1, queries, keys), case
+        mask = AttentionMask(
+            queries,
+            keys,
+            document_ids=documents,
+            padding_mask=tokens,
+            prefix_lengths=None if prefix is None else torch.tensor(prefix),
+        )
+        dense = mask.dense(window, torch.device("cpu"), causal=causal)
+        assert dense.shape[1:] == (1, queries, keys), case
         for row, query, key in product(range(2), range(keys - queries, keys), range(keys)):
-            sees = query - (window or keys) < key <= query
+            sees = abs(query - key) < (window or keys)
+            sees = sees and (not causal or key <= query or key < (prefix or (0, 0))[row])
             if documents is not None:
                 sees = sees and bool(documents[row, key] == documents[row, query])
             if tokens is not None:
@@ -46,8 +56,9 @@ def test_dense_pair_by_pair() -> None:
             got = dense.expand(2, -1, -1, -1)[row, 0, query - (keys - queries), key]
             assert bool(got) == sees, f"{case}: row {row}, query {query}, key {key}"
         whole = not packed and not padded and (window is None or window >= keys)
-        assert mask.is_causal(window) == (queries == keys and whole), case
+        assert mask.is_causal(window) == (queries == keys and whole and not prefix), case
         assert mask.hides_nothing(window) == (queries == 1 and whole), case
+        assert mask.hides_nothing(window, causal=False) == whole, case
 
 
 def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
@@ -79,11 +90,26 @@ def test_a_mask_given_by_the_caller() -> None:
     assert not mask.is_causal(None)
     assert torch.equal(mask.dense(None, torch.device("cpu")), visible)
     assert mask.dense(2, torch.device("cpu"))[0, 0].tolist() == [
-        [True, True, True, True],
-        [True, True, True, True],
+        [True, True, False, False],
+        [True, True, True, False],
         [False, True, True, True],
         [False, False, True, True],
     ]
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
+    integers = torch.ones(2, 4, dtype=torch.int64)
+    for given, complaint in (
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"\(batch, 1, 4, 4\) and torch.bool"),
+        ({"mask": torch.zeros(2, 1, 4, 4)}, "torch.float32; expected .* True where a query sees"),
+        ({"mask": torch.ones(2, 2, 4, 4, dtype=torch.bool)}, r"has shape \(2, 2, 4, 4\)"),
+        ({"padding_mask": integers[:, :3]}, r"padding_mask has shape \(2, 3\).*\(batch, 4\)"),
+        ({"document_ids": integers.float()}, "document_ids .* torch.float32; expected .* integers"),
+        ({"prefix_lengths": integers}, r"prefix_lengths has shape \(2, 4\).*\(batch,\)"),
+        ({"prefix_lengths": integers[:, 0].bool()}, "prefix_lengths .* torch.bool; .* integers"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            AttentionMask(4, **given)
 
 
 def test_ends_of_rows_and_of_documents() -> None:

@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from ligermodels.layers import Attention, LayerNorm
 from ligermodels.layers.kv_cache import KVCache
 
 LENGTH = 12
@@ -108,6 +109,19 @@ def test_layers_may_differ_in_heads_and_the_windows_may_be_given():
     assert cache.update(0, *tokens(3, 1, heads=2))[0].shape == (1, 2, 3, 4)
     assert cache.update(1, *tokens(3, 1, heads=1, size=6))[0].shape == (1, 1, 3, 6)
     assert [buffer.shape for buffer in cache.keys] == [(1, 2, 4, 4), (1, 1, 2, 6)]
+
+
+def test_a_cache_of_the_layers_of_a_model():
+    def attention(index, window=None, **options):
+        return Attention(16, 4, 2, layer_index=index, sliding_window=window, **options)
+
+    model = torch.nn.ModuleDict({"a": attention(1, 3), "b": attention(0), "other": LayerNorm(16)})
+    model["of images"] = attention(0, causal=False)
+    cache = KVCache.of(model, 2, 9, torch.bfloat16)
+    assert (cache.sizes, cache.batch, cache.dtype) == ([9, 3], 2, torch.bfloat16)
+    model["c"] = attention(1)
+    with pytest.raises(ValueError, match="a and c both have layer_index=1; give every"):
+        KVCache.of(model, 2, 9)
 
 
 def test_what_cannot_be_right_is_refused():

@@ -253,3 +253,30 @@ def test_compiled(keep: str, per_block: bool) -> None:
         ).loss.backward()
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Returns(nn.Module):
+    """A block that returns what it is told to."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Any) -> Any:
+        return self.out(x)
+
+
+@pytest.mark.parametrize("keep", ["all", "input"])
+def test_a_block_that_returns_no_pair_is_told_what_to_return(keep: Any) -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    for out, complaint in (
+        (lambda x: x, r"Returns returned a tensor \(2, 3, 4\); a block returns a pair \(x, resid"),
+        (lambda x: (x, 3.0), r"a tensor \(2, 3, 4\), float; a block returns a pair"),
+        (lambda x: (x, x[:, :1]), r"a tensor \(2, 1, 4\); .* of tensors \(2, 3, 4\)"),
+        (lambda x: None, "NoneType; a block returns"),
+        (lambda x: (), r"Returns returned nothing; a block returns"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            recompute.run_layer(Returns(out), x, None, None, keep)
+    out, residual = recompute.run_layer(Returns(lambda x: (x, None)), x, None, None, keep)
+    assert torch.equal(out, x) and residual is None

@@ -12,8 +12,9 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("queries, window", [(5, None), (5, 2), (5, 5), (5, 9), (1, 1)])
 def test_pairs(queries, window) -> None:
     query, key = torch.arange(queries)[:, None], torch.arange(queries)
-    sees = (key <= query) & (key > query - (window or queries))
-    assert attention_pairs(queries, window) == sees.sum()
+    near = (query - key).abs() < (window or queries)
+    assert attention_pairs(queries, window) == ((key <= query) & near).sum()
+    assert attention_pairs(queries, window, causal=False) == near.sum()
 
 
 def meta(*shape, dtype=torch.bfloat16):

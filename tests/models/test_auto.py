@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,14 +17,20 @@ from ligermodels import (
     AutoLiger,
     CheckpointError,
     ConfigError,
+    DecoderModel,
+    Entry,
     LigerGemma3,
     LigerLlama,
+    LigerQwen2,
     LlamaConfig,
+    Qwen2Config,
+    WeightMap,
     load_pretrained,
     register,
 )
 from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
+from ligermodels.layers import RMSNorm
 from ligermodels.models import auto
 from ligermodels.models.auto import families, family_of
 from tests.models.pairs import TINY
@@ -39,13 +45,6 @@ class OutsideConfig(LlamaConfig):
 
 class LigerOutside(LigerLlama):
     config_class = OutsideConfig
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The families that a test registers are removed after it."""
-    monkeypatch.setattr(auto, "_registered", families())
-    yield
 
 
 def test_family_of(tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_a_class_that_lacks_something_is_refused() -> None:
     class NoConfig(LigerLlama):
         config_class = None  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match=r"NoConfig: config_class is None; expected a subclass"):
+    with pytest.raises(ConfigError, match=r"NoConfig: config_class is None; set it to"):
         register(NoConfig)
 
     class Method(LigerLlama):
@@ -146,3 +145,101 @@ def test_a_class_that_lacks_something_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Method: weight_map is called with the config alone"):
         register(Method)
+
+
+def test_a_checkpoint_that_becomes_one_of_another_family_is_loaded(tmp_path, monkeypatch):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LigerLlama(LlamaConfig(**sizes)).save_hf(tmp_path)
+    load = LigerLlama.from_hf
+
+    def late(folder, **options):
+        LigerQwen2(Qwen2Config(**sizes)).save_hf(tmp_path)
+        return load(folder, **options)
+
+    monkeypatch.setattr(LigerLlama, "from_hf", late)
+    assert type(AutoLiger.from_hf(tmp_path)) is LigerQwen2
+
+
+def outside_map(change: Any) -> type[LigerLlama]:
+    """Return a family whose map's entries are those that `change` returns."""
+
+    def weight_map(config: OutsideConfig) -> WeightMap:
+        return WeightMap(tuple(change(list(LigerLlama.weight_map(config)))))
+
+    fields = {"config_class": OutsideConfig, "weight_map": staticmethod(weight_map)}
+    return type("LigerOutside", (LigerLlama,), {**fields, "__module__": __name__})
+
+
+def overlapping(entries: list[Entry]) -> list[Entry]:
+    first, *rest = entries[1].spans
+    return [*entries[:1], replace(entries[1], spans=(first, replace(first, row=1), *rest))]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_wrong_weight_map_is_refused_when_it_is_registered(subtests: pytest.Subtests) -> None:
+    for change, complaint in (
+        (lambda e: [*e, e[0]], "'embed_tokens.weight' occurs twice"),
+        (lambda e: [replace(e[0], name="embed.weight"), *e[1:]], "'embed.weight': .* no parameter"),
+        (lambda e: e[:-1], "entry 'head.proj.weight' is missing"),
+        (overlapping, "its spans must fill each row once"),
+    ):
+        with subtests.test(complaint):
+            with pytest.raises(ConfigError, match=f"LigerOutside, small config: .*{complaint}"):
+                register(outside_map(change))
+    assert "outside" not in families()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_map_that_is_wrong_for_one_config_is_found(tmp_path: Path) -> None:
+    """Registration checks the booleans; a load checks the checkpoint's own sizes."""
+    biased = outside_map(lambda e: [entry for entry in e if not entry.name.endswith(".bias")])
+    with pytest.raises(ConfigError, match=r"attention_bias=True: .*'layers.0.self_attn.qkv_proj"):
+        register(biased)
+    deep = outside_map(lambda e: [x for x in e if "layers.2" not in x.name])
+    register(deep)
+    LigerOutside(OutsideConfig(**TINY)).save_hf(tmp_path)
+    for load in (deep.from_hf, lambda path: load_pretrained(LigerLlama(LlamaConfig(**TINY)), path)):
+        with pytest.raises(ConfigError, match=r"entry 'layers.2.*is missing"):
+            load(tmp_path)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_that_cannot_be_built_yet_is_refused() -> None:
+    class Early(LigerOutside):
+        def make_block(self, layer_index: int) -> Any:
+            return DefinedLater(layer_index)  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(ConfigError, match=r"Early, small config: .*NameError: .*DefinedLater"):
+        register(Early)
+
+    class NoBlock(DecoderModel):
+        config_class = OutsideConfig
+        weight_map = staticmethod(LigerLlama.weight_map)
+
+        def __init__(self, config: OutsideConfig) -> None:
+            super().__init__(config)
+            self.build(norm=RMSNorm(config.hidden_size))
+
+    with pytest.raises(ConfigError, match="NoBlock does not define make_block"):
+        register(NoBlock)
+
+
+def test_installed_packages_bring_their_families(
+    monkeypatch: pytest.MonkeyPatch, registry: None
+) -> None:
+    points = [
+        EntryPoint("outside", f"{__name__}:LigerOutside", auto.ENTRY_POINTS),
+        EntryPoint("broken", "no_such_module", auto.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(auto, "_imported", False)
+    monkeypatch.setattr(auto.metadata, "entry_points", lambda group: points)
+    with pytest.warns(UserWarning, match="'broken' = 'no_such_module' .* cannot be loaded"):
+        found = families()
+    assert found["outside"] is LigerOutside and "llama" in found
+
+
+@pytest.mark.parametrize("family", sorted({cls.__name__ for cls in families().values()}))
+def test_the_weight_maps_of_this_package_pass_the_check(family: str) -> None:
+    (cls,) = {each for each in families().values() if each.__name__ == family}
+    auto.check_weight_map(cls)

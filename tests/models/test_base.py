@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ligermodels import LigerLlama, LlamaConfig
-from ligermodels.layers import HeadOutput
-from tests.models.pairs import PAD, gradients, relative, step, tiny_model, tokens
+from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels.layers import HeadOutput, RMSNorm, RotaryEmbedding
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.models.base import next_token_targets
+from tests.models.pairs import PAD, TINY, gradients, relative, step, tiny_model, tokens
 
 
 def test_loss_is_the_forward_loss() -> None:
@@ -44,6 +46,7 @@ def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
         ({"cu_seqlens": torch.tensor([0, 8])}, "batch must be 1"),
         ({"cu_seqlens": torch.tensor([0, 8]), "position_ids": torch.arange(8)}, "position_ids"),
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: both are given"),
         ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
         ({"position_ids": torch.arange(7)[None]}, "position_ids"),
         ({"labels": torch.zeros(2, 7, dtype=torch.int64)}, "differ in shape"),
@@ -69,6 +72,50 @@ def test_input_ids_of_another_shape_are_refused(subtests: pytest.Subtests) -> No
                 tiny_model()(torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"input_ids is torch\.float32; expected"):
         tiny_model()(torch.zeros(2, 8))
+
+
+def test_embeddings_in_the_place_of_tokens() -> None:
+    model = tiny_model()
+    ids, labels = tokens()
+    expected = step(model, ids, labels=labels)
+    reference = gradients(model)
+    model.zero_grad()
+    out = model(inputs_embeds=model.embed_tokens(ids), labels=labels)
+    out.loss.backward()
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(grad, reference[name]) for name, grad in gradients(model).items())
+    embeds = model.embed_tokens(ids).detach().requires_grad_()
+    model.activation_checkpointing_enable()
+    model.loss(None, labels, inputs_embeds=embeds).backward()
+    assert embeds.grad is not None and embeds.grad.count_nonzero() > 0
+
+
+def test_embeddings_of_another_shape_or_dtype_are_refused(subtests: pytest.Subtests) -> None:
+    model = tiny_model()
+    hidden = model.config.hidden_size
+    for inputs, complaint in (
+        ({}, "input_ids and inputs_embeds: neither is given"),
+        ({"inputs_embeds": torch.zeros(8, hidden)}, rf"has shape \(8, {hidden}\); expected"),
+        ({"inputs_embeds": torch.zeros(2, 8, 7)}, rf"expected \(batch, seq, {hidden}\)"),
+        ({"inputs_embeds": torch.zeros(2, 0, hidden)}, "at least one token per row"),
+        (
+            {"inputs_embeds": torch.zeros(2, 8, hidden, dtype=torch.int64)},
+            r"torch.int64 .* floating point",
+        ),
+    ):
+        with subtests.test(complaint):
+            with pytest.raises(ValueError, match=complaint):
+                model(**inputs)
+
+
+def test_a_prefix_sees_both_directions() -> None:
+    model = tiny_model()
+    ids, _ = tokens(2, 8)
+    changed = ids.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 100 + 3
+    prefix = torch.tensor([5, 3])
+    differs = (model(ids, prefix_lengths=prefix) != model(changed, prefix_lengths=prefix)).any(-1)
+    assert differs.tolist() == [[True] * 8, [False] * 4 + [True] * 4]
 
 
 def test_label_outside_the_vocabulary_is_refused() -> None:
@@ -157,3 +204,103 @@ def test_compiled_equals_eager(inputs: str, checkpointing: bool) -> None:
     assert out.num_valid == expected.num_valid
     for name, grad in gradients(model).items():
         assert relative(grad, reference[name]) <= 1e-5, name
+
+
+class WithThird(LigerLlama):
+    """A Llama whose layers also return a scalar, from the mean square of their output."""
+
+    def make_block(self, layer_index: int) -> torch.nn.Module:
+        block = super().make_block(layer_index)
+
+        class Third(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+                x, residual = self.block(*inputs)
+                return x, residual, 1e-3 * (x + residual).square().mean()
+
+        return Third()
+
+
+def with_third() -> WithThird:
+    torch.manual_seed(0)
+    return WithThird(LlamaConfig(**TINY, initializer_range=0.2))
+
+
+def test_layers_may_return_an_auxiliary_loss() -> None:
+    model = with_third()
+    ids, labels = tokens()
+    out = model(ids, labels=labels)
+    assert out.auxiliary_loss is not None and out.auxiliary_loss > 1e-3
+    alone = model.head(model(ids), next_token_targets(labels))
+    torch.testing.assert_close(out.loss, alone.loss + out.auxiliary_loss)
+    for reduction in ("sum", "none"):
+        apart = model(ids, labels=labels, reduction=reduction)
+        assert torch.equal(apart.auxiliary_loss, out.auxiliary_loss)
+        expected = model.head(model(ids), next_token_targets(labels), reduction=reduction).loss
+        assert torch.equal(apart.loss, expected)
+    assert tiny_model()(ids, labels=labels).auxiliary_loss is None
+
+
+def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
+    model = with_third()
+    ids, labels = tokens(4)
+    count = (labels[:, 1:] != -100).sum()
+    parts = [model(i, labels=x, normalizer=count) for i, x in zip(ids.split(2), labels.split(2))]
+    shares = [part.num_valid / count for part in parts]
+    main = [part.loss - s * part.auxiliary_loss for part, s in zip(parts, shares)]
+    torch.testing.assert_close(
+        sum(main), model.head(model(ids), next_token_targets(labels)).loss, rtol=1e-5, atol=1e-6
+    )
+    assert sum(shares).item() == pytest.approx(1)
+
+
+def test_every_memory_plan_has_the_gradient_of_the_auxiliary_loss() -> None:
+    model = with_third()
+    ids, labels = tokens()
+    step(model, ids, labels=labels)
+    expected = gradients(model)
+    for keep in KEEPS:
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+        step(model, ids, labels=labels)
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_lacks_an_attribute_is_told_which() -> None:
+    class Half(DecoderModel):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.embed_tokens = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+            self.rotary_emb = RotaryEmbedding(config.head_dim)
+            self.norm = RMSNorm(config.hidden_size)
+
+    model = Half(LlamaConfig(**TINY))
+    with pytest.raises(ConfigError, match=r"Half has no attribute 'layers'; set self\.layers in"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+    model.layers = torch.nn.ModuleList()
+    with pytest.raises(ConfigError, match="Half has no attribute 'head'"):
+        model.initialize_weights()
+    with pytest.raises(ConfigError, match="Half: config_class is None; set it to"):
+        Half.from_hf("nowhere")
+
+
+def test_parameters_that_a_module_holds_itself_are_initialised() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.full((50, 40), float("nan")))
+            self.scale = torch.nn.Parameter(torch.full((3,), 7.0))
+
+    class Itself(Own):
+        def reset_parameters(self) -> None:
+            torch.nn.init.constant_(self.matrix, 2.0)
+
+    model = tiny_model()
+    model.layers[0].own, model.layers[1].own = Own(), Itself()
+    model.initialize_weights()
+    assert model.layers[0].own.matrix.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.layers[0].own.scale, torch.full((3,), 7.0))
+    assert torch.equal(model.layers[1].own.matrix, torch.full((50, 40), 2.0))

@@ -1,7 +1,10 @@
 """Loading models and saving them: dtypes, round trips, and models that cannot be saved."""
 
+import copy
 import dataclasses
 import json
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig, SaveError
-from ligermodels.models import hf_io
+from ligermodels import (
+    AutoLiger,
+    CheckpointError,
+    ConfigError,
+    LigerLlama,
+    LlamaConfig,
+    SaveError,
+    load_pretrained,
+    register,
+)
+from ligermodels.layers import Attention, DecoderBlock, GatedMLP, LossHead, RMSNorm, RotaryEmbedding
+from ligermodels.models import auto, hf_io
 from ligermodels.models.base import DecoderModel
 
 SIZES = {
@@ -209,3 +222,170 @@ def test_a_tensor_with_memory_is_initialised_also_during_a_load():
         skipped = torch.nn.init.normal_(torch.empty(3))
     assert torch.equal(filled, torch.ones(3)) and torch.equal(drawn, filled)
     assert skipped.is_meta
+
+
+def test_a_save_writes_the_tokenizer_files_that_were_there_at_the_load(tmp_path: Path) -> None:
+    source, templates = tmp_path / "a", "additional_chat_templates/rag.jinja"
+    saved(source)
+    (source / templates).parent.mkdir()
+    files = {"tokenizer.json": b"1\r\n", "vocab.json": b"\0", templates: b"{{ x }}"}
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    model = LigerLlama.from_hf(source)
+    assert model.source_files == files
+    (source / "tokenizer.json").write_bytes(b"2")
+    (source / "vocab.json").unlink()
+    copy.deepcopy(model).save_hf(tmp_path / "b")
+    shutil.rmtree(source)
+    model.save_hf(tmp_path / "c")
+    for folder in (tmp_path / "b", tmp_path / "c"):
+        assert {name: (folder / name).read_bytes() for name in files} == files
+    model.source_files = {}
+    model.save_hf(tmp_path / "d")
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == [
+        *("config.json", "model.safetensors"),
+    ]
+
+
+def test_a_value_that_is_not_finite_is_saved_only_if_asked(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    with torch.no_grad():
+        model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    with pytest.raises(SaveError, match=r"'layers.1.mlp.down_proj.weight' .*allow_nonfinite=True"):
+        model.save_hf(tmp_path / "a")
+    LigerLlama.from_hf(tmp_path / "a")
+    model.save_hf(tmp_path / "a", allow_nonfinite=True)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        LigerLlama.from_hf(tmp_path / "a")
+
+
+def test_a_sparse_parameter_is_not_saved(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    weight = model.embed_tokens.weight.detach().float().to_sparse()
+    model.embed_tokens.weight = torch.nn.Parameter(weight)
+    with pytest.raises(SaveError, match=r"'embed_tokens.weight' is sparse .*to_dense"):
+        model.save_hf(tmp_path / "b")
+
+
+def test_without_overwrite_a_checkpoint_stays(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    with pytest.raises(SaveError, match=r"config.json is in the folder, and overwrite=False"):
+        model.save_hf(tmp_path / "a", overwrite=False)
+    model.save_hf(tmp_path / "b", overwrite=False)
+
+
+def test_loads_during_saves_get_one_version(tmp_path: Path) -> None:
+    """A load during a save is neither of two models nor refused."""
+    folder, errors = tmp_path / "out", []
+    models = []
+    for number in range(2):
+        model = LigerLlama(LlamaConfig(**SIZES, rms_norm_eps=1e-6 * (1 + number)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        models.append(model)
+    models[0].save_hf(folder)
+
+    def save(model: LigerLlama) -> None:
+        try:
+            for _ in range(15):
+                model.save_hf(folder, max_shard_size=20_000)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        model = AutoLiger.from_hf(folder)
+        number = round(model.config.rms_norm_eps * 1e6) - 1
+        assert all((p == number).all() for p in model.parameters())
+        seen.add(number)
+    assert errors == [] and seen and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class Own(DecoderModel):
+    """An architecture without a weight map."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+
+        def block(i: int) -> DecoderBlock:
+            attention = Attention(48, 3, 1, layer_index=i)
+            return DecoderBlock(attention, GatedMLP(48, 56), RMSNorm(48), RMSNorm(48))
+
+        self.embed_tokens = torch.nn.Embedding(97, 48)
+        self.rotary_emb = RotaryEmbedding(16, config.rope_theta)
+        self.layers = torch.nn.ModuleList(map(block, range(2)))
+        self.norm = RMSNorm(48)
+        tied_to = self.embed_tokens if config.tie_word_embeddings else None
+        self.head = LossHead(48, 97, tied_to=tied_to)
+        self.initialize_weights()
+        self.scale = torch.nn.Parameter(torch.ones(2, 3, 4))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_own_architecture_is_saved_and_loaded_with_its_config(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Own(OwnConfig(**SIZES, tie_word_embeddings=tied, rope_theta=77.0)).bfloat16()
+    model.save_hf(tmp_path, max_shard_size=20000)
+    assert tensors(tmp_path).keys() == dict(model.named_parameters()).keys()
+    again = Own.from_hf(tmp_path)
+    assert type(again) is Own and again.config.rope_theta == 77.0
+    assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(ids), again(ids))
+    monkeypatch.setattr(auto, "_registered", dict(auto._registered))
+    register(Own)
+    assert type(AutoLiger.from_hf(tmp_path)) is Own
+    other = Own(OwnConfig(**SIZES, tie_word_embeddings=tied))
+    assert len(load_pretrained(other, tmp_path).loaded) == len([*model.parameters()])
+
+
+def test_a_config_that_was_copied_from_another_family_is_saved_as_its_own(tmp_path: Path) -> None:
+    saved(tmp_path / "llama", rope_theta=77.0)
+    llama = LlamaConfig.from_hf(tmp_path / "llama")
+    fields = {field.name: getattr(llama, field.name) for field in dataclasses.fields(llama)}
+    Own(OwnConfig(**fields)).save_hf(tmp_path / "own")
+    again = Own.from_hf(tmp_path / "own").config
+    assert (again.rope_theta, again.extra["model_type"]) == (77.0, "own")
+    assert again.extra["architectures"] == ["OwnForCausalLM"]
+
+
+def test_an_architecture_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
+    class Disguised(Own):
+        config_class = LlamaConfig
+
+    class Shared(Own):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.layers[1] = self.layers[0]
+
+    class Scalar(Own):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+    class Buffer(Own):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.register_buffer("mean", torch.zeros(3))
+
+    for made, complaint in (
+        (Disguised(LlamaConfig(**SIZES)), "model_type 'llama' belongs to LigerLlama"),
+        (Shared(OwnConfig(**SIZES)), r"'layers.0.* and 'layers.1.* are one parameter"),
+        (Scalar(OwnConfig(**SIZES)), r"'scale' has no dimension; give it the shape \(1,\)"),
+        (Buffer(OwnConfig(**SIZES)), "'mean' is a buffer; register it with persistent=False"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            made.save_hf(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

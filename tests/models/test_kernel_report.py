@@ -79,3 +79,18 @@ def test_the_backend_of_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
         model.kernels()
     with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='cuda'"):
         model(ids)
+
+
+def test_blocks_from_outside_are_unknown() -> None:
+    """Their forward may do anything, whatever the names of their parts are."""
+
+    class Odd(type(tiny_model().layers[0])):  # type: ignore[misc]
+        pass
+
+    model = tiny_model()
+    fused = "norm + linear, linear + rope, glu + linear"
+    assert model.kernels()[fused] == "fused" and "modules from outside" not in model.kernels()
+    model.layers[1].__class__ = Odd
+    report = model.kernels()
+    assert report[fused] == "fused; unknown in Odd"
+    assert report["modules from outside"] == "unknown (the code of Odd decides)"

@@ -109,6 +109,23 @@ def test_a_template_that_fails_says_so(folder, subtests):
             assert str(folder) in str(caught.value)
 
 
+def test_a_template_without_end_says_so(folder):
+    _, ours = load(
+        folder, "{% for _ in range(9**5) %}{% for _ in range(9**5) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(CheckpointError, match=r"chat template .*: it does too much work"):
+        ours.apply_chat_template(TALK)
+    (folder / "chat_template.jinja").write_text("x" * 1_000_001)
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja: the file has 1000001 bytes"):
+        load(folder)
+
+
+def test_lines_of_a_file_end_as_in_transformers(folder):
+    (folder / "chat_template.jinja").write_bytes(b"a\r\n{{ 1 }}\rb\n")
+    theirs, ours = load(folder)
+    assert ours.chat_template == theirs.chat_template == "a\n{{ 1 }}\nb\n"
+
+
 def test_no_messages(folder):
     _, ours = load(folder, CHATML)
     with pytest.raises(ValueError, match="an empty conversation"):

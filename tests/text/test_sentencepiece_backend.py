@@ -1,10 +1,12 @@
 """tokenizer.model gives the tokens of sentencepiece and of transformers' tokenizers."""
 
+import json
 import random
 import re
 
 import pytest
 import sentencepiece
+import tokenizers
 
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
@@ -82,6 +84,64 @@ def test_added_tokens_may_swallow_the_spaces_around_them(spm, tmp_path):
     _, ours = configure(spm, tmp_path, **config)
     ids = ours.encode("the  <|im|>  dog", add_special_tokens=False)
     assert ours.decode(ids, skip_special_tokens=False) == "the<|im|>dog"
+
+
+@pytest.mark.parametrize("content", [" x", "\n", " ", "x ", "[X]"])
+def test_added_tokens_are_split_off_as_the_tokenizers_package_does(spm, tmp_path, content):
+    """Whatever the token consists of, and whatever spaces it takes with it."""
+    draw = random.Random(content)
+    for number in range(8):
+        flags = {name: draw.random() < 0.5 for name in ("lstrip", "rstrip", "single_word")}
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = {**SLOW, "added_tokens_decoder": added(360, content, **flags)}
+        _, ours = configure(spm, folder, **config)
+        theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+        theirs.add_tokens([tokenizers.AddedToken(content, normalized=False, **flags)])
+        for _ in range(20):
+            text = "".join(draw.choices([" ", "\n", "x", "a", "\u3000", "é", content], k=7))
+            ids = ours.encode(text, add_special_tokens=False)
+            assert ids.count(360) == theirs.encode(text).ids.count(1), (text, flags)
+
+
+def test_contradictions_about_ids_are_refused(spm, tmp_path, subtests):
+    for number, (decoder, older, message) in enumerate(
+        (
+            ({}, {"a1": 360, "b1": 360}, r"added_tokens.json: 'b1' is 360, but 'a1' has the same"),
+            ({}, {"a1": -1}, r"added_tokens.json: 'a1' is -1, expected an id from 0"),
+            ({}, {"a1": 2**31}, r"added_tokens.json: 'a1' is 2147483648, expected an id"),
+            ({}, {"\ud800": 360}, r"added_tokens.json: '\\ud800' is not valid Unicode"),
+            (added(360, "a1"), {"b1": 360}, r"added_tokens.json: 'b1' is 360, but 'a1' has the"),
+            (added(360, "a1"), {"a1": 361}, r"added_tokens.json: 'a1' is 361, but added_tokens_d"),
+            (added(300, "a1"), {}, r"tokenizer.model: token 300 is '.*' there, but .* 'a1'"),
+            (added(360, "▁the"), {}, r"tokenizer.model: '▁the' is token \d+ there, .* it is 360"),
+        )
+    ):
+        with subtests.test(message):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+            config = {**SLOW, "added_tokens_decoder": decoder}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+            (folder / "added_tokens.json").write_text(json.dumps(older))
+            with pytest.raises(CheckpointError, match=message):
+                Tokenizer.from_hf(folder)
+
+
+def test_a_reserved_piece_may_get_another_text(spm, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    config = {"added_tokens_decoder": added(1, "<|begin|>"), "bos_token": "<|begin|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.from_hf(tmp_path)
+    assert ours.encode("<|begin|>") == [1, 1] and ours.token_to_id("<s>") is None
+    assert ours.id_to_token(1) == "<|begin|>"
+
+
+def test_an_empty_special_token_is_none(spm, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "", "pad_token": ""}')
+    ours = Tokenizer.from_hf(tmp_path)
+    assert (ours.bos_token_id, ours.pad_token_id, ours.vocab_size) == (1, None, 360)
 
 
 def test_damaged_sentencepiece_files_are_named(spm, tmp_path, subtests):

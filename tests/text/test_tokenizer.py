@@ -1,8 +1,12 @@
 """Tokenizer: where its files come from, what it decodes, and which folders it refuses."""
 
+import os
+import shutil
+import socket
+
 import pytest
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, DataError
 from ligermodels.text import Tokenizer
 
 
@@ -51,3 +55,63 @@ def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
     assert ours.decode(ids[-1]) == ours.decode(ids[-1:])
     # the file asks for truncation to 4 tokens, which encode ignores
     assert len(ours.encode("the quick brown fox jumps over the lazy dog")) > 4
+
+
+def dead_link(path):
+    path.symlink_to("gone")
+
+
+def loop(path):
+    path.symlink_to(path.name)
+
+
+def endless_device(path):
+    path.symlink_to("/dev/zero")
+
+
+def socket_file(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # The test is in its folder: the path of a socket must be short.
+
+
+KINDS = (dead_link, loop, endless_device, socket_file, os.mkfifo, os.mkdir)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_there_but_no_file_is_never_absent(bpe, spm, tmp_path, monkeypatch, subtests, kind):
+    for source, name in (
+        (bpe, "tokenizer.json"),
+        (bpe, "tokenizer_config.json"),
+        (bpe, "special_tokens_map.json"),
+        (bpe, "chat_template.jinja"),
+        (bpe, "additional_chat_templates/x.jinja"),
+        (bpe, "additional_chat_templates"),
+        (spm, "tokenizer.model"),
+        (spm, "added_tokens.json"),
+    ):
+        with subtests.test(name):
+            folder = tmp_path / f"{source.name}-{name.replace('/', '-')}"
+            shutil.copytree(source, folder)
+            path = folder / name
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            monkeypatch.chdir(path.parent)
+            kind(path)
+            if kind is os.mkdir and name == "additional_chat_templates":
+                assert Tokenizer.from_hf(folder).chat_template is None
+                continue
+            with pytest.raises(CheckpointError) as caught:
+                Tokenizer.from_hf(folder)
+            assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_text_that_is_not_unicode(bpe):
+    ours = Tokenizer.from_hf(bpe)
+    with pytest.raises(DataError, match=r"not valid Unicode: character 2 is '\\ud800'"):
+        ours.encode("ab\ud800")
+    with pytest.raises(DataError, match="not valid Unicode"):
+        ours.apply_chat_template([{"content": "\udcff"}], chat_template="{{ messages[0].content }}")
+    with pytest.raises(TypeError, match="must be a str, got bytes"):
+        ours.encode(b"ab")
+    assert ours.token_to_id("\ud800") is None
+    assert ours.id_to_token(-1) is ours.id_to_token(2**40) is None

@@ -37,6 +37,33 @@ def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, subtests):
                 '{"added_tokens_decoder": {"1": 4}}',
                 "'added_tokens_decoder'",
             ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"5": {"content": "x"}, "05": {"content": "y"}}}',
+                "has the key '05'",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"2147483648": {"content": "x"}}}',
+                "has the key '2147483648', expected an id from 0",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"5": {"content": "x"}, "6": {"content": "x"}}}',
+                "has 'x' as 5 and as 6",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"5": {"content": "x", "lstrip": "no"}}}',
+                "'added_tokens_decoder' is",
+            ),
+            ("tokenizer_config.json", '{"legacy": "false"}', "'legacy' is 'false', expected true"),
+            ("tokenizer_config.json", r'{"bos_token": "\ud800"}', "'bos_token' is"),
+            (
+                "tokenizer_config.json",
+                '{"chat_template": [{"name": "a", "template": ""}, {"name": "a", "template": ""}]}',
+                "each with a name of its own",
+            ),
             ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is 5"),
             ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),
             ("special_tokens_map.json", '{"pad_token": []}', r"'pad_token' is \[\]"),

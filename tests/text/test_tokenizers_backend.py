@@ -39,3 +39,75 @@ def test_ids_of_an_added_token_must_agree(bpe, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json: added_.*'\[X\]' id 400"):
         Tokenizer.from_hf(tmp_path)
+
+
+def with_parts(bpe, folder, **parts):
+    """Write the tokenizer.json of a folder with other parts, and return its content."""
+    content = json.loads((bpe / "tokenizer.json").read_text()) | parts
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return content
+
+
+def test_an_id_of_the_config_must_be_that_of_the_file(bpe, tmp_path):
+    with_parts(bpe, tmp_path)
+    config = {**FAST, "added_tokens_decoder": added(7, "</s>")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"'</s>' id 7, but with tokenizer.json .* id 1"):
+        Tokenizer.from_hf(tmp_path)
+
+
+def test_what_the_package_would_take_silently_is_refused(bpe, tmp_path, subtests):
+    content = with_parts(bpe, tmp_path)
+    model, tokens = content["model"], content["added_tokens"]
+    first = next(iter(model["vocab"]))
+
+    def changed(**vocab):
+        return {"model": {**model, "vocab": model["vocab"] | vocab}}
+
+    for parts, message in (
+        (changed(zz=0), rf"the vocabulary has {first!r} and 'zz' as 0"),
+        (changed(zz=2**31), "the vocabulary has 'zz' as 2147483648"),
+        (
+            {"added_tokens": [*tokens, {**tokens[0], "content": "[Z]", "id": 999}]},
+            r"added_tokens gives '\[Z\]' id 999, but with tokenizer.json .* id 330",
+        ),
+    ):
+        with subtests.test(message):
+            with_parts(bpe, tmp_path, **parts)
+            with pytest.raises(CheckpointError, match=message):
+                Tokenizer.from_hf(tmp_path)
+    twice = json.dumps(content).replace('"vocab": {', f'"vocab": {{{json.dumps(first)}: 9, ')
+    (tmp_path / "tokenizer.json").write_text(twice)
+    with pytest.raises(CheckpointError, match=f"tokenizer.json: key {first!r} appears twice"):
+        Tokenizer.from_hf(tmp_path)
+
+
+def test_dropout_is_off(bpe, tmp_path):
+    model = json.loads((bpe / "tokenizer.json").read_text())["model"]
+    with_parts(bpe, tmp_path, model={**model, "dropout": 1.0})
+    text = "the quick brown fox"
+    assert Tokenizer.from_hf(tmp_path).encode(text) == Tokenizer.from_hf(bpe).encode(text)
+
+
+def test_panics_and_faults_of_the_package_are_errors_of_the_checkpoint(bpe, tmp_path, subtests):
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    template["single"] = [{"SpecialToken": {"id": "<none>", "type_id": 0}}]
+    for parts, message in (
+        ({"pre_tokenizer": {**split, "pattern": {"Regex": "(a+)+$"}}}, "retry-limit"),
+        ({"post_processor": template}, "tokenizer"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}, "UNK"),
+        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}}, "unk_id"),
+    ):
+        with subtests.test(message):
+            with_parts(bpe, tmp_path, **parts, added_tokens=[])
+            with pytest.raises(CheckpointError, match=f"tokenizer.json: .*{message}"):
+                Tokenizer.from_hf(tmp_path).encode("a" * 40 + "!")
+
+
+def test_ids_with_gaps_are_decoded(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1000}, "unk_token": "a"}
+    content = {"version": "1.0", "added_tokens": [], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours = Tokenizer.from_hf(tmp_path)
+    assert ours.encode("b") == [1000] and ours.decode([1000]) == "b"

@@ -373,11 +373,11 @@ def test_a_signal_at_every_phase_loses_nothing(
         for s, handler in zip(DEFAULTS, old):
             signal.signal(s, handler)
     assert stop.value.signum == signum
-    steps = {"step": 3, "a later evaluation": 4, "checkpoint": 2, "last step": 6, "export": 6}
+    steps = {"step": 3, "a later evaluation": 4, "checkpoint": 2, "last step": 6}
     said = str(stop.value)
     if phase in steps:
         assert f"the state after step {steps[phase]} is saved" in said and "--resume" in said
-    elif phase == "picture":
+    elif phase in ("export", "picture"):
         assert "after the export" in said
     elif phase == "first evaluation":
         assert "starts from the beginning" in said
@@ -389,6 +389,25 @@ def test_a_signal_at_every_phase_loses_nothing(
     assert (again.model_dir / "model.safetensors").read_bytes() == weights
     assert timeless(again.output_dir) == timeless(straight)
     assert (again.output_dir / "checkpoints").exists() == bool(save_steps)
+
+
+def test_a_signal_that_a_library_turns_into_another_error_is_an_interruption(
+    checkpoint, text, tmp_path, monkeypatch
+):
+    def broken(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("release unlocked lock") from None
+
+    monkeypatch.setattr(data, "split_text", broken)
+    old = [signal.signal(s, h) for s, h in DEFAULTS.items()]
+    try:
+        with pytest.raises(Interrupted, match="nothing was changed"):
+            run(checkpoint, text, tmp_path / "run")
+    finally:
+        for s, handler in zip(DEFAULTS, old):
+            signal.signal(s, handler)
 
 
 def test_a_second_ctrl_c_within_a_step_keeps_the_last_checkpoint(

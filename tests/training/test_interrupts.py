@@ -57,17 +57,25 @@ def test_an_error_in_the_block_comes_first():
         raise ValueError
 
 
+def test_check_raises_within_held():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), Interrupts() as stop, stop.held():
+        stop.check()
+        send(signal.SIGTERM)
+        reached.append("the next line")
+        stop.check()
+        reached.append("after the check")
+    assert reached == ["the next line"]
+
+
 def test_only_a_second_press_of_ctrl_c_breaks_off(monkeypatch):
-    with Interrupts() as stop:
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGTERM)
-        with stop.saving():
-            send(signal.SIGTERM)
-            send(signal.SIGINT)  # it comes with the first signal
+    with pytest.raises(KeyboardInterrupt), Interrupts() as stop, stop.held():
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        send(signal.SIGINT)  # it comes with the first signal
         monkeypatch.setattr(module, "_SAME_PRESS", -1.0)
-        with stop.saving():
-            send(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt), stop.saving():
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
 
 
@@ -99,4 +107,4 @@ def test_another_thread_than_the_main_one_gets_no_handlers():
 def test_a_run_that_will_stop_says_so(capfd):
     with pytest.raises(KeyboardInterrupt), Interrupts(verbose=True) as stop, stop.held():
         send(signal.SIGINT)
-    assert "stopping after this step" in capfd.readouterr().err
+    assert "stopping soon" in capfd.readouterr().err

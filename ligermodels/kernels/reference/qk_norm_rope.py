@@ -6,7 +6,7 @@ from torch import Tensor
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dtypes import cast, compute_dtype
 from ligermodels.kernels.reference.rms_norm import rms_norm_backward, rms_norm_forward
-from ligermodels.kernels.reference.rope import rotate_halves
+from ligermodels.kernels.reference.rope import rotate
 
 
 def qk_norm_rope_forward(
@@ -29,7 +29,7 @@ def qk_norm_rope_forward(
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
         y, _, _ = rms_norm_forward(x, None, weight, options, dtype)
-        return rotate_halves(y, cos, sin)
+        return rotate(y, cos, sin)
 
     return cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
 
@@ -59,7 +59,7 @@ def qk_norm_rope_backward(
 
     def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + options.eps)
-        grad = rotate_halves(cast(grad, dtype), cos, -sin)
+        grad = rotate(cast(grad, dtype), cos, -sin)
         grad_x, grad_weight, _ = rms_norm_backward(
             grad, None, x, weight, rstd, options, needs_weight_grads, False
         )

@@ -7,46 +7,66 @@ from ligermodels.kernels.dtypes import cast, compute_dtype
 
 
 def rope_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    in_place: bool,
+    interleaved: bool = False,
 ) -> Tensor:
     """Rotate q and k within packed rows. v does not change.
 
-    Su et al. 2021, arXiv:2104.09864, in the half-split layout of HF checkpoints: the two halves
-    (a, b) of a head become (a cos - b sin, b cos + a sin).
+    Su et al. 2021, arXiv:2104.09864: a pair (a, b) becomes (a cos - b sin, b cos + a sin). The
+    pairs are neighbours if `interleaved` is set; otherwise the two halves of what is rotated form
+    them, as in most HF checkpoints. Elements of a head after the first 2 * (columns of cos) do not
+    change.
 
     Args: qkv: (batch, seq, (heads + 2 kv heads) * head_dim); cos, sin: (batch or 1, seq,
-        head_dim / 2); in_place: whether qkv, which must be contiguous, may be overwritten.
+        rotated / 2); in_place: whether qkv, which must be contiguous, may be overwritten.
     Returns: the rotated rows in qkv's shape: qkv itself or a new tensor.
     """
     dtype = compute_dtype(qkv)
     cos, sin = cast(cos, dtype), cast(sin, dtype)
-    rotated = (num_heads + num_kv_heads) * 2 * cos.shape[-1]
-    heads = qkv[..., :rotated].unflatten(-1, (-1, 2 * cos.shape[-1]))
-    turned = cast(rotate_halves(cast(heads, dtype), cos, sin), qkv.dtype).flatten(-2)
+    heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[-1]
+    packed = qkv.unflatten(-1, (heads + num_kv_heads, qkv.shape[-1] // (heads + num_kv_heads)))
+    first = packed[..., :heads, :rotated]
+    turned = cast(rotate(cast(first, dtype), cos, sin, interleaved), qkv.dtype)
     if not in_place or torch.compiler.is_compiling():
         # torch.compile turns the write into a copy anyway, and torch 2.11 loses writes to views.
-        return torch.cat((turned, qkv[..., rotated:]), -1)
-    qkv[..., :rotated] = turned
+        turned = torch.cat((turned, packed[..., :heads, rotated:]), -1)
+        return torch.cat((turned, packed[..., heads:, :]), -2).flatten(-2)
+    first.copy_(turned)
     return qkv
 
 
 def rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """Compute the gradient of `rope_forward`: rotate grad_q and grad_k back, pack all three.
 
     Args: grad_q: (batch, seq, heads, head_dim); grad_k, grad_v: (batch, seq, kv heads, head_dim);
-        all three with any strides; cos, sin: as in `rope_forward`.
+        all three with any strides; cos, sin, interleaved: as in `rope_forward`.
     Returns: (batch, seq, (heads + 2 kv heads) * head_dim), a new tensor.
     """
-    dtype = compute_dtype(grad_q)
-    cos, sin = cast(cos, dtype), cast(sin, dtype)
-    turned = (cast(rotate_halves(cast(x, dtype), cos, -sin), x.dtype) for x in (grad_q, grad_k))
-    return torch.cat((*turned, grad_v), -2).flatten(-2)
+    dtype, rotated = compute_dtype(grad_q), 2 * cos.shape[-1]
+    cos, sin = cast(cos, dtype), -cast(sin, dtype)
+
+    def back(x: Tensor) -> Tensor:
+        turned = cast(rotate(cast(x[..., :rotated], dtype), cos, sin, interleaved), x.dtype)
+        return torch.cat((turned, x[..., rotated:]), -1)
+
+    return torch.cat((back(grad_q), back(grad_k), grad_v), -2).flatten(-2)
 
 
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return (a cos - b sin, b cos + a sin) for the halves (a, b) of each head in x."""
-    a, b = x.chunk(2, -1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Return (a cos - b sin, b cos + a sin) for the pairs (a, b) of each head in x."""
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

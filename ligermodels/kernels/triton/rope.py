@@ -1,4 +1,4 @@
-"""RoPE and its gradient, one launch each: rotate q and k, and copy v."""
+"""RoPE and its gradient, one launch each: rotate q and k, and copy what is not rotated."""
 
 import triton
 import triton.language as tl
@@ -20,35 +20,53 @@ def _rotate(
     to_ptr,
     cos_ptr,
     sin_ptr,
-    pairs,
+    heads,
     INVERSE: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Rotate the first 2 * HALF elements of each head. The elements of pair i are b - a apart."""
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    pairs = heads * HALF
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         mask = pair < pairs
         head = pair // HALF
         column = pair % HALF
-        source = from_ptr + head.to(tl.int64) * head_stride + column
-        target = to_ptr + head * (2 * HALF) + column
+        source = from_ptr + head.to(tl.int64) * head_stride + column * step
+        target = to_ptr + head * HEAD_DIM + column * step
         cos = tl.load(cos_ptr + column, mask=mask, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + column, mask=mask, other=0.0).to(tl.float32)
         if INVERSE:
             sin = -sin
         a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(source + apart, mask=mask, other=0.0).to(tl.float32)
         tl.store(target, (a * cos - b * sin).to(to_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, (b * cos + a * sin).to(to_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + apart, (b * cos + a * sin).to(to_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _copy(from_ptr, head_stride, to_ptr, columns, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    for start in range(0, columns, BLOCK):
+def _copy(
+    from_ptr,
+    head_stride,
+    to_ptr,
+    heads,
+    START: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the elements of each head from START on."""
+    width: tl.constexpr = HEAD_DIM - START
+    for start in range(0, heads * width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        mask = at < columns
-        source = from_ptr + (at // HEAD_DIM).to(tl.int64) * head_stride + at % HEAD_DIM
-        tl.store(to_ptr + at, tl.load(source, mask=mask, other=0.0), mask=mask)
+        mask = at < heads * width
+        head = at // width
+        column = START + at % width
+        source = from_ptr + head.to(tl.int64) * head_stride + column
+        tl.store(to_ptr + head * HEAD_DIM + column, tl.load(source, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -64,30 +82,37 @@ def rope_forward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles all heads of one token. It does not copy v if IN_PLACE is set."""
+    """Each program handles all heads of one token. If IN_PLACE is set, it only rotates."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // seq
     position = token % seq
     cos_row = batch * cos_batch_stride + position * HALF
     qkv_ptr += batch * batch_stride + position * seq_stride
-    out_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    out_ptr += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    rotated: tl.constexpr = HEADS + KV_HEADS
     _rotate(
         qkv_ptr,
-        2 * HALF,
+        HEAD_DIM,
         out_ptr,
         cos_ptr + cos_row,
         sin_ptr + cos_row,
-        (HEADS + KV_HEADS) * HALF,
+        rotated,
         False,
         HALF,
+        HEAD_DIM,
+        INTERLEAVED,
         BLOCK,
     )
     if not IN_PLACE:
-        v: tl.constexpr = (HEADS + KV_HEADS) * 2 * HALF
-        _copy(qkv_ptr + v, 2 * HALF, out_ptr + v, KV_HEADS * 2 * HALF, 2 * HALF, BLOCK)
+        if 2 * HALF < HEAD_DIM:
+            _copy(qkv_ptr, HEAD_DIM, out_ptr, rotated, 2 * HALF, HEAD_DIM, BLOCK)
+        v: tl.constexpr = rotated * HEAD_DIM
+        _copy(qkv_ptr + v, HEAD_DIM, out_ptr + v, KV_HEADS, 0, HEAD_DIM, BLOCK)
 
 
 @triton.jit
@@ -112,6 +137,8 @@ def rope_backward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program handles all heads of one token."""
@@ -121,20 +148,53 @@ def rope_backward_kernel(
     cos_row = batch * cos_batch_stride + position * HALF
     cos_ptr += cos_row
     sin_ptr += cos_row
-    grad_ptr += token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    grad_ptr += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     grad_q_ptr += batch * q_batch_stride + position * q_seq_stride
     grad_k_ptr += batch * k_batch_stride + position * k_seq_stride
-    pairs: tl.constexpr = KV_HEADS * HALF
-    _rotate(grad_q_ptr, q_head_stride, grad_ptr, cos_ptr, sin_ptr, HEADS * HALF, True, HALF, BLOCK)
-    grad_ptr += HEADS * 2 * HALF
-    _rotate(grad_k_ptr, k_head_stride, grad_ptr, cos_ptr, sin_ptr, pairs, True, HALF, BLOCK)
-    grad_ptr += KV_HEADS * 2 * HALF
+    _rotate(
+        grad_q_ptr,
+        q_head_stride,
+        grad_ptr,
+        cos_ptr,
+        sin_ptr,
+        HEADS,
+        True,
+        HALF,
+        HEAD_DIM,
+        INTERLEAVED,
+        BLOCK,
+    )
+    if 2 * HALF < HEAD_DIM:
+        _copy(grad_q_ptr, q_head_stride, grad_ptr, HEADS, 2 * HALF, HEAD_DIM, BLOCK)
+    grad_ptr += HEADS * HEAD_DIM
+    _rotate(
+        grad_k_ptr,
+        k_head_stride,
+        grad_ptr,
+        cos_ptr,
+        sin_ptr,
+        KV_HEADS,
+        True,
+        HALF,
+        HEAD_DIM,
+        INTERLEAVED,
+        BLOCK,
+    )
+    if 2 * HALF < HEAD_DIM:
+        _copy(grad_k_ptr, k_head_stride, grad_ptr, KV_HEADS, 2 * HALF, HEAD_DIM, BLOCK)
+    grad_ptr += KV_HEADS * HEAD_DIM
     grad_v_ptr += batch * v_batch_stride + position * v_seq_stride
-    _copy(grad_v_ptr, v_head_stride, grad_ptr, 2 * pairs, 2 * HALF, BLOCK)
+    _copy(grad_v_ptr, v_head_stride, grad_ptr, KV_HEADS, 0, HEAD_DIM, BLOCK)
 
 
 def rope_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, in_place: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    in_place: bool,
+    interleaved: bool = False,
 ) -> Tensor:
     """Launch the kernel for `reference.rope_forward`."""
     assert qkv.is_contiguous() or not in_place
@@ -155,10 +215,12 @@ def rope_forward(
         seq,
         qkv.stride(0),
         qkv.stride(1),
-        0 if cos.shape[0] == 1 else seq * cos.shape[-1],
+        0 if cos.shape[0] == 1 else seq * half,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HALF=half,
+        HEAD_DIM=columns // (num_heads + 2 * num_kv_heads),
+        INTERLEAVED=interleaved,
         IN_PLACE=in_place,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
@@ -168,18 +230,23 @@ def rope_forward(
 
 
 def rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """Launch the kernel for `reference.rope_backward`."""
     batch, seq, heads, head_dim = grad_q.shape
-    kv_heads = grad_k.shape[2]
+    kv_heads, half = grad_k.shape[2], cos.shape[-1]
     grad = grad_q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
     if grad.numel() == 0:
         return grad
     grads = (grad_q, grad_k, grad_v)
     grad_q, grad_k, grad_v = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
     cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch(ROPE, heads * head_dim // 2)
+    setting = launch(ROPE, heads * half)
     rope_backward_kernel[(batch * seq,)](
         grad_q,
         grad_k,
@@ -191,10 +258,12 @@ def rope_backward(
         *grad_q.stride()[:3],
         *grad_k.stride()[:3],
         *grad_v.stride()[:3],
-        0 if cos.shape[0] == 1 else seq * cos.shape[-1],
+        0 if cos.shape[0] == 1 else seq * half,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
+        HALF=half,
+        HEAD_DIM=head_dim,
+        INTERLEAVED=interleaved,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,

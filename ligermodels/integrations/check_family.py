@@ -1,0 +1,456 @@
+"""Check a family, from its config alone: compare tiny random models with transformers.
+
+Each check returns one error. Without transformers, or for a model that it does not know, the checks
+that need it are left out, and the others start from a random model of this library.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.converters import hf_config
+from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.verify import compare
+from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import MemoryPlan
+from ligermodels.models.auto import check_weight_map, small_variants
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
+
+# Each check, and the largest error that passes. Errors are relative, in float32: the norm of the
+# difference over the norm. "generation" counts tokens, and "export" tensors, keys and files.
+BOUNDS = {
+    "logits": 1e-5,
+    "loss": 1e-6,
+    "gradients": 1e-4,
+    "padding": 1e-5,
+    "generation": 0.0,
+    "export": 0.0,
+    "packing": 1e-5,
+    "recompute": 1e-6,
+    "compile": 1e-5,
+}
+MEANINGS = {
+    "logits": "beside those of transformers",
+    "loss": "beside that of transformers",
+    "gradients": "the worst parameter beside transformers",
+    "padding": "logits of rows with padding on the left, beside transformers",
+    "generation": "greedy tokens that differ from those of transformers, both with a cache",
+    "export": "tensors, config keys and files that save_hf changes; logits in transformers",
+    "packing": "logits of documents in one row, beside those of each document alone",
+    "recompute": "gradients if backward computes each layer again, beside plain ones",
+    "compile": "loss and gradients under torch.compile(fullgraph=True), beside eager ones",
+}
+# If two logits are nearer than this fraction of the largest one, either token may be chosen.
+_NEAR_TIE = 1e-4
+# Scaled rope goes beyond its original length, which is 16 in `shrunk`, from the prompt on.
+_SEQ, _PROMPT, _NEW = 24, 17, 12
+_MOST_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of a check: its error, or the reason why there is none.
+
+    Attributes:
+        error: the error, or None if the check did not run or failed with an exception.
+        note: the reason. It is empty if there is an error.
+        ok: whether the error is within the bound. A check that was left out is ok.
+    """
+
+    error: float | None
+    note: str
+    ok: bool
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return "left out" if self.ok else "FAILED"
+        return ("" if self.ok else "FAILED ") + ("0" if self.error == 0 else f"{self.error:.0e}")
+
+
+@dataclass
+class FamilyReport:
+    """What `check_family` found. `str` makes a table of it. `ok` is True if every check passed.
+
+    Attributes:
+        family: the model_type.
+        rows: a config's name -> the check's name -> the result.
+    """
+
+    family: str
+    rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(cell.ok for row in self.rows.values() for cell in row.values())
+
+    def __str__(self) -> str:
+        checks = [check for check in BOUNDS if any(check in row for row in self.rows.values())]
+        table = [[self.family, *checks]]
+        for name, row in self.rows.items():
+            table.append([name, *(str(row[c]) if c in row else "" for c in checks)])
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        notes: dict[str, None] = {}
+        for name, row in self.rows.items():
+            for check, cell in row.items():
+                if cell.note:
+                    notes[cell.note if cell.ok else f"{name}, {check}: {cell.note}"] = None
+        return "\n".join([*lines, *notes])
+
+    def worst(self) -> dict[str, Cell]:
+        """Return the worst result of each check over all configs."""
+
+        def badness(cell: Cell) -> tuple[bool, float]:
+            return not cell.ok, -1.0 if cell.error is None else cell.error
+
+        found: dict[str, list[Cell]] = {}
+        for row in self.rows.values():
+            for check, cell in row.items():
+                found.setdefault(check, []).append(cell)
+        return {check: max(cells, key=badness) for check, cells in found.items()}
+
+
+def check_family(
+    family: type[DecoderModel],
+    config: ModelConfig | None = None,
+    *,
+    compile: bool = True,
+    seed: int = 0,
+) -> FamilyReport:
+    """Check a model class: its weight map, and tiny random models beside transformers.
+
+    Args:
+        family: the model class.
+        config: a config, such as that of a published checkpoint. The checks use it with small
+            sizes. The default is `family.config_class.small()`. Each boolean field is also checked
+            with its other value.
+        compile: whether to compile a model, which takes a few seconds.
+        seed: the seed of the weights and inputs.
+    Raises:
+        ConfigError: the weight map is wrong, or there is no small model.
+    """
+    check_weight_map(family)
+    small = family.config_class.small() if config is None else shrunk(config)
+    report = FamilyReport(family.config_class.model_type)
+    for name, variant in small_variants(small).items():
+        with _quiet(), tempfile.TemporaryDirectory() as folder, torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            checks = _Checks(family, variant, Path(folder), seed)
+            compiles = compile and variant is small
+            names = [check for check in BOUNDS if compiles or check != "compile"]
+            report.rows[name] = {check: checks.run(check) for check in names}
+    return report
+
+
+def shrunk(config: ModelConfig) -> ModelConfig:
+    """Return a config with the sizes of `small`, and with the other values of `config`.
+
+    Lists with an entry for each layer are cut after the first layer of the last kind.
+    """
+    cls, small = type(config), type(config).small()
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    extra, before = values.pop("extra"), config.num_hidden_layers
+    sizes = {
+        name: getattr(small, name)
+        for name, value in values.items()
+        if value is not None
+        and type(getattr(small, name)) is int
+        and (name in cls.largest or name in cls.small_fields or name.endswith("_token_id"))
+    }
+    for_layers = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == before}
+    kinds = [1 + kind.index(each) for kind in for_layers.values() for each in kind]
+    layers = min(max([small.num_hidden_layers, *kinds]), before, _MOST_LAYERS)
+    for_layers = {name: value[:layers] for name, value in for_layers.items()}
+    scaling = copy.deepcopy(config.rope_scaling)
+    if scaling is not None:
+        if "original_max_position_embeddings" in scaling:
+            scaling["original_max_position_embeddings"] = small.max_position_embeddings // 4
+        rotary = int(small.head_dim * config.rotary_dim / config.head_dim)
+        for name in ("short_factor", "long_factor"):
+            if name in scaling:
+                scaling[name] = scaling[name][: rotary // 2]
+    values |= sizes | for_layers | {"num_hidden_layers": layers, "rope_scaling": scaling}
+    # Keys that the family does not read stay, because transformers may compute with them.
+    extra = {
+        key: value[:layers] if isinstance(value, list) and len(value) == before else value
+        for key, value in extra.items()
+        if key not in ("original_max_position_embeddings", "dtype", "torch_dtype")
+    }
+    return cls(**{**values, "dtype": None}, extra=extra)
+
+
+class _Checks:
+    """The models of one config, and a method for each check."""
+
+    def __init__(
+        self, family: type[DecoderModel], config: ModelConfig, folder: Path, seed: int
+    ) -> None:
+        self.family, self.config, self.seed = family, config, seed
+        self.folder, self.scratch = folder / "checkpoint", folder
+        self.folder.mkdir()
+        self.without = ""  # why transformers is left out
+        self.fault = ""  # why there is no model at all
+        try:
+            self.theirs: Any = self._save_with_transformers()
+        except _LeftOut as reason:
+            self.without, self.theirs = str(reason), None
+            self._save_ours()
+        except Exception as error:
+            self.fault = f"transformers: {type(error).__name__}: {first_line(error)}"
+        self.ids, self.labels = self._inputs()
+
+    def run(self, check: str) -> Cell:
+        """Run a check. An exception fails it."""
+        if self.fault:
+            return Cell(None, self.fault, False)
+        try:
+            error = float(getattr(self, f"_{check}")())
+        except _LeftOut as reason:
+            return Cell(None, f"left out: {reason}", True)
+        except Exception as fault:
+            kind = "" if isinstance(fault, LigerError) else f"{type(fault).__name__}: "
+            return Cell(None, f"{kind}{first_line(fault)}", False)
+        return Cell(error, "", error <= BOUNDS[check])
+
+    def _save_with_transformers(self) -> Any:
+        """Let transformers make a random model from our config.json, and save it."""
+        try:
+            import transformers
+        except ImportError:
+            raise _LeftOut("transformers is not installed") from None
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self._write_config()
+        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        if self.config.model_type not in known:
+            raise _LeftOut(f"transformers does not know {self.config.model_type!r}")
+        config = transformers.AutoConfig.from_pretrained(self.folder)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+        _randomize(model, self.seed)
+        model.save_pretrained(self.folder)
+        return model.eval()
+
+    def _save_ours(self) -> None:
+        model = self.family(self.config)
+        _randomize(model, self.seed)
+        model.save_hf(self.folder)
+
+    def _write_config(self) -> None:
+        raw = hf_config.to_hf(self.config)
+        (self.folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2), encoding="utf-8")
+
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        """Return ids (2, seq) with the padding token among them, and labels, some ignored."""
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(0, self.config.vocab_size, (2, _SEQ), generator=generator)
+        if (pad := self.config.pad_token_id) is not None:
+            ids[:, 3] = ids[-1, _SEQ // 2] = pad
+        labels = ids.clone()
+        labels[0, _SEQ // 2 : _SEQ // 2 + 3] = -100
+        return ids, labels
+
+    def _ours(self) -> DecoderModel:
+        return self.family.from_hf(self.folder, dtype=torch.float32).eval()
+
+    def _reference(self) -> Any:
+        """Return a copy of transformers' model: some types of rope remember a longer call."""
+        if self.theirs is None:
+            raise _LeftOut(self.without)
+        return copy.deepcopy(self.theirs)
+
+    def _logits(self) -> float:
+        expected = self._reference()(self.ids).logits
+        return _relative(_logits(self._ours(), self.ids), expected)
+
+    def _loss(self) -> float:
+        expected = self._reference()(self.ids, labels=self.labels).loss
+        loss = self._ours()(self.ids, labels=self.labels).loss
+        return (abs(loss - expected) / abs(expected)).item()
+
+    def _gradients(self) -> float:
+        """Save transformers' gradients as a checkpoint: our load then gives them our names."""
+        theirs = self._reference()
+        theirs(self.ids, labels=self.labels).loss.backward()
+        with torch.no_grad():
+            for weight in theirs.parameters():
+                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        folder = self.scratch / "gradients"
+        theirs.save_pretrained(folder)
+        expected = dict(self.family.from_hf(folder, dtype=torch.float32).named_parameters())
+        ours = self._ours()
+        return _worst(_gradients(ours, self.ids, self.labels), expected)
+
+    def _padding(self) -> float:
+        mask = torch.ones_like(self.ids)
+        mask[0, : _SEQ // 3] = 0
+        expected = self._reference()(self.ids, attention_mask=mask).logits
+        found = _logits(self._ours(), self.ids, attention_mask=mask)
+        return _relative(found[mask.bool()], expected[mask.bool()])
+
+    def _generation(self) -> float:
+        """Compare greedy tokens with those of transformers, or with those without our cache."""
+        ours, text = self._ours(), self.ids[:, :_PROMPT]
+        never = self.config.vocab_size  # no row stops early
+        found = ours.generate(text, max_new_tokens=_NEW, eos_token_id=never, pad_token_id=0)
+        if self.theirs is None:
+            if self.config.rope_scaling is not None:
+                raise _LeftOut("rope may depend on the length, so the cache matters")
+            logits = _logits(ours, found)[:, _PROMPT - 1 : -1]
+            expected = logits.argmax(-1)
+        else:
+            theirs = self._reference()
+            theirs.generation_config.eos_token_id = None
+            made = theirs.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                max_new_tokens=_NEW,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            logits, expected = torch.stack(made.logits, 1), made.sequences[:, _PROMPT:]
+        return sum(map(_differing, found[:, _PROMPT:], expected, logits))
+
+    def _export(self) -> float:
+        out = self.scratch / "export"
+        self.family.from_hf(self.folder).save_hf(out)
+        report = compare(self.folder, out, self.family)
+        if not report.ok:
+            raise ConfigError(str(report.differences[0]))
+        if self.theirs is None:
+            return 0
+        import transformers
+
+        (name,) = hf_config.to_hf(type(self.config).small())["architectures"]
+        if name != type(self.theirs).__name__:
+            raise ConfigError(
+                f"a new model is exported as {name!r}, but transformers' class is "
+                f"{type(self.theirs).__name__!r}; set architecture of the config class to that"
+            )
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
+            out, attn_implementation="eager", dtype=torch.float32
+        )
+        same = torch.equal(opened.eval()(self.ids).logits, self._reference()(self.ids).logits)
+        return 0 if same else math.inf
+
+    def _packing(self) -> float:
+        """Compare two documents in one row, told by both means, with each by itself."""
+        ours, cut = self._ours(), _SEQ // 3
+        row, parts = self.ids[:1], (self.ids[:1, :cut], self.ids[:1, cut:])
+        expected = torch.cat([_logits(ours, part) for part in parts], 1)
+        positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+        starts = torch.tensor([0, cut, _SEQ], dtype=torch.int32)
+        return max(
+            _relative(_logits(ours, row, position_ids=positions), expected),
+            _relative(_logits(ours, row, cu_seqlens=starts), expected),
+        )
+
+    def _recompute(self) -> float:
+        ours = self._ours()
+        expected = _gradients(ours, self.ids, self.labels)
+        worst = 0.0
+        for keep in KEEPS:
+            ours.set_memory_plan(MemoryPlan.uniform(len(ours.layers), keep))
+            worst = max(worst, _worst(_gradients(ours, self.ids, self.labels), expected))
+        return worst
+
+    def _compile(self) -> float:
+        ours = self._ours()
+        loss = ours(self.ids, labels=self.labels).loss
+        expected = _gradients(ours, self.ids, self.labels)
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        found = compiled(self.ids, labels=self.labels).loss
+        gradients = _gradients(ours, self.ids, self.labels, compiled)
+        return max((abs(found - loss) / abs(loss)).item(), _worst(gradients, expected))
+
+
+class _LeftOut(Exception):
+    """Why a check is left out."""
+
+
+def _randomize(model: nn.Module, seed: int) -> None:
+    """Draw weights that keep activations of order one, and norms and biases all different."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if id(weight) in embeddings:
+                weight.copy_(0.3 * noise)
+            elif weight.dim() < 2 or (weight == weight.flatten()[0]).all():  # a norm or a bias
+                weight.add_(0.2 * noise)
+            else:
+                weight.copy_(1.5 * weight.shape[-1] ** -0.5 * noise)
+
+
+def _logits(model: DecoderModel, ids: Tensor, **inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return model.head.logits(model(ids, **inputs))
+
+
+def _gradients(
+    model: DecoderModel, ids: Tensor, labels: Tensor, compiled: Callable[..., Any] | None = None
+) -> dict[str, Tensor]:
+    """Return the gradient of every parameter; one that the loss does not reach has zeros."""
+    model.zero_grad(set_to_none=True)
+    forward = model if compiled is None else compiled
+    forward(ids, labels=labels).loss.backward()
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest relative error of a parameter.
+
+    Some gradients are zero except for rounding, so the error is relative to at least a thousandth
+    of the norm of all gradients.
+    """
+    whole = torch.stack([grad.detach().double().norm() for grad in expected.values()]).norm()
+    return max(
+        ((found[name] - grad).double().norm() / grad.double().norm().clamp(min=1e-3 * whole)).item()
+        for name, grad in expected.items()
+    )
+
+
+def _differing(found: Tensor, expected: Tensor, logits: Tensor) -> int:
+    """Count the tokens (new) that differ. After two tokens that tie, the rest may differ.
+
+    Args: logits (new, vocab), which `expected` was chosen from.
+    """
+    unequal = found != expected
+    if not unequal.any():
+        return 0
+    first = int(unequal.int().argmax())
+    best = logits[first].topk(2).values
+    tie = best[0] - best[1] <= _NEAR_TIE * logits[first].abs().max()
+    return 0 if tie else int(unequal.sum())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

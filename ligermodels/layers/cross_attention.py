@@ -1,0 +1,109 @@
+"""Attention of one sequence to another, whose keys and values one packed linear projects."""
+
+from functools import partial
+from typing import overload
+
+from torch import Tensor, nn
+
+from ligermodels.layers.attention_backend import attend
+from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.fusion import PreNormed, norm_then_linear
+from ligermodels.layers.recompute import Planned, attend_once
+
+
+class CrossAttention(Planned, nn.Module):
+    """Attention of tokens to a memory, such as an encoder's output (arXiv:1706.03762).
+
+    It has no positions: every token sees the whole memory, except for what a mask hides.
+
+    Args:
+        hidden_size: width of input and output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads and of value heads. It must divide num_heads, which is
+            also the default.
+        head_dim: size of a head. The default is hidden_size / num_heads.
+        memory_size: width of the memory. The default is hidden_size.
+        bias: whether the projections of queries, keys and values have a bias.
+        out_bias: whether the output projection has a bias. The default is `bias`.
+        scale: factor on the scores. The default is head_dim^-1/2.
+        softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
+        q_norm, k_norm: norms over head_dim of each query head and key head.
+
+    Raises:
+        ValueError: num_heads does not divide hidden_size and head_dim is not given, or num_kv_heads
+            does not divide num_heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        memory_size: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"CrossAttention: hidden_size {hidden_size} is not a multiple of num_heads "
+                f"{num_heads}; set head_dim"
+            )
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"CrossAttention: num_heads {num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}"
+            )
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
+        rows = 2 * self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.kv_proj = nn.Linear(memory_size or hidden_size, rows, bias=bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+
+    @overload
+    def forward(self, x: Tensor, memory: Tensor, mask: AttentionMask | None = None) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: PreNormed, memory: Tensor, mask: AttentionMask | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, x: Tensor | PreNormed, memory: Tensor, mask: AttentionMask | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply attention to x, or to norm(x + residual) if x comes from `pre_norm`.
+
+        Args: x (batch, seq, hidden), or what `pre_norm` returns; memory (batch, keys, memory size);
+            mask, an `AttentionMask(seq, keys, ...)`, which layers may share. None hides nothing.
+        Returns: the output (batch, seq, hidden); for an x from `pre_norm`, (the output,
+            x + residual).
+        """
+        q, total = norm_then_linear(x, self.q_proj)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = self.kv_proj(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attention = partial(
+            attend,
+            mask=AttentionMask(q.shape[2], k.shape[2]) if mask is None else mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            causal=False,
+        )
+        out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
+        out = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return out if isinstance(x, Tensor) else (out, total)

@@ -1,0 +1,57 @@
+"""`ligermodels check-family` prints the report of `check_family`, and fails if it does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ligermodels.integrations import check_family as module
+from ligermodels.integrations.check_family import Cell, FamilyReport
+from ligermodels.models.llama import LigerLlama, LlamaConfig
+from tests.cli.helpers import assert_one_line
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command asks for; the report has one row."""
+    found = {}
+
+    def check_family(family, config, **options):
+        found.update(family=family, config=config, **options)
+        row = {"logits": found.get("cell", Cell(1e-7, "", True))}
+        return FamilyReport("llama", {"small config": row})
+
+    monkeypatch.setattr(module, "check_family", check_family)
+    return found
+
+
+def test_a_family_by_its_name(call, asked):
+    code, out, err = call("check-family", "llama")
+    assert (code, err) == (0, "") and asked["family"] is LigerLlama
+    assert (asked["config"], asked["compile"], asked["seed"]) == (None, True, 0)
+    assert "small config  1e-07" in out and "beside those of transformers" in out
+
+
+def test_the_config_of_a_checkpoint(call, asked, tmp_path):
+    """Weights are not needed."""
+    raw = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    code, _, _ = call("check-family", tmp_path, "--no-compile", "--seed", "3")
+    assert code == 0 and isinstance(asked["config"], LlamaConfig)
+    assert (asked["config"].hidden_size, asked["compile"], asked["seed"]) == (96, False, 3)
+
+
+def test_a_failed_check(call, asked):
+    asked["cell"] = Cell(0.1, "", False)
+    code, out, _ = call("check-family", "llama", "--json")
+    assert code == 1
+    assert json.loads(out) == {
+        "family": "llama",
+        "rows": {"small config": {"logits": {"error": 0.1, "note": "", "ok": False}}},
+        "ok": False,
+    }
+
+
+def test_an_unknown_family(call, asked):
+    assert_one_line(call("check-family", "./nothing"), "./nothing", "no such folder")

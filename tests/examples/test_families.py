@@ -1,0 +1,107 @@
+"""Every family in examples/families is exact beside transformers, and short."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ligermodels import AutoLiger, cli
+from ligermodels.integrations.check_family import BOUNDS, check_family
+from tests import outside
+from tests.examples import family_table
+from tests.models.pairs import relative
+
+pytestmark = pytest.mark.usefixtures("registry")
+# It differs most from what the families of the package compile.
+COMPILED = ("qwen3_moe",)
+
+
+@pytest.mark.parametrize("name", outside.NAMES)
+def test_it_is_exact(name: str) -> None:
+    report = check_family(outside.family(name), compile=name in COMPILED)
+    cells = report.rows["small config"]
+    assert report.ok, str(report)
+    assert [c for c in BOUNDS if c != "compile"] == [c for c in cells if c != "compile"]
+    assert all(cell.error is not None for row in report.rows.values() for cell in row.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in outside.NAMES if name not in COMPILED])
+def test_it_compiles(name: str) -> None:
+    cell = check_family(outside.family(name)).rows["small config"]["compile"]
+    assert cell.error is not None and cell.ok
+
+
+def test_phi_with_the_rope_of_phi_4_mini() -> None:
+    """Its factors are those of the rotated part of a head."""
+    cls = outside.family("phi3")
+    pairs = cls.config_class.small().rotary_dim // 2
+    scaling = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
+    }
+    report = check_family(cls, cls.config_class.small(rope_scaling=scaling), compile=False)
+    assert report.ok and report.rows["small config"]["logits"].error is not None, str(report)
+    scaling["short_factor"] = [1.0] * 8
+    with pytest.raises(ValueError, match="has 8 numbers, expected half of the rotated part"):
+        cls.config_class.small(rope_scaling=scaling)
+
+
+def moe() -> Any:
+    cls = outside.family("qwen3_moe")
+    torch.manual_seed(0)
+    return cls(cls.config_class.small(output_router_logits=True))
+
+
+def test_the_balance_of_experts_ignores_padding(tmp_path: Any) -> None:
+    ours = moe()
+    ours.save_hf(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids, mask = torch.randint(3, 131, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :5] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 5] = -100  # the first real token
+    expected = theirs(ids, attention_mask=mask, labels=labels)
+    found = ours(ids, attention_mask=mask, labels=labels)
+    balance = ours.config.router_aux_loss_coef * expected.aux_loss
+    torch.testing.assert_close(found.auxiliary_loss, balance, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+
+
+def test_experts_in_bfloat16_take_the_grouped_product() -> None:
+    ours = moe()
+    ids = torch.randint(3, 131, (2, 12))
+    exact = ours(ids)
+    assert relative(ours.to(torch.bfloat16)(ids), exact) < 2e-2
+
+
+def test_the_command_line_takes_a_family_from_outside(tmp_path: Any, capfd: Any) -> None:
+    """A process of its own would import the file; here it is imported already."""
+    cls = outside.family("granite")
+    torch.manual_seed(0)
+    cls(cls.config_class.small()).save_hf(tmp_path)
+    assert type(AutoLiger.from_hf(tmp_path)) is cls
+    for command in (["inspect", str(tmp_path)], ["convert", str(tmp_path), "--verify"]):
+        assert cli.main(command) == 0
+    assert "granite" in capfd.readouterr().out
+
+
+def test_the_files_are_short_and_use_no_private_name() -> None:
+    for path in outside.FOLDER.glob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 100, path
+        assert not re.findall(r"\b(?:ligermodels|lm)(?:\.\w+)*\._\w+|import _\w+", text), path
+        rooms = set(re.findall(r"from (ligermodels[\w.]*) import", text))
+        assert rooms <= {"ligermodels", "ligermodels.layers"}, path
+
+
+def test_the_table_is_of_these_files() -> None:
+    """`python -m tests.examples.family_table` writes it."""
+    lines = re.findall(r"^\| `(\w+)\.py` \| (\d+)", family_table.PAGE.read_text(), re.M)
+    assert lines == [(name, str(family_table.lines_of(name))) for name in outside.NAMES]

@@ -1,0 +1,145 @@
+"""check_family finds what is wrong in a family, and says which check it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+
+from ligermodels import ConfigError, LigerLlama, LlamaConfig
+from ligermodels.integrations import check_family as module
+from ligermodels.integrations.check_family import BOUNDS, FamilyReport, check_family, shrunk
+from ligermodels.models.gemma3 import Gemma3Config
+from tests import outside
+
+
+def failed(cls: Any, config: Any = None) -> dict[str, str]:
+    """Return the failed checks of the first config, and why."""
+    row = check_family(cls, config, compile=False).rows["small config"]
+    return {check: cell.note for check, cell in row.items() if not cell.ok}
+
+
+def family(**members: Any) -> Any:
+    return type("LigerWrong", (LigerLlama,), {"__module__": __name__, **members})
+
+
+def test_a_right_family_passes() -> None:
+    report = check_family(LigerLlama, compile=False)
+    assert report.ok and set(report.rows["small config"]) == BOUNDS.keys() - {"compile"}
+    assert list(report.rows) == [
+        "small config",
+        *("tie_word_embeddings=True", "attention_bias=True", "mlp_bias=True"),
+    ]
+    assert "FAILED" not in str(report)
+
+
+def test_other_numbers_are_found() -> None:
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        out = LigerLlama.forward(self, *inputs, **options)
+        return 1.001 * out if isinstance(out, Tensor) else out
+
+    assert failed(family(forward=forward)).keys() == {"logits", "padding"}
+
+    def make_block(self: Any, layer_index: int) -> Any:
+        block = LigerLlama.make_block(self, layer_index)
+        block.self_attn.scale *= 1.01
+        return block
+
+    wrong = failed(family(make_block=make_block))
+    assert {"logits", "gradients"} <= wrong.keys() and "export" not in wrong
+
+
+def test_an_exception_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(self: Any, *inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no cache here\nand more")
+
+    report = check_family(family(generate=generate), compile=False)
+    assert not report.ok and report.worst()["generation"].note == "RuntimeError: no cache here"
+    assert "small config, generation: RuntimeError: no cache here" in str(report)
+
+
+def test_a_wrong_name_of_the_architecture_is_found() -> None:
+    config_class = type("Wrong", (LlamaConfig,), {"architecture": "LlamaForEverything"})
+    notes = failed(family(config_class=config_class))
+    assert notes.keys() == {"export"} and "set architecture" in notes["export"]
+
+
+def test_a_model_that_transformers_does_not_know() -> None:
+    config_class = type("OwnConfig", (LlamaConfig,), {"model_type": "nobody_has_this"})
+    report = check_family(family(config_class=config_class), compile=False)
+    row = report.rows["small config"]
+    assert report.ok
+    assert {c for c, cell in row.items() if cell.error is None} == {
+        *("logits", "loss", "gradients", "padding")
+    }
+    assert "left out: transformers does not know 'nobody_has_this'" in str(report)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    row = check_family(LigerLlama, compile=False).rows["small config"]
+    assert row["logits"].note == "left out: transformers is not installed"
+    assert row["generation"].error == row["export"].error == 0
+
+
+def test_what_transformers_refuses_is_a_failure() -> None:
+    class TooWide(LlamaConfig):
+        model_type: ClassVar[str] = "llama"
+
+    def to_hf(config: Any) -> dict[str, Any]:
+        return {**real(config), "hidden_size": 41}
+
+    real = module.hf_config.to_hf
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.hf_config, "to_hf", to_hf)
+        assert all(note.startswith("transformers: ") for note in failed(LigerLlama).values())
+
+
+def test_a_wrong_weight_map_is_refused() -> None:
+    def weight_map(config: Any) -> Any:
+        entries = LigerLlama.weight_map(config)
+        return dataclasses.replace(entries, entries=entries.entries[1:])
+
+    with pytest.raises(ConfigError, match=r"entry 'embed_tokens\.weight' is missing"):
+        check_family(family(weight_map=staticmethod(weight_map)))
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_config_of_a_checkpoint_gets_small_sizes() -> None:
+    llama = LlamaConfig.preset("llama-3.1-8b", attention_bias=True, extra={"mine": [1] * 32})
+    small = shrunk(llama)
+    expected = LlamaConfig.small()
+    assert (small.hidden_size, small.num_hidden_layers) == (expected.hidden_size, 2)
+    assert small.attention_bias and small.rope_theta == llama.rope_theta
+    assert small.extra == {"mine": [1, 1]}
+    assert small.rope_scaling == {**llama.rope_scaling, "original_max_position_embeddings": 16}
+    assert failed(LigerLlama, dataclasses.replace(llama, extra={})) == {}
+
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    gemma = shrunk(Gemma3Config.preset("gemma-3-4b", num_hidden_layers=12, layer_types=layers * 2))
+    assert gemma.layer_types == layers and gemma.sliding_window == 7
+
+    phi3 = outside.family("phi3").config_class
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    published = phi3(
+        num_attention_heads=24,
+        partial_rotary_factor=0.75,
+        rope_scaling={"rope_type": "longrope", **factors},
+    )
+    small = shrunk(published)
+    assert small.partial_rotary_factor == 0.75 and len(small.rope_scaling["long_factor"]) == 6
+    assert small.sliding_window is None
+
+
+def test_the_worst_of_each_check() -> None:
+    cell = module.Cell
+    report = FamilyReport("x", {"a": {"loss": cell(1e-8, "", True), "logits": cell(0.0, "", True)}})
+    report.rows["b"] = {"loss": cell(1e-7, "", True), "logits": cell(None, "broken", False)}
+    assert report.worst() == {
+        "loss": cell(1e-7, "", True),
+        "logits": cell(None, "broken", False),
+    }
+    assert not report.ok and "b, logits: broken" in str(report)

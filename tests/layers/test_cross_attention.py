@@ -1,0 +1,104 @@
+"""Compare attention to another sequence with a dense formula in float64, also when recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligermodels.layers import AttentionMask, CrossAttention, RMSNorm, pre_norm
+from ligermodels.layers.recompute import KEEPS, run_layer
+from tests.models.pairs import relative
+
+BATCH, SEQ, KEYS, HIDDEN, MEMORY, HEAD_DIM = 2, 5, 7, 24, 20, 6
+
+
+def dense(layer: CrossAttention, x: Tensor, memory: Tensor, sees: Tensor) -> Tensor:
+    """Compute the layer head by head. sees (batch, keys) is True for keys that are not padding."""
+    q = layer.q_proj(x).unflatten(-1, (layer.num_heads, layer.head_dim))
+    rows = layer.kv_proj(memory).unflatten(-1, (2 * layer.num_kv_heads, layer.head_dim))
+    k, v = rows[:, :, : layer.num_kv_heads], rows[:, :, layer.num_kv_heads :]
+    q = q if layer.q_norm is None else layer.q_norm(q)
+    k = k if layer.k_norm is None else layer.k_norm(k)
+    out = []
+    for head in range(layer.num_heads):
+        group = head // (layer.num_heads // layer.num_kv_heads)
+        scores = q[:, :, head] @ k[:, :, group].transpose(-1, -2) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
+        out.append(weights @ v[:, :, group])
+    return layer.o_proj(torch.cat(out, -1))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True, "softcap": 0.5}, {"scale": 0.1, "norms": True}],
+    ids=str,
+)
+def test_values_and_gradients(options: dict[str, Any], padded: bool) -> None:
+    torch.manual_seed(0)
+    options = dict(options)
+    if options.pop("norms", False):
+        options |= {"q_norm": RMSNorm(HEAD_DIM), "k_norm": RMSNorm(HEAD_DIM)}
+    layer = CrossAttention(HIDDEN, 4, 2, HEAD_DIM, memory_size=MEMORY, **options)
+    x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
+    memory = torch.randn(BATCH, KEYS, MEMORY, requires_grad=True)
+    sees = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    mask = None
+    if padded:
+        sees[0, 4:] = False
+        mask = AttentionMask(SEQ, KEYS, padding_mask=sees)
+    out = layer(x, memory, mask)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, [x, memory, *layer.parameters()], upstream)
+    wide = [each.detach().double().requires_grad_() for each in (x, memory)]
+    expected = dense(layer.double(), *wide, sees)
+    wanted = torch.autograd.grad(expected, [*wide, *layer.parameters()], upstream.double())
+    assert relative(out, expected) <= 1e-6
+    for grad, want in zip(grads, wanted):
+        assert relative(grad, want) <= 1e-5
+
+
+def test_a_fused_norm_equals_the_parts() -> None:
+    torch.manual_seed(0)
+    layer, norm = CrossAttention(HIDDEN, 4), RMSNorm(HIDDEN)
+    x, residual, memory = torch.randn(3, BATCH, SEQ, HIDDEN)
+    out, total = layer(pre_norm(norm, x, residual), memory)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(out, layer(norm(x + residual), memory))
+
+
+class Block(nn.Module):
+    """A layer that looks at a memory, which its context holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = RMSNorm(HIDDEN), CrossAttention(HIDDEN, 4, 2)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Any) -> Any:
+        return self.attention(pre_norm(self.norm, x, residual), context)
+
+
+def test_every_level_has_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    block = Block()
+    x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
+    memory = torch.randn(BATCH, KEYS, HIDDEN, requires_grad=True)
+    found = []
+    for keep in KEEPS:
+        out, residual = run_layer(block, x, None, memory, keep)
+        loss = (out + residual).square().sum()
+        found.append(torch.autograd.grad(loss, [x, memory, *block.parameters()]))
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[0]))
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="24 is not a multiple of num_heads 5; set head_dim"):
+        CrossAttention(24, 5)
+    with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):
+        CrossAttention(24, 4, 3)
