@@ -33,6 +33,7 @@ _ROUNDS = 5
 # After so many numbers that a line has given, the interval is halved.
 _LINES = 8
 _TILED_ALSO: tuple[Keep, ...] = ("no_gate_up", "attention")
+_LARGEST = 2**31 - 1  # rows of a batch, or tokens of a row
 _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
 Simulate = Callable[[MemoryPlan], Simulation]
@@ -431,6 +432,7 @@ def largest(needed: Callable[[int], int], budget: int, start: int = 1) -> int:
 
     Args: needed: the bytes that a number needs. They grow, nearly along a straight line.
         start: a number to begin with.
+    Returns: at most 2^31 - 1.
     """
     low, high = 0, None  # of the numbers tried, the largest that fits, and the smallest other one
     sizes: dict[int, int] = {}
@@ -443,7 +445,10 @@ def largest(needed: Callable[[int], int], budget: int, start: int = 1) -> int:
             high = number
         margin = max(1, low // 64)
         if high is None:
+            if low == _LARGEST:
+                return low
             number = max(low + margin, min(_guess(sizes, budget) or 8 * low, 64 * low))
+            number = min(number, _LARGEST)
         elif high - low <= margin:
             return low
         else:

@@ -177,6 +177,10 @@ def test_the_largest_number_is_found(curve: str) -> None:
         assert len(tried) == len(set(tried)) <= (8 if curve == "line" else 18)
 
 
+def test_the_largest_number_ends_where_sizes_do() -> None:
+    assert largest(lambda number: 3 * number, 10**18, 128) == 2**31 - 1
+
+
 def test_host_memory_makes_a_plan_faster_within_its_budget() -> None:
     sizes = {keep: size * MIB for keep, size in KEPT.items()}
     rates = replace(RATES, products=1e3, host_bytes=1e4 * MIB)
