@@ -142,7 +142,8 @@ class DecoderModel(HFModel):
         Args:
             input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
                 ends in a device-side assertion: the next synchronisation raises RuntimeError,
-                nothing is returned, and the process cannot use the GPU any more.
+                nothing is returned, and the process cannot use the GPU any more. Of ids beyond 32
+                bits, torch's lookup there reads only the low 32 bits.
             labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
             inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns

@@ -122,7 +122,7 @@ else:
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="ROCm builds have no device assertions")
 @pytest.mark.parametrize("kind", ["forward", "labels"])
-@pytest.mark.parametrize("outside", [-1, 97, 2**40])
+@pytest.mark.parametrize("outside", [-1, 97])
 def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
     """After the device-side assertion, a process cannot use the GPU, so each try has its own."""
     done = subprocess.run(
