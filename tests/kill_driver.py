@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python tests/kill_driver.py MODEL TEXT FOLDER [CHAIN ...]
 
 Each life of the run is a fork of this process, which itself never trains: a life costs a fraction
-of a second, without an import of torch, and can start threads of its own. Lives end by SIGKILL. Chains 0 to 2 count moments (the n-th
-write, flush, rename or step, with files half written), chain 3 takes them from the clock, and
-chain 4 follows FATES. The default is all five.
+of a second, without an import of torch, and can start threads of its own. Lives end by SIGKILL.
+Chains 0 to 2 count moments (the n-th write, flush, rename or step, with files half written), chain
+3 takes them from the clock, and chain 4 follows FATES. The default is all five.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
 from ligermodels.training import checkpoints
