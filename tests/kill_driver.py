@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch._dynamo  # optimizers import it on first use; this way each fork has it already
+# Optimizers import it on first use; this way each fork has it already.
+import torch._dynamo  # noqa: F401
 
 from ligermodels.training import checkpoints
 from ligermodels.training import trainer as training
