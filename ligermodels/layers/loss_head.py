@@ -91,6 +91,8 @@ class LossHead(nn.Module):
     """
 
     class_weights: Tensor | None
+    # The chunk of a memory plan, unless chunk_size or max_scratch_bytes is given.
+    planned_chunk_size: int | None = None
 
     def __init__(
         self,
@@ -173,6 +175,8 @@ class LossHead(nn.Module):
             "class_weights": self.class_weights,
             **loss_options,
         }
+        if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
+            options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
             weight, bias = self._parameters_here(hidden)
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
