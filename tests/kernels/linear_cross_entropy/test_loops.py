@@ -174,9 +174,9 @@ EVERYTHING = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
     "dtype, rows, width",
     [
         (torch.float32, 64, 32),
-        (torch.float64, 64, 32),
+        pytest.param(torch.float64, 64, 32, marks=pytest.mark.long),
         (torch.bfloat16, 64, 32),
-        (torch.float32, 30, 100),
+        pytest.param(torch.float32, 30, 100, marks=pytest.mark.long),
         (torch.bfloat16, 30, 100),
         (torch.float16, 30, 100),
     ],
