@@ -40,7 +40,10 @@ _NO_LOCKS = (*_NO_EXCHANGE, errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EPERM
 _PAUSE = 0.002  # seconds between two attempts to take a lock
 _PATIENCE = 600.0  # seconds; the lock is held while files of the old folder are linked or copied
 _RENAMES = 5.0  # seconds in which a process surely makes its second rename
+_SETTLED = 0.001  # seconds in which a call ends that has found a folder by its name
 _ATTEMPTS = 100  # to read or replace a folder while nobody else replaces it
+
+_NEW_FOLDER = re.compile(r"\..+\.saving-[0-9a-f]{16}", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -294,6 +297,15 @@ def _beside(target: Path, kind: str) -> list[Path]:
     return [path for name in names if (path := target.with_name(name)).is_dir()]
 
 
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a folder that a save made is locked by nobody."""
+    try:
+        with _Folder(path) as folder:
+            return folder.locked
+    except (BlockingIOError, NotADirectoryError):
+        return False
+
+
 def _new_folder(target: Path) -> tuple[Path, _Folder]:
     while True:
         fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
@@ -367,6 +379,11 @@ def _replace_once(target: Path, fresh: Path, carried: Callable[[str], bool]) -> 
             # Others may have changed the old folder until now.
             _refuse_mounts(old)
             carry.over(old, target)
+            # Calls of theirs that found it before the swap may still wait for its kernel lock.
+            for _ in range(_ATTEMPTS):
+                time.sleep(_SETTLED)
+                if not carry.over(old, target):
+                    break
         except BaseException:
             _swap_back(old, target, fresh)
             raise
@@ -384,8 +401,10 @@ class _Carry:
         self._wanted = wanted
         self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
 
-    def over(self, old: Path, new: Path) -> None:
-        """Add the files. In a second call, do what others did to the old folder since the first.
+    def over(self, old: Path, new: Path) -> bool:
+        """Add the files. In a later call, do what others did to the old folder since the last.
+
+        Returns: whether the new folder was changed.
 
         Raises:
             OSError: a file or folder cannot be added, or another save is at work in a folder.
@@ -393,7 +412,8 @@ class _Carry:
         before, self._seen = self._seen, {}
         changed: list[Path] = []
         self._add(old, new, "", before, changed)
-        for key in sorted(before.keys() - self._seen.keys(), reverse=True):  # Folders come last.
+        gone = before.keys() - self._seen.keys()
+        for key in sorted(gone, reverse=True):  # Folders come last.
             with contextlib.suppress(OSError):
                 if stat.S_ISDIR(os.lstat(new / key).st_mode):
                     (new / key).rmdir()
@@ -401,6 +421,7 @@ class _Carry:
                     _withdraw(new / key, before[key])
         for folder in changed:
             sync_folder(folder)
+        return bool(changed or gone)
 
     def _add(
         self,
@@ -415,6 +436,8 @@ class _Carry:
             if not where and not self._wanted(name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
+                if _NEW_FOLDER.fullmatch(name) and _is_abandoned(old / name):
+                    continue
                 path, copy, key = old / name, new / name, f"{where}{name}"
                 status = os.lstat(path)
                 now: tuple[int, ...] = (status.st_dev, status.st_ino)

@@ -348,6 +348,34 @@ def test_what_others_do_to_the_new_folder_after_the_swap_is_kept(tmp_path, way, 
     assert content(target) == NEW | expected and os.listdir(tmp_path) == ["out"]
 
 
+def test_a_call_that_found_the_old_folder_before_the_swap_loses_nothing(tmp_path, way, monkeypatch):
+    """It changes that folder while the files that came late are added to the new one."""
+    target, late = tmp_path / "out", []
+    fill(target, OLD)
+    over = atomic._Carry.over
+
+    def others(carry, old, new):
+        changed = over(carry, old, new)
+        if new == target and len(late) < 3:
+            late.append(f"late {len(late)}")
+            (old / late[-1]).write_text("mine")
+        return changed
+
+    monkeypatch.setattr(atomic._Carry, "over", others)
+    replace(target)
+    assert content(target) == NEW | dict.fromkeys(late, "mine") and len(late) == 3
+
+
+def test_the_new_folder_of_a_killed_save_inside_does_not_come_along(tmp_path):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    left, lock = atomic._new_folder(target / "best")
+    lock.close()
+    (target / ".file.saving-0123456789abcdef").write_text("mine")
+    replace(target)
+    assert not left.exists() and (target / ".file.saving-0123456789abcdef").exists()
+
+
 def test_another_save_inside_the_folder_is_an_error(tmp_path, before_the_swap):
     target, inner = tmp_path / "out", tmp_path / "out" / "best"
     fill(target, OLD)
