@@ -23,7 +23,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "models": ("memory", "converters"),
     "text": ("converters",),
     "generation": ("models", "text"),
-    "training": ("generation",),
+    "parallel": ("models",),
+    "training": ("generation", "parallel"),
     "integrations": ("training",),
     "cli": ("integrations",),
 }
