@@ -23,8 +23,9 @@ from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
 
 
@@ -97,7 +98,7 @@ class HFModel(nn.Module):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         revision: str | None = None,
         allow_nonfinite: bool = False,
@@ -106,7 +107,8 @@ class HFModel(nn.Module):
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: dtype of the parameters. By default each keeps the dtype of the checkpoint.
+            dtype: dtype of the parameters, or its name, such as "bfloat16". By default, and with
+                "auto", each keeps the dtype of the checkpoint.
             device: device of the parameters. They are loaded onto it tensor by tensor.
             revision: branch, tag or commit of a hub id.
             allow_nonfinite: whether to accept NaN and infinite weights.
@@ -118,8 +120,7 @@ class HFModel(nn.Module):
                 a tokenizer or generation file is damaged, or the repository does not exist or
                 denies access. Names and shapes are checked before anything large is allocated.
         """
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        dtype = _parameter_dtype(dtype)
         check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
@@ -163,7 +164,7 @@ class HFModel(nn.Module):
         self,
         folder: str | os.PathLike[str],
         *,
-        max_shard_size: int = 5 * 10**9,
+        max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
     ) -> None:
@@ -175,16 +176,19 @@ class HFModel(nn.Module):
         folder and load from it: each load gets one whole checkpoint.
 
         Args:
-            max_shard_size: largest size of a weight file, in bytes.
+            max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
         Raises:
+            ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
-                built, a weight is NaN or infinite, or a parameter cannot be saved: it belongs to a
-                wrapper, is sharded, sparse or on the meta device, or does not have the config's
+                built, a weight is NaN or infinite, a head is tied to an embedding that is no
+                longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
+                sharded, sparse, quantised or on the meta device, or does not have the config's
                 shape. The old content of the folder is unchanged.
         """
         config = self.config
+        shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
         _check_config(self, folder)
         dtype = self.embed_tokens.weight.dtype
         if dtype != self.source_dtype:
@@ -193,13 +197,14 @@ class HFModel(nn.Module):
         # With an untied config, a weight that the user has tied by hand is saved under both names.
         weights = dict(self.named_parameters(remove_duplicate=False))
         _check_savable(weights, {entry.name: entry.shape for entry in weight_map}, folder)
+        _check_tied(self, folder)
         export.save(
             folder,
             hf_config.to_hf(config),
             weight_map,
             lambda name: weights[name].detach(),
             source_files=self.source_files,
-            max_shard_size=max_shard_size,
+            max_shard_size=shard_bytes,
             allow_nonfinite=allow_nonfinite,
             overwrite=overwrite,
         )
@@ -332,6 +337,20 @@ def _check_savable(
                 "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
                 "full_state_dict=True) and load them into a model on one rank"
             )
+        # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
+        status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
+        if hasattr(weight, "ds_id") and status != "AVAILABLE":
+            raise SaveError(
+                f"{where}: parameter {name!r} is divided among the ranks by DeepSpeed's ZeRO-3; "
+                "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
+                "on every rank"
+            )
+        if type(weight) is not nn.Parameter:
+            raise SaveError(
+                f"{where}: parameter {name!r} is a {type(weight).__name__}, not a plain tensor, "
+                "such as one that was quantised; replace it by its values in a float dtype, as an "
+                "nn.Parameter"
+            )
         if tuple(weight.shape) != shape:
             raise SaveError(
                 f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config needs"
@@ -347,11 +366,30 @@ def _check_savable(
                 f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
                 "initialise the weights first"
             )
-        if weight.layout is not torch.strided:
+
+
+def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Raise if a tied head computes with a weight that the checkpoint would not hold."""
+    weights = {id(weight) for weight in model.parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, LossHead) and module.is_tied and id(module.weight) not in weights:
             raise SaveError(
-                f"{where}: parameter {name!r} is a sparse tensor or has another special layout "
-                f"({str(weight.layout).removeprefix('torch.')}); make it dense first (to_dense)"
+                f"{Path(folder)}: {name!r} is tied to an embedding that is no longer in the model, "
+                "because another one has replaced it (peft: modules_to_save), and a checkpoint "
+                f"holds one weight for both; call model.{name}.tie(embedding) with the new one, if "
+                "the head shall compute with it"
             )
+
+
+def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that parameters shall have, or None if they keep theirs."""
+    if dtype is None or dtype == "auto":
+        return None
+    names = {_name(known): known for known in DTYPES.values()}
+    found = names.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in names.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:
