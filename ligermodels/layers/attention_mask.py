@@ -294,11 +294,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without fullgraph, torch.compile would run the function uncompiled beyond the recompile limit.
     made = torch.compile(function, fullgraph=True)
+    # Without specialize_float, a second scale or cap in the process would become a symbolic float,
+    # and FlexAttention does not accept one. `config.patch` does the same, but it makes a class at
+    # each call, in several times the time.
+    change = torch._dynamo.config._make_closure_patcher(
+        recompile_limit=_RECOMPILE_LIMIT, specialize_float=True
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Without specialize_float, a second scale or cap in the process would become a symbolic
-        # float, and FlexAttention does not accept one.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, specialize_float=True):
+        revert = change()
+        try:
             return made(*args, **kwargs)
+        finally:
+            revert()
 
     return call

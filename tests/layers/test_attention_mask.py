@@ -8,6 +8,7 @@ import torch
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
+    compiled,
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
@@ -135,3 +136,22 @@ def test_malformed_cu_seqlens() -> None:
         tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
         with pytest.raises(ValueError, match=complaint):
             check_cu_seqlens(tensor, 8, longest)
+
+
+def test_the_options_of_the_compiler_hold_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`config.patch` would make a class at each call, which takes longer than the launch."""
+    config = torch._dynamo.config
+    before = config.recompile_limit, config.specialize_float
+
+    def function(fails: bool) -> tuple[int, bool]:
+        if fails:
+            raise RuntimeError("no")
+        return config.recompile_limit, config.specialize_float
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    call = compiled(function)
+    monkeypatch.setattr(type(config), "patch", None)
+    assert call(False) == (256, True)
+    with pytest.raises(RuntimeError, match="no"):
+        call(True)
+    assert (config.recompile_limit, config.specialize_float) == before != (256, True)
