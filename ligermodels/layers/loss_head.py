@@ -91,6 +91,8 @@ class LossHead(nn.Module):
     """
 
     class_weights: Tensor | None
+    # The chunk of a memory plan, unless chunk_size or max_scratch_bytes is given.
+    planned_chunk_size: int | None = None
 
     def __init__(
         self,
@@ -188,6 +190,8 @@ class LossHead(nn.Module):
             and options["class_weights"] is None
         ):
             options["normalizer"] = num_valid  # otherwise the op would count the targets again
+        if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
+            options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
             weight, bias = self._parameters_here(hidden)
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ligermodels import kernels
 from ligermodels.layers import HeadOutput, LossHead
 from tests.layers.heads import (
     BATCH,
@@ -141,6 +142,27 @@ def test_the_result_does_not_depend_on_the_chunk(kind: str) -> None:
     for result in results[1:]:
         for a, b in zip(result, results[0]):
             assert relative(a, b) <= 1e-6
+
+
+def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[Any] = []
+    real = kernels.linear_cross_entropy
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        used.append((options.get("chunk_size"), options.get("max_scratch_bytes")))
+        return real(*args, **options)
+
+    monkeypatch.setattr(kernels, "linear_cross_entropy", recorded)
+    head, _, _ = build("own")
+    hidden, targets = data()
+    wanted = head(hidden, targets).loss
+    head.planned_chunk_size = 3
+    assert relative(head(hidden, targets).loss, wanted) <= 1e-6
+    head(hidden, targets, chunk_size=4)
+    head(hidden, targets, max_scratch_bytes=2**20)
+    assert used == [(None, None), (3, None), (4, None), (None, 2**20)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -131,6 +131,12 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
     assert said is not None and 0 < said.host_bytes <= 16 * 2**30
     assert 70 * 2**30 < said.peak_bytes < 80 * 2**30
     assert plan.uses_host and said.gains
+    assert plan.head_chunk == 4096 and "the loss head handles 4096 tokens" in str(plan)
+    assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    model.apply_memory_plan(plan)
+    assert model.head.planned_chunk_size == 4096
+    model.set_memory_plan(None)
+    assert model.head.planned_chunk_size is None
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, MemoryError])
