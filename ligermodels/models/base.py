@@ -160,7 +160,8 @@ class DecoderModel(HFModel):
             attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens. A mask that is on the CPU, also for a model on a GPU,
-                costs nothing if it is all ones.
+                costs nothing if it is all ones. What padding computes is not specified. In 16 bit
+                on a GPU, padding between tokens makes all hidden states NaN.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
             cache: a `ligermodels.KVCache`, for inference.
@@ -187,6 +188,9 @@ class DecoderModel(HFModel):
         )
         embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
         hidden, extras = self._hidden(embeds, contexts)
+        fault = next(iter(contexts.values())).mask.fault
+        if fault is not None:
+            hidden = hidden + fault.to(hidden.device)
         if cache is not None:
             cache.advance(seq)
         if labels is None:
@@ -380,6 +384,7 @@ class DecoderModel(HFModel):
             past + seq,
             document_ids=document_ids,
             padding_mask=attention_mask,
+            padding_at_ends=True,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             prefix_lengths=prefix_lengths,

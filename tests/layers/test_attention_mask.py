@@ -155,3 +155,27 @@ def test_the_options_of_the_compiler_hold_during_a_call(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="no"):
         call(True)
     assert (config.recompile_limit, config.specialize_float) == before != (256, True)
+
+
+def test_padding_at_the_ends_of_rows_divides_them_into_documents() -> None:
+    rows = ["0011", "1110", "0110", "1111", "0000"]
+    tokens = torch.tensor([[int(x) for x in row] for row in rows])
+    mask = AttentionMask(4, padding_mask=tokens, padding_at_ends=True)
+    ends, longest = mask.varlen_seqlens(len(rows), tokens.device)
+    assert longest == 4 and ends.dtype == torch.int32 and mask.fault == 0
+    documents = torch.searchsorted(ends.long(), torch.arange(tokens.numel()), right=True)
+    same = AttentionMask(4, document_ids=documents.view_as(tokens))
+    for window, causal in product((None, 2), (True, False)):
+        for row, expected in enumerate(mask.dense(window, tokens.device, causal=causal)):
+            found = same.dense(window, tokens.device, causal=causal)[row]
+            queries = tokens[row].bool()  # what padding sees is not specified
+            assert torch.equal(found[:, queries], expected[:, queries]), (row, window, causal)
+
+
+def test_padding_between_tokens_is_a_fault_for_documents() -> None:
+    for row in ("1011", "0101", "1001"):
+        tokens = torch.tensor([[1, 1, 1, 1], [int(x) for x in row]])
+        mask = AttentionMask(4, padding_mask=tokens, padding_at_ends=True)
+        mask.varlen_seqlens(2, tokens.device)
+        assert mask.fault is not None and mask.fault.isnan(), row
+        assert mask.to(torch.device("cpu")).padding_at_ends
