@@ -167,7 +167,7 @@ def cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
+    options = check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
     if reduction == "none":
         return token_cross_entropy(logits, targets, class_weights, options, return_token_stats)
     row_logits, row_targets = _rows(logits, targets, class_weights, options.ignore_index)

@@ -105,7 +105,10 @@ class LossHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        split_options(loss_options)  # called for its checks only
+        options, _ = split_options(loss_options)
+        numbers = options._asdict()
+        for name in loss_options.keys() & numbers:  # Python's numbers instead of numpy's
+            loss_options[name] = numbers[name]  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
@@ -129,6 +132,11 @@ class LossHead(nn.Module):
         """Use the embedding's weight (vocab, hidden) as the weight of the projection."""
         # The tuple keeps nn.Module from registering the embedding as a child of the head.
         self._tied = (embedding,)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head computes with an embedding's weight."""
+        return len(self._tied) == 1
 
     @property
     def weight(self) -> Tensor:
@@ -175,6 +183,13 @@ class LossHead(nn.Module):
             "class_weights": self.class_weights,
             **loss_options,
         }
+        num_valid = (targets != split_options(options)[0].ignore_index).sum()
+        if (
+            options.get("reduction", "mean") == "mean"
+            and options.get("normalizer") is None
+            and options["class_weights"] is None
+        ):
+            options["normalizer"] = num_valid  # otherwise the op would count the targets again
         if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
             options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
@@ -182,7 +197,6 @@ class LossHead(nn.Module):
             made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
         else:
             made = self._module_loss(hidden, targets, **options)
-        num_valid = (targets != options.get("ignore_index", -100)).sum()
         loss, z_loss, token_loss, *stats = made
         if not return_token_loss and made.log_probs is None:
             return HeadOutput(loss, z_loss, num_valid)

@@ -103,7 +103,7 @@ def linear_cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
+    options = check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     one_loss = reduction != "none"
     head = _head(
@@ -184,7 +184,7 @@ def linear_log_probs(
             of that row are NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    check_options(options, entropy=entropy)
+    options = check_options(options, entropy=entropy)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     head = _head(hidden, weight, targets, bias, None, options, chunking, entropy, False)
     out = _token_outputs(head, targets)
