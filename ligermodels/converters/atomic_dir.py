@@ -243,12 +243,17 @@ def _wait_for(path: Path) -> Iterator[bool]:
 def check_replaceable(target: Path) -> None:
     """Raise OSError if `replace_dir` would refuse this path, which is resolved."""
     try:
-        if not stat.S_ISDIR(os.stat(target).st_mode):
-            raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+        while True:
+            found = os.stat(target)
+            if not stat.S_ISDIR(found.st_mode):
+                raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+            if _is_writable(target):
+                break
+            # If it is another folder now, a process replaced it, and it had no name for a moment.
+            if os.path.samestat(found, os.stat(target)):
+                raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     except FileNotFoundError:
         return
-    if not _is_writable(target):
-        raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     _refuse_mounts(target)
     try:
         here = Path.cwd()
@@ -448,7 +453,10 @@ class _Carry:
                     shutil.copystat(path, copy)
                     continue
                 now += (status.st_size, status.st_mtime_ns)
-                if before.get(key) != now and _withdraw(copy, before.get(key)):
+                then = before.get(key)
+                # A file that was added, and is gone from the new folder, has been moved there.
+                moved = then is not None and then[:2] == now[:2] and not os.path.lexists(copy)
+                if then != now and not moved and _withdraw(copy, then):
                     _link(path, copy)
                     added = True
                 self._seen[key] = now
