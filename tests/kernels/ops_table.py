@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.kernels.loss_options import TOKEN_STATS
 from tests.kernels import formulas
 from tests.kernels.checks import as_tuple, random
 
@@ -169,6 +170,8 @@ def cross_entropy(
         "targets": targets(leading, vocab),
         **options,
     }
+    if "alternatives" in options:  # how many
+        made["alternatives"] = torch.arange(options["alternatives"]).expand(*leading, -1) % vocab
     return made | {k: value for k, value in loss_options(vocab).items() if k in given}
 
 
@@ -230,6 +233,18 @@ TOKEN_FLAGS = tuple(
     {"reduction": reduction, "return_token_stats": True, "given": given}
     for given in ((), LOSS_OPTIONS)
     for reduction in ("none", "mean")
+)
+# What can be asked of each token by name, one at a time and all at once.
+ASKED_FLAGS = (
+    *({"reduction": "none", "return_token_stats": (name,)} for name in TOKEN_STATS[3:]),
+    {"reduction": "none", "alternatives": 3},
+    {
+        "reduction": "none",
+        "return_token_stats": TOKEN_STATS,
+        "alternatives": 3,
+        "top_k": 1,
+        "given": LOSS_OPTIONS,
+    },
 )
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
@@ -322,7 +337,7 @@ CASES = {
         cross_entropy,
         VOCAB,
         outputs=2,
-        flags=LOSS_FLAGS + TOKEN_FLAGS,
+        flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
     "cross_entropy of each row": Case(
         "cross_entropy",
@@ -338,7 +353,7 @@ CASES = {
         linear_cross_entropy,
         VOCAB,
         outputs=2,
-        flags=LOSS_FLAGS + TOKEN_FLAGS,
+        flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
     "linear_cross_entropy with options": Case(
         "linear_cross_entropy",

@@ -17,7 +17,12 @@ from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOptions,
+    OutputGrads,
+    TokenRequest,
+    TokenStats,
+)
 
 
 class NeedsGrad(NamedTuple):
@@ -34,11 +39,12 @@ class LossArgs(NamedTuple):
     targets: Tensor  # (rows) int64
     row_index: Tensor | None  # (rows) from `valid_rows`: rows of hidden to gather; None takes all
     class_weights: Tensor | None  # (vocab)
+    token_weights: Tensor | None  # (rows) factors of the losses of the rows; None if there are none
     divisor: Tensor | None  # scalar that divides the summed loss; None for the loss of each row
     options: CrossEntropyOptions
     plan: ChunkPlan
     needs_grad: NeedsGrad
-    with_stats: bool
+    request: TokenRequest
 
 
 class Head(NamedTuple):
@@ -86,15 +92,19 @@ def chunk_logits_grad(
     _, weight, bias, args = head
     if block is not None:
         weight, bias = weight[block], None if bias is None else bias[block]
+    logits = F.linear(hidden, weight, bias)
+    if stats is not None:
+        stats = stats.rows(chunk)
+        stats.fill_likeliest(logits, args.request.top_k)
     return select("cross_entropy", hidden).cross_entropy_rows(
-        F.linear(hidden, weight, bias),
+        logits,
         args.targets[chunk],
         None if grad_output is None else grad_output.rows(chunk),
         None if lse is None else lse[chunk],
         args.class_weights,
         args.options,
         True,
-        stats=None if stats is None else TokenStats(*(x[chunk] for x in stats)),
+        stats=stats,
         first_column=0 if block is None else block.start,
         vocab=len(head.weight),
     )
