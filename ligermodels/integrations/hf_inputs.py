@@ -9,8 +9,9 @@ from ligermodels.integrations.hf_cache import HFCache
 from ligermodels.models.base import DecoderModel
 
 # What tools pass to every model, and what needs no answer here.
-_WITHOUT_EFFECT = {"cache_position", "return_dict", "output_router_logits", "mm_token_type_ids"}
-_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}
+# A flattened batch; all of them say the same, and seq_idx is the number of each token's document.
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class LayerOutputs:
@@ -68,8 +69,8 @@ def native_inputs(
         for name, value in others.items()
         if name not in _WITHOUT_EFFECT and value is not None and value is not False
     }
-    if unknown or others.get("output_router_logits"):
-        name, value = next(iter({**unknown, **others}.items()))
+    if unknown:
+        name, value = next(iter(unknown.items()))
         raise ValueError(
             f"{name}={shown(value)}: the model cannot honour this argument; leave it out"
         )
