@@ -118,9 +118,10 @@ class LossHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        options, _ = split_options(loss_options)
-        numbers = options._asdict()
-        for name in loss_options.keys() & numbers:  # Python's numbers instead of numpy's
+        split_options(loss_options)  # called for its checks only
+        # Python's numbers instead of numpy's, without the temperature, which calls apply later.
+        numbers = split_options({**loss_options, "temperature": 1.0})[0]._asdict()
+        for name in loss_options.keys() & numbers:
             loss_options[name] = numbers[name]  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
