@@ -139,11 +139,11 @@ def run_one(one: Attack, seed: int) -> str | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def renew_threads() -> None:
+def renew_threads(number: int = 1) -> None:
     """Let a fork make torch's pool of threads anew; the first operations of two threads race to."""
     import torch
 
-    torch.set_num_threads(torch.get_num_threads())
+    torch.set_num_threads(number)
 
 
 def _attempt(one: Attack, seed: int, folder: Path) -> str | None:
