@@ -28,7 +28,7 @@ from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.parts import TensorShard, local_parts, whole_tensor
+from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
 from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
 
 
@@ -200,6 +200,7 @@ class HFModel(nn.Module):
 
     def whole_parameter(self, name: str) -> Tensor:
         """Return a parameter whole on this rank. Every rank of a sharded model must call it."""
+        reshard(self)
         return whole_tensor(self.get_parameter(name), self.tensor_shards.get(name))
 
     def save_hf(
@@ -236,6 +237,7 @@ class HFModel(nn.Module):
         config = self.config
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
         _check_config(self, folder)
+        reshard(self)
         dtype = self.embed_tokens.weight.dtype
         if dtype != self.source_dtype:
             config = dataclasses.replace(config, dtype=_name(dtype))

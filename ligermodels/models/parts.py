@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.layers.fusion import is_sharded
 
@@ -114,6 +114,16 @@ def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
     if is_sharded(whole):
         whole = whole.full_tensor()
     return whole if cut is None else cut.whole(whole)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let a model have its sharded parameters again.
+
+    After a forward without backward, FSDP2 still has gathered ones in their place.
+    """
+    for module in model.modules():
+        if callable(own := getattr(module, "reshard", None)):  # FSDPModule has it
+            own()
 
 
 def _first_row(tensor: Any) -> int:

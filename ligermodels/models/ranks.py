@@ -58,10 +58,14 @@ def error_on_all_ranks(kind: type[LigerError] = LigerError) -> Iterator[None]:
     except Exception as fault:
         error = fault
     said = gathered(None if error is None else first_line(error))
-    if error is not None:
-        raise error
-    if first := next((text for text in said if text is not None), None):
-        raise kind(first)
+    first = next((number for number, text in enumerate(said) if text is not None), None)
+    if first is None:
+        return
+    if error is None:
+        error = kind(said[first])
+    if isinstance(error, LigerError):
+        error.is_repeated = first != rank()
+    raise error
 
 
 class _Wanted(NamedTuple):
@@ -86,7 +90,9 @@ def led_by_rank_0(
         while (wanted := from_rank_0(_Wanted())).name is not None:
             gather(wanted.name)
         if wanted.error is not None:
-            raise kind(wanted.error)
+            repeated = kind(wanted.error)
+            repeated.is_repeated = True
+            raise repeated
         return None
 
     def get(name: str) -> Tensor:

@@ -148,8 +148,7 @@ def _mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
         )
     ranks = dist.get_world_size()
     if mesh is None:
-        backend = dist.get_backend()
-        device = "cuda" if "nccl" in backend else "cpu"
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return init_device_mesh(device, (ranks,), mesh_dim_names=(SHARD,))
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim == 1:

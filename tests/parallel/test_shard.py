@@ -212,6 +212,8 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """The files are those of a whole model, bit for bit."""
     model = make(False)
     sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    with torch.no_grad():
+        sharded(data()[0])  # leaves gathered weights behind
     sharded.save_hf(folder / "ours", max_shard_size=5000)
     if rank == 0:
         model.save_hf(folder / "whole", max_shard_size=5000)
