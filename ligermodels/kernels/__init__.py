@@ -12,6 +12,7 @@ from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_cross_entropy,
     linear_log_probs,
 )
+from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
@@ -25,6 +26,7 @@ __all__ = [
     "glu_linear",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_group_loss",
     "linear_log_probs",
     "norm_linear",
     "norm_qkv_rope",

@@ -1,6 +1,6 @@
 """Options of the cross entropy ops, checks of them, and types that the ops share."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -373,8 +373,8 @@ class OutputGrads(NamedTuple):
 
 def output_grads(
     grad_loss: Tensor | None,
-    names: tuple[str, ...],
-    grads: tuple[Tensor | None, ...],
+    names: Sequence[str],
+    grads: Sequence[Tensor | None],
     values: TokenStats,
     lse: Tensor,
 ) -> OutputGrads | None:

@@ -381,7 +381,9 @@ CASES = {
         "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
     ),
 }
-NOT_FUSED = {"split_qkv"}  # returns views and computes nothing
+# split_qkv returns views and computes nothing; linear_group_loss takes a function, and its tests are
+# in test_groups.py.
+NOT_FUSED = {"split_qkv", "linear_group_loss"}
 
 # Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {
