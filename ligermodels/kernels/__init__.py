@@ -5,6 +5,7 @@ supported.
 """
 
 from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.divergence import linear_divergence
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
@@ -26,6 +27,7 @@ __all__ = [
     "glu_linear",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_group_loss",
     "linear_log_probs",
     "norm_linear",

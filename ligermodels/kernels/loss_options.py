@@ -74,6 +74,16 @@ class CrossEntropyOptions(NamedTuple):
         return self._replace(softcap=softcap, logit_scale=self.logit_scale / temperature)
 
 
+class DivergenceOptions(NamedTuple):
+    """Numbers in the formula of a divergence, as `reference.divergence_rows` explains it."""
+
+    beta: float | None  # None for the total variation
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    teacher_scale: float = 1.0
+
+
 class ChunkOptions(NamedTuple):
     """How a loss head computes its loss. These options change the loss only by rounding."""
 
