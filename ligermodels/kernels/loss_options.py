@@ -1,6 +1,6 @@
 """Options of the cross entropy ops, checks of them, and types that the ops share."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -73,6 +73,16 @@ class CrossEntropyOptions(NamedTuple):
         temperature = float(temperature)  # numpy's numbers
         softcap = None if self.softcap is None else self.softcap / temperature
         return self._replace(softcap=softcap, logit_scale=self.logit_scale / temperature)
+
+
+class DivergenceOptions(NamedTuple):
+    """Numbers in the formula of a divergence, as `reference.divergence_rows` explains it."""
+
+    beta: float | None  # None for the total variation
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    teacher_scale: float = 1.0
 
 
 class ChunkOptions(NamedTuple):
@@ -384,8 +394,8 @@ class OutputGrads(NamedTuple):
 
 def output_grads(
     grad_loss: Tensor | None,
-    names: tuple[str, ...],
-    grads: tuple[Tensor | None, ...],
+    names: Sequence[str],
+    grads: Sequence[Tensor | None],
     values: TokenStats,
     lse: Tensor,
 ) -> OutputGrads | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from ligermodels.kernels.cross_entropy import (
 )
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
+from ligermodels.kernels.linear_cross_entropy.groups import GroupLoss
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     gather,
     gather_targets,
@@ -284,6 +285,47 @@ class LossHead(nn.Module):
         )
         assert made.log_probs is not None
         return made.log_probs, made.entropy
+
+    def from_log_probs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        loss_function: GroupLoss,
+        *,
+        group_size: int = 1,
+        return_token_stats: bool | Collection[str] = ("log_probs",),
+        alternatives: Tensor | None = None,
+        **options: Unpack[LogProbOptions],
+    ) -> Tensor:
+        """Return a loss that `loss_function` computes from the tokens of whole sequences.
+
+        This costs three matrix products, where a loss of `log_probs` costs four, if the budget
+        holds the logits of whole groups of sequences. `ligermodels.kernels.linear_group_loss`
+        explains the arguments and what loss_function may do.
+
+        Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
+        Raises: as `linear_group_loss` and `log_probs`.
+        """
+        _check_known("LossHead.from_log_probs", options, LOG_PROB_OPTIONS)
+        defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
+        given: dict[str, Any] = {**defaults, **options}
+        if self.is_linear and given.get("max_valid") is None:
+            given.pop("max_valid", None)
+            weight, bias = self._parameters_here(hidden)
+            return kernels.linear_group_loss(
+                hidden,
+                weight,
+                targets,
+                loss_function,
+                bias,
+                group_size=group_size,
+                return_token_stats=return_token_stats,
+                alternatives=alternatives,
+                **given,
+            )
+        given |= {"reduction": "none", "return_token_stats": return_token_stats}
+        made = self._module_loss(hidden, targets, None, alternatives, **given)
+        return loss_function(made, slice(0, len(targets)))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return softcap(logit_scale * projection(hidden)): (..., hidden) -> (..., vocab).

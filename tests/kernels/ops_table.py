@@ -191,6 +191,22 @@ def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> In
     return made | linear(made["hidden"].shape[-1], vocab)
 
 
+def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
+    """Make the inputs of a student and of a narrower teacher."""
+    head, teacher = linear(32, vocab, bias="softcap" in options), linear(16, vocab)
+    masked = {"mask": targets(leading, vocab) >= 0} if options.pop("masked", False) else {}
+    return {
+        "hidden": random(*leading, 32, seed=12),
+        "weight": head["weight"],
+        "bias": head["bias"],
+        "teacher_hidden": random(*leading, 16, seed=13),
+        "teacher_weight": teacher["weight"] * 1.5,
+        "chunk_size": 2,
+        **masked,
+        **options,
+    }
+
+
 def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
     """Let a formula accept the op's chunk_size; the formula computes all rows at once."""
     return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
@@ -245,6 +261,12 @@ ASKED_FLAGS = (
         "top_k": 1,
         "given": LOSS_OPTIONS,
     },
+)
+TEACHER = ("teacher_hidden", "teacher_weight")
+DIVERGENCE_FLAGS = tuple(
+    {"beta": beta, **options}
+    for options in ({}, {"softcap": 4.0, "teacher_softcap": 5.0, "masked": True})
+    for beta in (0.0, 1.0, None, 0.3)
 )
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
@@ -380,8 +402,25 @@ CASES = {
     "linear_log_probs without entropy": Case(
         "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
     ),
+    "linear_divergence": Case(
+        "linear_divergence",
+        without_chunks(formulas.linear_divergence),
+        linear_divergence,
+        VOCAB,
+        TEACHER,
+        flags=DIVERGENCE_FLAGS,
+    ),
+    "linear_divergence of each token": Case(
+        "linear_divergence",
+        without_chunks(formulas.linear_divergence),
+        partial(linear_divergence, reduction="none", masked=True, softcap=4.0),
+        VOCAB[-1:],
+        TEACHER,
+    ),
 }
-NOT_FUSED = {"split_qkv"}  # returns views and computes nothing
+# split_qkv returns views and computes nothing. linear_group_loss takes a function; test_groups.py
+# tests it.
+NOT_FUSED = {"split_qkv", "linear_group_loss"}
 
 # Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {

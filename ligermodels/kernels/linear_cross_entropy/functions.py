@@ -134,7 +134,7 @@ def linear_cross_entropy(
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     request = token_request(return_token_stats, top_k, alternatives)
     one_loss = reduction != "none"
-    head = _head(
+    head = make_head(
         hidden,
         weight,
         targets,
@@ -148,7 +148,7 @@ def linear_cross_entropy(
     )
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
-        return _token_outputs(head, targets)
+        return token_outputs(head, targets)
     dtype = compute_dtype(head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
     if chunking.max_valid is not None:
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     rows, plan = len(head.args.targets), head.args.plan
     if not plan.grads_in_forward:
         # The budget cannot hold gradients between the passes.
-        return reduce_tokens(_token_outputs(head, targets), divisor)
+        return reduce_tokens(token_outputs(head, targets), divisor)
     strategy: type[torch.autograd.Function] = GradsInForward
     if plan.vocab_block is not None:
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
@@ -219,15 +219,15 @@ def linear_log_probs(
     options = options.at_temperature(temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     request = token_request(("log_probs", "entropy") if entropy else False, 0)
-    head = _head(hidden, weight, targets, bias, None, None, options, chunking, request, False)
-    out = _token_outputs(head, targets)
+    head = make_head(hidden, weight, targets, bias, None, None, options, chunking, request, False)
+    out = token_outputs(head, targets)
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
         return 0.0 - out.loss, None
     return out.log_probs, out.entropy
 
 
-def _token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
+def token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
     """Return loss and statistics of each token, differentiable with any upstream gradients."""
     with without_autocast(head.hidden):
         tokens = RecomputeInBackward.apply(*head)
@@ -249,7 +249,7 @@ def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tens
     return [scatter(x, index, targets, ignore_index) for x in rows]
 
 
-def _head(
+def make_head(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -260,12 +260,14 @@ def _head(
     chunking: ChunkOptions,
     request: TokenRequest,
     one_loss: bool,
+    may_save_logits_grad: bool = True,
 ) -> Head:
     """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
     Args: as in `linear_cross_entropy`, with options and chunking already checked. request: what to
         return of each token; one_loss: whether forward may compute gradients and save them for
-        backward.
+        backward; may_save_logits_grad: whether it may save the gradient of the logits instead of
+        those of hidden and weight.
     Raises: as `linear_cross_entropy`.
     """
     hidden, weight, bias = _checked(
@@ -291,7 +293,17 @@ def _head(
         plan = chunk_plan.ChunkPlan(chunking.chunk_size)
     else:
         skip = chunking.skip_ignored
-        sizes = _sizes(hidden, weight, targets.numel(), rows, needs_grad, skip, request, one_loss)
+        sizes = _sizes(
+            hidden,
+            weight,
+            targets.numel(),
+            rows,
+            needs_grad,
+            skip,
+            request,
+            one_loss,
+            may_save_logits_grad,
+        )
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
         # If the last chunk has one row, the compiler makes the number of rows a constant. torch
@@ -378,6 +390,7 @@ def _sizes(
     skip_ignored: bool,
     request: TokenRequest,
     one_loss: bool,
+    may_save_logits_grad: bool,
 ) -> chunk_plan.Sizes:
     """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
     vocab, width = weight.shape
@@ -386,7 +399,7 @@ def _sizes(
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32
-    elif one_loss and _saves_logits_grad(rows, weight, needs_grad):
+    elif one_loss and may_save_logits_grad and _saves_logits_grad(rows, weight, needs_grad):
         single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow

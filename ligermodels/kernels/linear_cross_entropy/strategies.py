@@ -56,7 +56,7 @@ class GradsInForward(torch.autograd.Function):
             return (None,) * 4
         *grads, late_scale = ctx.saved_tensors
         scale = grad_output if late_scale is None else grad_output * late_scale
-        return *(_scaled(grad, scale, ctx.dtype) for grad in grads), None
+        return *(scaled_grad(grad, scale, ctx.dtype) for grad in grads), None
 
 
 class LogitsGradInForward(torch.autograd.Function):
@@ -137,7 +137,7 @@ class HiddenGradInForward(torch.autograd.Function):
             return (None,) * 4
         head, lse, grad_hidden, late_scale = _saved_head(ctx)
         scale = grad_output if late_scale is None else grad_output * late_scale
-        grad_hidden = _scaled(grad_hidden, scale, head.hidden.dtype)
+        grad_hidden = scaled_grad(grad_hidden, scale, head.hidden.dtype)
         with without_autocast(head.hidden):
             grads = OutputGrads(_weighted((grad_output / head.args.divisor).view(1), head.args))
             grad_weight, grad_bias = vocab_loop(head, grads, lse)
@@ -224,7 +224,7 @@ def _saved_head(ctx: Any) -> tuple[Any, ...]:
     return Head(hidden, weight, bias, args), *others
 
 
-def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+def scaled_grad(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Scale out of place, because backward may run twice over a retained graph."""
     return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
 
