@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.converters.weight_map import Entry, Span, WeightMap
 
 
 def hf_tensors(
@@ -18,7 +18,15 @@ def hf_tensors(
     Args: weights, the native parameters by name.
     """
     for name, parts in weight_map.parts().items():
-        yield name, _joined([weights[e.name][s.row : s.row + s.rows] for e, s in parts])
+        yield name, joined_rows(parts, weights)
+
+
+def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) -> Tensor:
+    """Return one HF tensor.
+
+    Args: parts, its pieces as in `WeightMap.parts`; weights, the native parameters by name.
+    """
+    return _joined([weights[e.name][s.row : s.row + s.rows] for e, s in parts])
 
 
 def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -29,12 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
-from ligermodels.converters.in_memory import hf_tensors
+from ligermodels.converters.in_memory import joined_rows
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, SaveError, shown
+from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
 from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
-from ligermodels.integrations.hf_weights import conversions, pack_hf_names
+from ligermodels.integrations.hf_weights import conversions, pack_hf_names, shell_name
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_plain
 from ligermodels.models.auto import families
@@ -174,6 +175,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     """A language model of any family, to be used like transformers' own.
 
     `LigerForCausalLM.from_pretrained(path)` and `from_native(model)` choose the family's class.
+    With split_projections=True, the packed projections are split into HF's: see `projections`.
 
     With labels, the loss comes from the loss head. In training no logits are made then; in
     evaluation they are, unless `skip_logits=True` is passed. Without labels, logits are returned.
@@ -182,7 +184,13 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     lm_head: nn.Module
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        native: DecoderModel | None = None,
+        *,
+        split_projections: bool = False,
+    ) -> None:
         super().__init__(config, native)
         native = self._native[0]
         self.fused_head = FusedHead()
@@ -202,6 +210,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         self._weight_conversions = found
         if native.source_generation_config:
             self.generation_config = GenerationConfig(**native.source_generation_config)
+        if split_projections:
+            projections.split_projections(self)
         self.post_init()
 
     @classmethod
@@ -243,7 +253,14 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each HF name and tensor, for example for the weight update of a serving engine."""
-        yield from hf_tensors(self.weight_map, dict(self.native.named_parameters()))
+        weights = {shell_name(e.name): e.name for e in self.weight_map}
+        own = dict(self.named_parameters())
+        packed = {native: own[name] for name, native in weights.items() if name in own}
+        for name, parts in self.weight_map.parts().items():
+            if all(entry.name in packed for entry, _ in parts):
+                yield name, joined_rows(parts, packed)
+            else:  # a split projection
+                yield name, own[name]
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""

@@ -17,7 +17,12 @@ from torch import nn
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
+from ligermodels.integrations.hf_model import (
+    LigerForCausalLM,
+    LigerForSequenceClassification,
+    LigerPreTrainedModel,
+)
+from ligermodels.integrations.projections import pack_projections, split_projections
 
 
 def use_loss_head(model: nn.Module) -> bool:
@@ -64,7 +69,12 @@ class _OnLossHead:
         if isinstance(given["model"], str):
             given["model"] = self._load(given["model"], given)
         reference = self._reference(given)
+        adapted = given["model"] if given.get("peft_config") is not None else None
+        if isinstance(adapted, LigerPreTrainedModel):
+            split_projections(adapted)
         super().__init__(**given)
+        if isinstance(adapted, LigerPreTrainedModel):
+            pack_projections(adapted)
         use_loss_head(self.model)
         if reference is not None:
             self._add(reference)

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+
+from peft import LoraConfig  # noqa: E402
 
 from ligermodels.integrations import trl_trainers  # noqa: E402
 from ligermodels.integrations.hf_model import (  # noqa: E402
@@ -155,6 +158,35 @@ def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
     more = {"max_completion_length": 6, "num_generations": 2, "ref_model_sync_steps": 1}
     data = {"prompt": PROMPTS}
     compare(name, folder, data, options | beta | more, reward_funcs=length_reward)
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+def test_lora(name: str, folder: Path) -> None:
+    data: Any = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}.get(name, {"prompt": PROMPTS})
+    options: dict[str, Any] = {"learning_rate": 0.1}
+    more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
+    if name == "GRPOTrainer":
+        options |= {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
+        more["reward_funcs"] = length_reward
+    ours = compare(name, folder, data, options, **more)
+    assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
+
+
+def test_distillation(folder: Path) -> None:
+    """Its losses and its student's completions are those on transformers' models."""
+    data = {"prompt": PROMPTS}
+    options = {"max_completion_length": 6}
+    hf = [transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2)]
+    ours = [LigerForCausalLM.from_pretrained(folder) for _ in range(2)]
+    for pair in (hf, ours):
+        with torch.no_grad():
+            pair[1].lm_head.weight.mul_(1.3)
+    runs = [
+        run(name, pair[0], folder, data, options, teacher_model=pair[1])
+        for name, pair in (("DistillationTrainer", hf), ("LigerDistillationTrainer", ours))
+    ]
+    expected, found = map(logged, runs)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_reward(folder: Path) -> None:
