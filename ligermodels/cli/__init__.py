@@ -24,6 +24,7 @@ with quit_on_interrupt():
 
     from ligermodels import __version__
     from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
+    from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
     from ligermodels.cli.suggestions import did_you_mean
     from ligermodels.errors import LigerError, first_line, printable
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except LigerError as error:
-        _say(first_line(error))
+        if not error.is_repeated and not report_error(first_line(error), 2):
+            _say(first_line(error))
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -71,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_out_of_memory(error):
             raise
         reason = f": {first_line(error)}" if str(error).strip() else ""
-        _say(f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
+        text = f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}"
+        if not report_error(text, 1):
+            _say(text)
         return 1
     return 0
 
@@ -105,6 +109,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         word = unknown[0].partition("=")[0] or " "
         hint = did_you_mean(word, command._option_string_actions) if word[0] == "-" else ""
         command.error(f"unrecognized arguments: {' '.join(map(printable, unknown))}{hint}")
+    given.argv = [*(sys.argv[1:] if argv is None else argv)]
     return given
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ligermodels import kernels
@@ -230,3 +231,23 @@ def test_compiled_equals_eager(kind: str) -> None:
     hidden, targets = data()
     options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
     assert_compiled_equals_eager(head, weight, hidden, targets, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_targets_are_counted_once(kind: str) -> None:
+    class Sums(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.overloadpacket is torch.ops.aten.sum and args[0].dtype == torch.bool:
+                self.count += 1
+            return func(*args, **kwargs or {})
+
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    with Sums() as sums:
+        output = head(hidden, targets)
+    assert sums.count == 1
+    assert output.num_valid == (targets != -100).sum()
