@@ -139,7 +139,7 @@ def every_flag(dtype: torch.dtype) -> None:
                 launch(case, dtype, size, frozen=frozen)
         for flags in ({}, *case.flags):
             launch(case, dtype, size | flags)
-            for used in range(4):
+            for used in range(8):
                 launch(case, dtype, size | flags, used=used)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import choose
+from ligermodels.kernels.loss_options import TokenRequest
 from ligermodels.kernels.simulation import real_device
 
 DEFAULT_LOGITS_BYTES = 2**30
@@ -25,14 +26,15 @@ TOKEN_BYTES = 64
 copies that exist while the values of the chunks are concatenated."""
 
 
-def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
+def wide_copies(hidden: Tensor, request: TokenRequest) -> tuple[int, int]:
     """Return how many copies of logits in `compute_dtype` exist at the peak of memory.
 
     The first number counts copies of a chunk's logits, the second one further copies of one row's.
     """
     if choose(hidden.device, hidden.dtype)[0] == "triton":
         return 0, 0  # the kernels overwrite the logits
-    most = 7 + 2 * with_stats  # the most that any set of options needs
+    # The most that any other options need.
+    most = 7 + 2 * (not request.is_empty) + 2 * ("sum_sq_probs" in request.stats)
     if real_device(hidden.device).type != "cpu" or torch.compiler.is_compiling():
         return most, 0
     # On a CPU the reference computes blocks of at most a sixteenth of the chunk, or of one row.
