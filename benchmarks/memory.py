@@ -429,6 +429,8 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
             losses.append(training_step(model, optimizer, ids[:, :seq]))
 
         row.setdefault("first ms", milliseconds(partial(step, work.warm_seq)))
+        if work.warm_seq is not None:
+            release()  # blocks of other sizes
         torch.cuda.reset_peak_memory_stats()
         row.setdefault("turns", []).append([milliseconds(step) for _ in range(work.steps)])
         figures = {

@@ -298,11 +298,16 @@ class Space:
         here = list(dict.fromkeys([*map(LayerPlan, KEEPS), *layers]))
         plans = [replace(plan, host=host) for host in (False, True) for plan in here]
         choices = self.task.choices(plans)
-        # The plan that keeps all is the first one to become smaller.
-        found = choices.improved(np.zeros(len(layers), int), budget, self.host_budget)
-        given = np.array([plans.index(layer) for layer in layers])
-        better = choices.scores(np.stack([found, given]), budget, self.host_budget).argmin() == 0
-        return [plans[number] for number in (found if better else given)]
+        # A search ends where no small change helps, so it begins in several places.
+        starts = [[LayerPlan()] * len(layers), layers]
+        starts += [[replace(plan, host=True)] * len(layers) for plan in map(LayerPlan, KEEPS[:2])]
+        budgets = budget, self.host_budget
+        found = [
+            choices.improved(np.array([*map(plans.index, start)]), *budgets, pairs=False)
+            for start in starts
+        ]
+        best = found[choices.scores(np.stack(found), *budgets).argmin()]
+        return [plans[number] for number in choices.improved(best, *budgets)]
 
     @cached_property
     def _least_layers(self) -> list[LayerPlan]:

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
@@ -27,6 +28,8 @@ from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
+from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
 
 
 class HFModel(nn.Module):
@@ -41,6 +44,7 @@ class HFModel(nn.Module):
             source_folder when the weights were loaded. `save_hf` writes them.
         source_generation_config: the content of generation_config.json when the weights were
             loaded; {} without such a file.
+        tensor_shards: how tensor parallelism has cut parameters, by name; {} without it.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -55,6 +59,8 @@ class HFModel(nn.Module):
         self.source_dtype: torch.dtype | None = None
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
+        self.tensor_shards: dict[str, TensorShard] = {}
+        self._unread: Checkpoint | None = None  # the checkpoint of a model on the meta device
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
@@ -109,7 +115,9 @@ class HFModel(nn.Module):
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
             dtype: dtype of the parameters, or its name, such as "bfloat16". By default, and with
                 "auto", each keeps the dtype of the checkpoint.
-            device: device of the parameters. They are loaded onto it tensor by tensor.
+            device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
+                names and shapes are checked, and no values are read: `ligermodels.shard` then gives
+                each rank its part of the parameters and reads only that.
             revision: branch, tag or commit of a hub id.
             allow_nonfinite: whether to accept NaN and infinite weights.
         Raises:
@@ -133,7 +141,9 @@ class HFModel(nn.Module):
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         model, weight_map = cls.on_meta(config)
         stored = checkpoint.plan(weight_map)
-        checkpoint.check_aliases(weight_map)
+        reads_now = torch.device(device).type != "meta"
+        if reads_now:
+            checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
             counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
             warnings.warn(
@@ -145,9 +155,12 @@ class HFModel(nn.Module):
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
         }
-        reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
-        for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
-            pass
+        if reads_now:
+            reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
+            for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
+                pass
+        else:
+            model._unread = checkpoint
         model.load_state_dict(weights, assign=True)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
@@ -159,6 +172,36 @@ class HFModel(nn.Module):
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether `from_hf(device="meta")` has made the model, and its values are not read yet."""
+        return self._unread is not None
+
+    def read_parts(self) -> None:
+        """Read this rank's parts of the parameters of a model that `from_hf(device="meta")` made.
+
+        Every rank must call it, after it has allocated the parameters.
+
+        Raises:
+            CheckpointError: on any rank, a value is NaN or infinite, a file was changed after its
+                header was read, or a tied head differs from the embedding. All ranks raise.
+        """
+        checkpoint, self._unread = self._unread, None
+        assert checkpoint is not None, "from_hf was not called with device='meta'"
+        weight_map, weights = self.weight_map(self.built_from), dict(self.named_parameters())
+        silent = True if rank() else None
+        with error_on_all_ranks(CheckpointError):
+            checkpoint.check_aliases(weight_map, share=(rank(), num_ranks()))
+            for entry in tqdm(weight_map.entries, "Loading weights", disable=silent):
+                shard = self.tensor_shards.get(entry.name)
+                for part in local_parts(weights[entry.name], shard):
+                    checkpoint.read(entry, part.values, part.row, part.column)
+
+    def whole_parameter(self, name: str) -> Tensor:
+        """Return a parameter whole on this rank. Every rank of a sharded model must call it."""
+        reshard(self)
+        return whole_tensor(self.get_parameter(name), self.tensor_shards.get(name))
 
     def save_hf(
         self,
@@ -175,6 +218,10 @@ class HFModel(nn.Module):
         was loaded. Other files in the folder stay. Several threads and processes may save to one
         folder and load from it: each load gets one whole checkpoint.
 
+        Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
+        Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
+        whole parameter.
+
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
@@ -184,30 +231,45 @@ class HFModel(nn.Module):
             SaveError: the disk is full or not writable, the config was changed after the model was
                 built, a weight is NaN or infinite, a head is tied to an embedding that is no
                 longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
-                sharded, sparse, quantised or on the meta device, or does not have the config's
-                shape. The old content of the folder is unchanged.
+                sparse, quantised or on the meta device, or does not have the config's shape. The
+                old content of the folder is unchanged.
         """
         config = self.config
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
         _check_config(self, folder)
+        reshard(self)
         dtype = self.embed_tokens.weight.dtype
         if dtype != self.source_dtype:
             config = dataclasses.replace(config, dtype=_name(dtype))
         weight_map = self.weight_map(config)
         # With an untied config, a weight that the user has tied by hand is saved under both names.
         weights = dict(self.named_parameters(remove_duplicate=False))
-        _check_savable(weights, {entry.name: entry.shape for entry in weight_map}, folder)
+        shards = self.tensor_shards
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
+        _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
         _check_tied(self, folder)
-        export.save(
-            folder,
-            hf_config.to_hf(config),
-            weight_map,
-            lambda name: weights[name].detach(),
-            source_files=self.source_files,
-            max_shard_size=shard_bytes,
-            allow_nonfinite=allow_nonfinite,
-            overwrite=overwrite,
-        )
+
+        def save(get_tensor: Callable[[str], Tensor]) -> None:
+            export.save(
+                folder,
+                hf_config.to_hf(config),
+                weight_map,
+                get_tensor,
+                source_files=self.source_files,
+                max_shard_size=shard_bytes,
+                dtypes={name: weight.dtype for name, weight in weights.items()},
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+            )
+
+        def whole(name: str) -> Tensor:
+            return whole_tensor(weights[name], shards.get(name))
+
+        if shards or any(map(is_sharded, weights.values())):
+            led_by_rank_0(save, whole, SaveError)
+        else:
+            save(whole)
 
 
 def check_class(cls: type[HFModel]) -> None:
@@ -319,6 +381,7 @@ def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
 
 def _check_savable(
     weights: dict[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
     expected: dict[str, tuple[int, ...]],
     folder: str | os.PathLike[str],
 ) -> None:
@@ -331,12 +394,6 @@ def _check_savable(
         )
     for name, shape in expected.items():
         weight = weights[name]
-        if is_sharded(weight):
-            raise SaveError(
-                f"{where}: parameter {name!r} is sharded; gather the weights first "
-                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "full_state_dict=True) and load them into a model on one rank"
-            )
         # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
         status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
         if hasattr(weight, "ds_id") and status != "AVAILABLE":
@@ -345,15 +402,15 @@ def _check_savable(
                 "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
                 "on every rank"
             )
-        if type(weight) is not nn.Parameter:
+        if type(weight) is not nn.Parameter and not is_sharded(weight):
             raise SaveError(
                 f"{where}: parameter {name!r} is a {type(weight).__name__}, not a plain tensor, "
                 "such as one that was quantised; replace it by its values in a float dtype, as an "
                 "nn.Parameter"
             )
-        if tuple(weight.shape) != shape:
+        if shapes[name] != shape:
             raise SaveError(
-                f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config needs"
+                f"{where}: parameter {name!r} has shape {shapes[name]}, but the config needs"
                 f" {shape}; change model.config so that it matches the model"
             )
         if weight.layout is not torch.strided:

@@ -27,7 +27,7 @@ def small(layers: int = 3) -> LigerLlama:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_least_bytes_are_enough_and_one_byte_less_is_not(family: str) -> None:
-    model = random_model(family, num_hidden_layers=4)
+    model = random_model(family, num_hidden_layers=2)
     planner = Planner(model, 10**9)
     planner.budget = least = planner.least_bytes(4, 64)
     plan = planner.plan(4, 64)
