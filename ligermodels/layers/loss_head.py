@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,10 +121,9 @@ class LossHead(nn.Module):
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
         split_options(loss_options)  # called for its checks only
-        # Python's numbers instead of numpy's, without the temperature, which calls apply later.
-        numbers = split_options({**loss_options, "temperature": 1.0})[0]._asdict()
-        for name in loss_options.keys() & numbers:
-            loss_options[name] = numbers[name]  # type: ignore[literal-required]
+        for name, value in loss_options.items():  # `logits` computes with Python's numbers
+            if isinstance(value, np.generic):
+                loss_options[name] = value.item()  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size

@@ -31,14 +31,14 @@ def spy_on_the_plan(monkeypatch) -> list[ChunkPlan]:
     """Return a list to which every later call of the op appends its plan."""
     module = import_module("ligermodels.kernels.linear_cross_entropy.functions")
     plans: list[ChunkPlan] = []
-    inner = module._head
+    inner = module.make_head
 
     def spy(*args, **kwargs):
         head = inner(*args, **kwargs)
         plans.append(head.args.plan)
         return head
 
-    monkeypatch.setattr(module, "_head", spy)
+    monkeypatch.setattr(module, "make_head", spy)
     return plans
 
 
