@@ -235,9 +235,9 @@ def rloo_loss(
         ConfigError: a shape is wrong.
     """
     check_shapes(log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, entropy=entropy)
-    advantages = _per_token(advantages, mask)
-    if advantages.shape[1] != 1:
+    if advantages.dim() != 1:
         raise ConfigError("advantages: expected one for each completion: (batch)")
+    advantages = _per_token(advantages, mask)
     high = epsilon if epsilon_high is None else epsilon_high
     old = log_probs.detach() if old_log_probs is None else old_log_probs
     ratio = token_sums(log_probs - old, mask)[:, None].exp()
@@ -388,14 +388,12 @@ def _check_grpo(
 
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return advantages that broadcast over tokens: (batch, 1) or (batch, seq)."""
-    if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    if advantages.shape not in ((len(mask), 1), mask.shape):
+    if advantages.shape not in (mask.shape[:1], mask.shape):
         raise ConfigError(
             f"advantages: the shape is {tuple(advantages.shape)}; expected ({len(mask)},), one for "
             "each completion, or the shape of the mask"
         )
-    return advantages
+    return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
 def _gamma_weight(
