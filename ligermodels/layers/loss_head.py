@@ -215,7 +215,7 @@ class LossHead(nn.Module):
         if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
             options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             made = kernels.linear_cross_entropy(
                 hidden,
                 weight,
@@ -272,7 +272,7 @@ class LossHead(nn.Module):
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}  # type: ignore[typeddict-item]
         if self.is_linear:
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             return kernels.linear_log_probs(
                 hidden, weight, targets, bias, entropy=entropy, **options
             )
@@ -311,7 +311,7 @@ class LossHead(nn.Module):
         given: dict[str, Any] = {**defaults, **options}
         if self.is_linear and given.get("max_valid") is None:
             given.pop("max_valid", None)
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             return kernels.linear_group_loss(
                 hidden,
                 weight,
@@ -358,7 +358,7 @@ class LossHead(nn.Module):
         # torch 2.11's Dynamo does not trace bool(self._tied).
         return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
-    def _parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of the projection for the fused ops."""
         weight = self.weight
         if self._tied and weight.is_meta and not hidden.is_meta:
