@@ -162,7 +162,9 @@ def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
 def test_lora(name: str, folder: Path) -> None:
-    data: Any = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}.get(name, {"prompt": PROMPTS})
+    data: Any = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}.get(
+        name, {"prompt": PROMPTS}
+    )
     options: dict[str, Any] = {"learning_rate": 0.1}
     more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
     if name == "GRPOTrainer":
