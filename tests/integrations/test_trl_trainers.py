@@ -119,10 +119,11 @@ def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
     [
         {"max_steps": 20},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        {"use_weighting": True},
         {"f_divergence_type": "js_divergence", "ld_alpha": 0.5},
         {"precompute_ref_log_probs": True},
     ],
-    ids=["sigmoid", "sft", "divergence", "precomputed"],
+    ids=["sigmoid", "sft", "weighting", "divergence", "precomputed"],
 )
 def test_dpo(options: dict[str, Any], folder: Path) -> None:
     compare("DPOTrainer", folder, PAIRS, options)
@@ -162,9 +163,8 @@ def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
 def test_lora(name: str, folder: Path) -> None:
-    data: Any = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}.get(
-        name, {"prompt": PROMPTS}
-    )
+    kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}
+    data: Any = kinds.get(name, {"prompt": PROMPTS})
     options: dict[str, Any] = {"learning_rate": 0.1}
     more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
     if name == "GRPOTrainer":
