@@ -57,6 +57,10 @@ class DecoderModel(HFModel):
     other modules sets the attributes declared here itself, and then calls `initialize_weights`.
     """
 
+    # By this name, HF's Trainer knows that labels are shifted in the model, and leaves the first of
+    # each row out of num_items_in_batch.
+    loss_type = "ForCausalLM"
+
     embed_tokens: nn.Embedding
     rotary_emb: RotaryEmbedding
     layers: nn.ModuleList
