@@ -180,7 +180,7 @@ class AttentionMask:
         """
         made = self._block_masks.get((window, causal))
         if made is None or made[0] is not key_positions:
-            # All cases share one function that reads only tensors, so it is compiled only once.
+            # The functions read only tensors, so each is compiled only once.
             longest = max(self.keys, self.queries)
             reach = torch.full((), window or 2 * longest, device=device)
             first = torch.full((), max(self.past, 0), device=device)
@@ -192,19 +192,27 @@ class AttentionMask:
                 ids = torch.zeros(1, longest, dtype=torch.int64, device=device)
             if padding is None:
                 padding = torch.ones(1, self.keys, dtype=torch.bool, device=device)
-            if prefix is None or not causal:  # without causality, the prefix is the whole row
-                prefix = torch.full((1,), 0 if causal else self.keys, device=device)
-            ids, padding, prefix = (
-                x.expand(batch, *[-1] * (x.dim() - 1)) for x in (ids, padding, prefix)
-            )
+            ids, padding = ids.expand(batch, -1), padding.expand(batch, -1)
 
-            def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            def sees_back(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 at, other = first + query, position[key]
-                near = (other > at - reach) & (other < at + reach)
-                shown = (other <= at) | (other < prefix[b])
-                same = ids[b, at] == ids[b, other]
-                return near & shown & same & padding[b, other]
+                near = (other <= at) & (other > at - reach)
+                return near & (ids[b, at] == ids[b, other]) & padding[b, other]
 
+            # (batch, queries and the keys before them): the first key that each query does not see.
+            end = torch.arange(longest, device=device)[None] + reach
+            if causal and prefix is not None:
+                end = torch.minimum(end, torch.maximum(end - reach + 1, prefix[:, None]))
+            end = end.expand(batch, -1)
+
+            def sees_ahead(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                at, other = first + query, position[key]
+                near = (other < end[b, at]) & (other > at - reach)
+                return near & (ids[b, at] == ids[b, other]) & padding[b, other]
+
+            # Within a compiled model on a GPU, inductor of torch 2.11 compiled one function for
+            # both, which read the prefix by prefix[b], to wrong numbers.
+            sees = sees_back if causal and prefix is None else sees_ahead
             blocks = compiled(create_block_mask)(
                 sees, rows, None, self.queries, len(position), device=device
             )

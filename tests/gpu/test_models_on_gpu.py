@@ -129,13 +129,25 @@ def test_no_dense_mask_at_length(family):
 
 
 @pytest.mark.parametrize(
-    "family, packed", [*((family, False) for family in DECODERS), ("llama", True)]
+    "family, given",
+    [
+        *((family, "whole") for family in DECODERS),
+        ("llama", "packed"),
+        ("llama", "prefix"),
+        ("gemma2", "prefix"),
+        ("gemma2", "padding"),
+    ],
 )
-def test_compiled_equals_eager(family, packed):
+def test_compiled_equals_eager(family, given):
     pattern = {"sliding_window_pattern": 2} if family == "gemma3_text" else {}
     model = make(family=family, num_hidden_layers=2, **pattern)
     ids, labels = batch()
-    options = {"position_ids": (torch.arange(200, device="cuda") % 77)[None]} if packed else {}
+    options = {
+        "whole": {},
+        "packed": {"position_ids": (torch.arange(200, device="cuda") % 77)[None]},
+        "prefix": {"prefix_lengths": torch.tensor([90], device="cuda")},
+        "padding": {"attention_mask": (torch.arange(200, device="cuda") >= 31)[None].expand(2, -1)},
+    }[given]
     loss, grads = gradients(model, model, ids, labels=labels, **options)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
