@@ -119,7 +119,7 @@ class MedusaHeads(nn.Module):
                 own number of targets.
         """
         count, normalizer = len(self.blocks), options.get("normalizer")
-        ignore_index = options.get("ignore_index", self._ignore_index)
+        ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         divisors = (
@@ -129,7 +129,9 @@ class MedusaHeads(nn.Module):
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
         options["reduction"], options["normalizer"] = "sum", None
         if self.tied:
-            loss, sums = self._shared(hidden, targets, decays / divisors, options)
+            states = torch.stack([block(hidden) for block in self.blocks])
+            scales = decays / divisors
+            loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
         else:
             sums = torch.stack(
                 [
@@ -143,24 +145,33 @@ class MedusaHeads(nn.Module):
         return AheadOutput(loss, sums.detach() / decays, valid)
 
     @property
-    def _ignore_index(self) -> int:
+    def ignore_index(self) -> int:
+        """The target that no head learns from."""
         return self._head[0].loss_options.get("ignore_index", -100)
 
-    def _shared(
-        self, hidden: Tensor, targets: list[Tensor], scales: Tensor, options: HeadOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss and each head's part of it, from one chunk loop over all their tokens."""
-        states = torch.stack([block(hidden) for block in self.blocks])
-        shape = (-1, *[1] * (hidden.dim() - 1))
-        out = self._head[0](
-            states,
-            torch.stack(targets),
-            token_weights=scales.view(shape).expand(states.shape[:-1]),
-            return_token_loss=True,
-            **options,
-        )
-        assert out.token_loss is not None
-        return out.loss, out.token_loss.flatten(1).sum(1)
+
+def shared_head_loss(
+    head: LossHead,
+    states: Tensor,
+    targets: list[Tensor],
+    scales: Tensor,
+    options: HeadOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return a scaled sum of losses of one head, and the parts, from one loop over all tokens.
+
+    Args: states: (parts, batch, seq, hidden); targets: (batch, seq) for each part; scales: (parts)
+        what multiplies the summed loss of each; options: of the head, with reduction "sum".
+    Returns: a scalar, differentiable, and (parts), not differentiable.
+    """
+    out = head(
+        states,
+        torch.stack(targets),
+        token_weights=scales.view(-1, 1, 1).expand(states.shape[:-1]),
+        return_token_loss=True,
+        **options,
+    )
+    assert out.token_loss is not None
+    return out.loss, out.token_loss.flatten(1).sum(1)
 
 
 def ahead_targets(
@@ -263,7 +274,7 @@ class MedusaModel(nn.Module):
                 hidden = self.model(input_ids)
             return self.heads(hidden, labels, normalizer=normalizer)
         hidden = self.model(input_ids)
-        targets = next_token_targets(labels, None, self.heads._ignore_index)
+        targets = next_token_targets(labels, None, self.heads.ignore_index)
         own = self.model.head(hidden, targets, normalizer=normalizer).loss
         out = self.heads(hidden, labels, normalizer=normalizer)
         return out._replace(loss=own + self.heads_weight * out.loss)
