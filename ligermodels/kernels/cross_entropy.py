@@ -185,8 +185,7 @@ def cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_options(options, reduction, normalizer, temperature)
-    options = options.at_temperature(temperature)
+    options = check_options(options, reduction, normalizer, temperature)
     request = token_request(return_token_stats, top_k, alternatives)
     if reduction == "none":
         return token_cross_entropy(logits, targets, class_weights, options, request)

@@ -1,7 +1,7 @@
 """Options of the cross entropy ops, checks of them, and types that the ops share."""
 
 from collections.abc import Collection, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -101,14 +101,15 @@ def split_options(
     Raises:
         ValueError: an option has a value that is wrong for every call.
     """
-    options = CrossEntropyOptions(*_values(given, CrossEntropyOptions))
-    temperature = given.get("temperature", 1.0)
-    check_options(
-        options, given.get("reduction", "mean"), given.get("normalizer"), temperature=temperature
+    options = check_options(
+        CrossEntropyOptions(*_values(given, CrossEntropyOptions)),
+        given.get("reduction", "mean"),
+        given.get("normalizer"),
+        given.get("temperature", 1.0),
     )
     request = token_request(given.get("return_token_stats", False), given.get("top_k", 0))
     chunking = check_chunk_options(*_values(given, ChunkOptions))
-    return options.at_temperature(temperature), chunking, request
+    return options, chunking, request
 
 
 def _values(given: LossOptions, group: type[CrossEntropyOptions] | type[ChunkOptions]) -> list:
@@ -121,31 +122,42 @@ def check_options(
     normalizer: float | Tensor | None = None,
     temperature: float = 1.0,
     **switches: bool,
-) -> None:
-    """Raise ValueError, with the option's name, for a value that is wrong for every call."""
+) -> CrossEntropyOptions:
+    """Return the options at the temperature, as Python numbers.
+
+    Raises:
+        ValueError: a value is wrong for every call; the message has the option's name.
+    """
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
-    if not 0 < _number("temperature", temperature) < float("inf"):
+    temperature = _number("temperature", temperature)
+    if not 0 < temperature < float("inf"):
         raise ValueError(f"cross entropy: temperature={temperature} must be positive and finite")
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
-    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    whole = isinstance(ignore_index, (int, Integral)) and not isinstance(ignore_index, bool)
     if not whole or not -(2**63) <= ignore_index < 2**63:
         raise ValueError(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
-    if not 0.0 <= _number("label_smoothing", label_smoothing) <= 1.0:
+    ignore_index = int(ignore_index)
+    label_smoothing = _number("label_smoothing", label_smoothing)
+    z_loss, logit_scale = _number("z_loss", z_loss), _number("logit_scale", logit_scale)
+    softcap = None if softcap is None else _number("softcap", softcap)
+    if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={label_smoothing} must be in [0, 1]")
-    if not 0 <= _number("z_loss", z_loss) < float("inf"):
+    if not 0 <= z_loss < float("inf"):
         raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative or infinite")
-    if not 0 < _number("logit_scale", logit_scale) < float("inf"):
+    if not 0 < logit_scale < float("inf"):
         raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive and finite")
-    if softcap is not None and not 0 < _number("softcap", softcap) < float("inf"):
+    if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"cross entropy: softcap={softcap} must be positive and finite, or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = options.at_temperature(temperature)
     if normalizer is None:
-        return
+        return options
     if reduction != "mean":
         raise ValueError(
             f"cross entropy: normalizer requires reduction='mean', but reduction={reduction!r}; "
@@ -165,6 +177,7 @@ def check_options(
         raise ValueError(
             f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
+    return options
 
 
 def _number(name: str, value: float) -> float:
@@ -173,9 +186,11 @@ def _number(name: str, value: float) -> float:
             f"cross entropy: {name} is a tensor; expected a number. To train a scale of the "
             "logits, multiply hidden by it"
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
-    return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's numbers
+        return float(value)
+    raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
 
 
 def check_chunk_options(

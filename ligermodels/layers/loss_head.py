@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,6 +106,8 @@ class LossHead(nn.Module):
     """
 
     class_weights: Tensor | None
+    # The chunk of a memory plan, unless chunk_size or max_scratch_bytes is given.
+    planned_chunk_size: int | None = None
 
     def __init__(
         self,
@@ -118,6 +121,9 @@ class LossHead(nn.Module):
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
         split_options(loss_options)  # called for its checks only
+        for name, value in loss_options.items():  # `logits` computes with Python's numbers
+            if isinstance(value, np.generic):
+                loss_options[name] = value.item()  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
@@ -141,6 +147,11 @@ class LossHead(nn.Module):
         """Use the embedding's weight (vocab, hidden) as the weight of the projection."""
         # The tuple keeps nn.Module from registering the embedding as a child of the head.
         self._tied = (embedding,)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head computes with an embedding's weight."""
+        return len(self._tied) == 1
 
     @property
     def weight(self) -> Tensor:
@@ -194,6 +205,15 @@ class LossHead(nn.Module):
             "class_weights": self.class_weights,
             **loss_options,
         }
+        num_valid = (targets != split_options(options)[0].ignore_index).sum()
+        if (
+            options.get("reduction", "mean") == "mean"
+            and options.get("normalizer") is None
+            and options["class_weights"] is None
+        ):
+            options["normalizer"] = num_valid  # otherwise the op would count the targets again
+        if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
+            options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
             made = kernels.linear_cross_entropy(
@@ -207,7 +227,6 @@ class LossHead(nn.Module):
             )
         else:
             made = self._module_loss(hidden, targets, token_weights, alternatives, **options)
-        num_valid = (targets != options.get("ignore_index", -100)).sum()
         loss, z_loss, token_loss, *stats = made
         if not return_token_loss and all(x is None for x in stats):
             return HeadOutput(loss, z_loss, num_valid)

@@ -1,5 +1,6 @@
 """Losses as plain functions of what the loss head says of each token: the field's own formulas."""
 
+from ligermodels.losses.contrastive import info_nce as info_nce
 from ligermodels.losses.policy import group_advantages as group_advantages
 from ligermodels.losses.policy import grpo_loss as grpo_loss
 from ligermodels.losses.policy import grpo_normalizer as grpo_normalizer

@@ -1,9 +1,9 @@
 """The steps of a training run: schedule, optimizer, gradient accumulation and evaluation.
 
 A step's loss is the sum over the valid targets of all its micro-batches, divided by their number.
-One big batch gives the same loss, however the targets are spread over the micro-batches. A step
-depends only on the weights, the optimizer's state, the seed and the step's number. A checkpoint
-therefore holds only the weights and the optimizer's state.
+One big batch gives the same loss, however the targets are spread over the micro-batches, and the
+micro-batches over ranks. A step depends only on the weights, the optimizer's state, the seed and
+the step's number. A checkpoint therefore holds only the weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import reshard
+from ligermodels.models.ranks import from_rank_0, is_distributed, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.packing import Batch, PackedRows, row_order
@@ -47,15 +51,16 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
+def number_of_steps(config: FinetuneConfig, num_rows: int, micro_batches: int | None = None) -> int:
     """Return the number of optimizer steps that the config asks for with `num_rows` rows.
 
+    Args: micro_batches: of one step, on all ranks together; by default, of one rank.
     Raises:
         ConfigError: the run would never end.
     """
     if config.max_steps is not None:
         return config.max_steps
-    rows_per_step = config.batch_size * config.gradient_accumulation_steps
+    rows_per_step = config.batch_size * (micro_batches or config.gradient_accumulation_steps)
     steps = num_rows * config.num_train_epochs / rows_per_step
     if steps > MAX_STEPS:
         raise ConfigError(
@@ -63,6 +68,20 @@ def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
             f"steps; the most is {MAX_STEPS}"
         )
     return max(1, math.ceil(steps))
+
+
+def sum_over_ranks(count: int) -> int:
+    """Return the sum of a number over the ranks."""
+    if not is_distributed():
+        return count
+    total = torch.tensor(count)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _up(count: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not less than `count`."""
+    return -(-count // step) * step
 
 
 def perplexity(loss: float) -> float:
@@ -79,6 +98,9 @@ class Trainer:
     """The model, the optimizer and the rows of one run.
 
     `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16".
+    `micro_batches` is the number of batches of one step. The ranks share them out, and those that
+    get one less compute a batch without targets instead. By default each rank has as many as the
+    config says.
     """
 
     def __init__(
@@ -89,6 +111,7 @@ class Trainer:
         eval_rows: PackedRows | None,
         device: torch.device,
         precision: str,
+        micro_batches: int | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -96,7 +119,10 @@ class Trainer:
         self.eval_rows = eval_rows
         self.device = device
         self.precision = precision
-        self.forward = torch.compile(model) if config.compile else model
+        self.is_sharded = any(map(is_sharded, model.parameters()))
+        # The layers of a sharded model are compiled before they are sharded.
+        compiles = config.compile and not self.is_sharded
+        self.forward = torch.compile(model) if compiles else model
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, config.weight_decay),
             lr=config.learning_rate,
@@ -104,7 +130,12 @@ class Trainer:
             eps=config.adam_epsilon,
             fused=True,
         )
-        self.total_steps = number_of_steps(config, len(rows))
+        self.num_micro_batches = (
+            num_ranks() * config.gradient_accumulation_steps
+            if micro_batches is None
+            else micro_batches
+        )
+        self.total_steps = number_of_steps(config, len(rows), self.num_micro_batches)
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
@@ -114,24 +145,28 @@ class Trainer:
         self._row = row_order(len(rows), config.seed)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context of a forward pass."""
-        mixed = self.precision == "bf16-mixed"
+        """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""
+        mixed = self.precision == "bf16-mixed" and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
     def head_options(self, batch: Batch) -> dict[str, Any]:
         """Return options that make the head skip rows without a target, if that saves time."""
         few = batch.num_targets < 0.9 * batch.labels.numel()
         # torch.compile would trace the model again for every new number of targets.
-        if few and not self.config.compile:
+        if few and batch.num_targets and not self.config.compile:
             return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return the batches of a step, on the CPU."""
-        size, count = self.config.batch_size, self.config.gradient_accumulation_steps
+        """Return this rank's batches of a step, on the CPU. All ranks have as many."""
+        size, count = self.config.batch_size, self.num_micro_batches
         first = step * size * count
-        indices = [self._row(i) for i in range(first, first + size * count)]
-        return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
+        batches = []
+        for number in range(rank(), _up(count, num_ranks()), num_ranks()):
+            at = first + min(number, count - 1) * size
+            batch = self.rows.batch([self._row(i) for i in range(at, at + size)])
+            batches.append(batch if number < count else batch.without_targets())
+        return batches
 
     def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, float]:
         """Run one optimizer step. Return loss and gradient norm (on the device) and the rate."""
@@ -139,9 +174,10 @@ class Trainer:
         # The step determines the seed, so a checkpoint need not hold a generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        # torch.compile would compile again for every new Python number, so this is a tensor.
-        targets = sum(batch.num_targets for batch in batches)
-        normalizer = torch.tensor(float(targets), device=self.device)
+        targets = sum_over_ranks(sum(batch.num_targets for batch in batches))
+        # The gradients of ranks are averaged, not summed. torch.compile would compile again for
+        # every new Python number, so this is a tensor.
+        normalizer = torch.tensor(targets / num_ranks(), device=self.device)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
             part = self._loss(batch, normalizer=normalizer)
@@ -150,6 +186,11 @@ class Trainer:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if is_sharded(norm):
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
+        if is_distributed():
+            dist.all_reduce(loss)
+            loss /= num_ranks()
         rate = learning_rate(
             step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
         )
@@ -181,12 +222,20 @@ class Trainer:
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         targets = 0
-        for start in range(0, number, self.config.batch_size):
+        size = self.config.batch_size
+        batches = math.ceil(number / size)
+        for index in range(rank(), _up(batches, num_ranks()), num_ranks()):
             check()
-            stop = min(number, start + self.config.batch_size)
-            batch = self.eval_rows.batch(range(start, stop))
+            start = min(index, batches - 1) * size
+            batch = self.eval_rows.batch(range(start, min(number, start + size)))
+            if index >= batches:
+                batch = batch.without_targets()
             total += self._loss(batch, reduction="sum").double()
             targets += batch.num_targets
+        reshard(self.model)
+        if is_distributed():
+            dist.all_reduce(total)
+        targets = sum_over_ranks(targets)
         loss = float(total) / targets
         return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
 
@@ -209,7 +258,7 @@ class Trainer:
             SaveError: the disk is full, for example.
         """
         config = self.config
-        saved = checkpoints.latest()
+        saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
         if saved is not None:
             if saved > self.total_steps:
                 raise CheckpointError(
@@ -217,10 +266,12 @@ class Trainer:
                     "remove the file to resume from an earlier checkpoint"
                 )
             checkpoints.load(saved, self.model, self.optimizer)
-            checkpoints.prune(config.save_total_limit)
+            if rank() == 0:
+                checkpoints.prune(config.save_total_limit)
         self.done = saved or 0
         run_dir.cut_metrics(-1 if saved is None else saved)
-        evaluated = {entry["step"] for entry in run_dir.read_metrics() if "eval_loss" in entry}
+        metrics = run_dir.read_metrics() if rank() == 0 else []
+        evaluated = from_rank_0({entry["step"] for entry in metrics if "eval_loss" in entry})
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -251,8 +302,8 @@ class Trainer:
                         "loss": loss,
                         "learning_rate": rate,
                         "grad_norm": norm,
-                        "tokens": sum(batch.num_tokens for batch in batches),
-                        "targets": sum(batch.num_targets for batch in batches),
+                        "tokens": sum_over_ranks(sum(batch.num_tokens for batch in batches)),
+                        "targets": sum_over_ranks(sum(batch.num_targets for batch in batches)),
                         "seconds": time.perf_counter() - started,
                     }
                 )
@@ -274,11 +325,13 @@ class Trainer:
             return
         if self._waiting:
             self._log(run_dir, time.perf_counter(), None)
-        if not self.done or checkpoints.latest() == self.done:
+        latest = from_rank_0(checkpoints.latest() if rank() == 0 else None)
+        if not self.done or latest == self.done:
             return
         run_dir.sync_metrics()
         checkpoints.save(self.done, self.model, self.optimizer)
-        checkpoints.prune(self.config.save_total_limit)
+        if rank() == 0:
+            checkpoints.prune(self.config.save_total_limit)
 
     def _evaluates(self, done: int) -> bool:
         return done == self.total_steps or done % self.eval_steps == 0

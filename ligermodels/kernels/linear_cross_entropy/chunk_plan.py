@@ -136,6 +136,16 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
     return ChunkPlan(chunk_size, vocab_block, block_rows, grads_in_forward)
 
 
+def smaller_chunk(sizes: Sizes) -> int | None:
+    """Return the chunk whose logits take `DEFAULT_LOGITS_BYTES`, if the default plan's is larger.
+
+    It needs less memory and more time, because the weight gradient is accumulated chunk by chunk.
+    """
+    most = max(DEFAULT_LOGITS_BYTES // (sizes.vocab * sizes.logit_bytes), 1)
+    chunk = _balanced(sizes.rows, most)
+    return chunk if chunk < plan_chunks(sizes, None).chunk_size else None
+
+
 def _balanced(total: int, most: int) -> int:
     """Return the length of the fewest pieces of at most `most`, nearly equal in length.
 
