@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, shown
+from ligermodels.generation.ahead import generate_ahead
 from ligermodels.generation.generation_config import (
     checked_generation_config,
     resolve_eos_token_ids,
@@ -23,6 +24,7 @@ from ligermodels.generation.sampling import RepetitionPenalty, Sampling
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads import MedusaHeads
 from ligermodels.text.streaming import Decoder, TextStream
 
 # A row cannot be longer: no machine has the memory for its cache.
@@ -54,6 +56,7 @@ def generate(
     input_ids: Prompts | None = None,
     *,
     callback: Callable[[Tensor], object] | None = None,
+    heads: MedusaHeads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Tensor:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
@@ -67,6 +70,9 @@ def generate(
             repetition_penalty.
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
+        heads: trained heads that guess further tokens, for one prompt without sampling: see
+            `ligermodels.generation.generate_ahead`, which also returns how many tokens each forward
+            pass gave. callback then gets all tokens of a pass.
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
@@ -96,6 +102,8 @@ def generate(
             synchronisation: in the same step if there are stop tokens, else after the last token.
         CheckpointError: generation_config.json has a value of a wrong type.
     """
+    if heads is not None:
+        return _with_heads(model, heads, input_ids, callback, options)
     prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
     for tokens_B in steps:
@@ -103,6 +111,23 @@ def generate(
         if callback is not None:
             callback(tokens_B)
     return torch.cat(columns, dim=1)
+
+
+def _with_heads(
+    model: DecoderModel,
+    heads: MedusaHeads,
+    input_ids: Prompts | None,
+    callback: Callable[[Tensor], object] | None,
+    options: GenerateOptions,
+) -> Tensor:
+    possible = ("max_new_tokens", "eos_token_id")
+    if input_ids is None or any(value and name not in possible for name, value in options.items()):
+        raise ValueError(
+            "generate: heads take input_ids and, of the options, only max_new_tokens, "
+            "eos_token_id and callback; leave the others out"
+        )
+    given = {name: value for name, value in options.items() if name in possible}
+    return generate_ahead(model, heads, input_ids, callback=callback, **given).ids  # type: ignore[arg-type]
 
 
 def stream(

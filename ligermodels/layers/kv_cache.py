@@ -81,11 +81,13 @@ class KVCache:
         max_length: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        extra: int = 0,
     ) -> Self:
         """Return a cache for the layers that a model has, whatever its config says.
 
         The windows are those of the causal `Attention` layers in it. A layer whose keys and values
-        others take keeps as many as the widest window of them.
+        others take keeps as many as the widest window of them. Every layer with a window keeps
+        `extra` tokens more, so that `truncate` may remove as many of the last ones.
 
         Raises:
             ValueError: two layers have the same layer_index.
@@ -104,7 +106,7 @@ class KVCache:
             needs.setdefault(index, []).append(module.sliding_window)
         count = max([len(getattr(model, "layers", ())), *(index + 1 for index in needs)])
         windows = [
-            max((w for w in each if w is not None), default=None) if None not in each else None
+            max(w + extra for w in each if w is not None) if None not in each else None
             for each in (needs.get(index, [None]) for index in range(count))
         ]
         return cls(None, batch, max_length, dtype, device, sliding_windows=windows)
@@ -169,6 +171,25 @@ class KVCache:
     def advance(self, tokens: int) -> None:
         """Add the tokens that every layer has written to `length`; call it once per forward."""
         self.length += tokens
+        self._key_positions.clear()
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens. The next ones are written in the places of the others.
+
+        In layers with a window, the removed tokens have overwritten earlier ones. So the cache must
+        have been made with at least as many `extra` tokens as one call removes, and what is removed
+        by several calls without new tokens between them counts together.
+
+        Raises:
+            ValueError: the cache does not have so many tokens.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(
+                f"KVCache: cannot keep {length} tokens of {self.length}; pass a number from 0 to "
+                f"{self.length}"
+            )
+        self.length = length
+        self._written = [min(written, length) for written in self._written]
         self._key_positions.clear()
 
     def reset(self) -> None:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
+from ligermodels.kernels import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_group_loss,
+    linear_log_probs,
+)
+from ligermodels.kernels.loss_options import TOKEN_STATS
 from ligermodels.layers import LossHead
 from tests.gpu.synchronisation import no_synchronisation
 from tests.kernels import formulas, test_cross_entropy
@@ -210,6 +217,58 @@ def log_probs_step(**options) -> Callable[..., Tensor]:
     return step
 
 
+def asked_step(**options) -> Callable[..., Tensor]:
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        alternatives = torch.stack((targets, targets.clamp(min=0)), -1)
+        out = linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            alternatives=alternatives,
+            return_token_stats=TOKEN_STATS,
+            top_k=2,
+            temperature=0.7,
+            **options,
+        )
+        total = out.loss.sum()
+        if out.loss.dim():
+            stats = (
+                out.sum_sq_probs,
+                out.mean_logits,
+                out.alternative_log_probs,
+                out.top_log_probs,
+            )
+            total = total + sum(x.square().sum() for x in stats)
+        total.backward()
+        return out.loss
+
+    return step
+
+
+def group_step(**options) -> Callable[..., Tensor]:
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        def loss_function(tokens, _: slice) -> Tensor:
+            return tokens.log_probs.sum(-1).square().sum()
+
+        loss = linear_group_loss(
+            hidden.view(8, -1, 64), weight, targets.view(8, -1), loss_function, **options
+        )
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def divergence_step(**options) -> Callable[..., Tensor]:
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        teacher = (hidden.detach() * 2, weight.detach())
+        loss = linear_divergence(hidden, weight, *teacher, mask=targets != -100, **options).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 # With 512 rows of 64 and a vocabulary of 1000, both budgets are too small for a float32 sum of the
 # weight gradient. The smaller one is also too small to keep the hidden gradient for backward.
 BUDGET, SMALL = 200_000, 160_000
@@ -226,6 +285,14 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "number": loss_step(chunk_size=100, normalizer=17),
     "options": loss_step(chunk_size=100, label_smoothing=0.1, z_loss=1e-4, softcap=30.0),
     "stats": loss_step(chunk_size=100, return_token_stats=True),
+    "asked for by name": asked_step(chunk_size=100),
+    "asked for by name, none": asked_step(chunk_size=100, reduction="none"),
+    "groups": group_step(),
+    "groups, chunks": group_step(chunk_size=130, group_size=2),
+    "groups, small budget": group_step(max_scratch_bytes=SMALL),
+    "divergence": divergence_step(),
+    "divergence, chunks": divergence_step(chunk_size=100, beta=0.0),
+    "divergence, none": divergence_step(chunk_size=100, beta=None, reduction="none"),
     "skipping": loss_step(chunk_size=100, skip_ignored=True, max_valid=450),
     "skipping, small budget": loss_step(max_scratch_bytes=SMALL, skip_ignored=True, max_valid=450),
     "log-probabilities": log_probs_step(chunk_size=100),

@@ -170,6 +170,28 @@ def test_against_trl(float32_place) -> None:
         torch.testing.assert_close(torch.autograd.grad(ours, leaves), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_against_liger(float32_place) -> None:
+    liger = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss")
+    made = on(float32_place, inputs())
+    targets = torch.where(torch.arange(ROWS) % 3 > 0, 1, -100).to(float32_place.device)
+    leaves = [made["hidden"], made["weight"], made["bias"]]
+    for beta in (0.0, 0.3, 1.0):
+        loss = liger.LigerFusedLinearJSDLoss(0.0, 1.0, beta=beta, temperature=2.0, compiled=False)
+        theirs = loss(
+            made["hidden"],
+            made["weight"],
+            made["teacher_hidden"].detach(),
+            made["teacher_weight"].detach(),
+            targets,
+            made["bias"],
+            made["teacher_bias"].detach(),
+        )
+        ours = linear_divergence(**made, beta=beta, temperature=2.0, mask=targets != -100)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        wanted = torch.autograd.grad(theirs, leaves)
+        torch.testing.assert_close(torch.autograd.grad(ours, leaves), wanted, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_equals_eager(float32_place, reduction) -> None:

@@ -137,3 +137,17 @@ def test_what_cannot_be_right_is_refused():
         cache.update(0, k, v)
     cache.reset()
     cache.update(0, k, v)
+
+
+def test_truncate_keeps_the_first_tokens() -> None:
+    cache = KVCache(None, 1, 10, sliding_windows=[None])
+    k = torch.arange(8.0).view(1, 1, 8, 1)
+    cache.update(0, k[:, :, :5], k[:, :, :5])
+    cache.advance(5)
+    cache.truncate(3)
+    assert cache.length == 3
+    keys, _ = cache.update(0, k[:, :, 6:], k[:, :, 6:])
+    assert keys.flatten().tolist() == [0, 1, 2, 6, 7]
+    for length in (-1, 4):
+        with pytest.raises(ValueError, match=f"cannot keep {length} tokens of 3"):
+            cache.truncate(length)

@@ -1,0 +1,92 @@
+"""Greedy generation with heads that guess the tokens after the next one (arXiv:2401.10774).
+
+Each forward pass checks the guesses of the last one: those that greedy generation would have
+chosen are accepted, so the tokens are those of `generate`, for fewer passes.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.generation.generation_config import (
+    checked_generation_config,
+    resolve_eos_token_ids,
+)
+from ligermodels.generation.prompts import Prompts, batch_prompts
+from ligermodels.kernels.checks import check_count
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads import MedusaHeads
+
+
+class AheadResult(NamedTuple):
+    """The result of `generate_ahead`."""
+
+    ids: Tensor  # (1, prompt + new) int64; the stop token is kept
+    tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
+
+
+@torch.no_grad()
+def generate_ahead(
+    model: DecoderModel,
+    heads: MedusaHeads,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    eos_token_id: int | Iterable[int] | None = None,
+    callback: Callable[[Tensor], object] | None = None,
+) -> AheadResult:
+    """Continue one prompt with the likeliest tokens, several for each forward pass.
+
+    The tokens are those of greedy `generate`, where rounding does not decide between two logits: a
+    pass over several tokens rounds in another way than passes over one token.
+
+    Args:
+        model, heads: the body and heads trained on it.
+        input_ids: one prompt, as `generate` takes it.
+        max_new_tokens, eos_token_id: as in `generate`.
+        callback: a function that is called after every pass with its new tokens (new,).
+    Raises:
+        ValueError: there is more than one prompt, or an argument is wrong.
+    """
+    check_count("generate", "max_new_tokens", max_new_tokens, 1)
+    config = model.config
+    stops = resolve_eos_token_ids(eos_token_id, checked_generation_config(model), config)
+    ids, _ = batch_prompts(input_ids, None, 0, config.vocab_size)
+    if len(ids) != 1:
+        raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")
+    ids = ids.to(model.rotary_emb.inv_freq.device)
+    ahead, start = len(heads.blocks), ids.shape[1]
+    # A pass may write this many tokens that are rejected.
+    cache = KVCache.of(model, 1, start + max_new_tokens + ahead, extra=ahead)
+    counts: list[int] = []
+    fed = ids
+    while True:
+        hidden = model(fed, cache=cache)
+        # The first token of a pass, after the prompt, is known to be right; the rest are guesses.
+        known = fed.shape[1] if not counts else 1
+        hidden = hidden[:, known - 1 :]
+        chosen = model.head.logits(hidden).argmax(-1)[0]
+        agrees = (chosen[:-1] == fed[0, known:]).long()
+        accepted = int(agrees.cumprod(0).sum())
+        cache.truncate(cache.length - (len(agrees) - accepted))
+        new = _until_stop(chosen[: accepted + 1], stops, start + max_new_tokens - ids.shape[1])
+        ids = torch.cat((ids, new[None]), 1)
+        counts.append(len(new))
+        if callback is not None:
+            callback(new)
+        if ids.shape[1] - start >= max_new_tokens or int(new[-1]) in stops:
+            return AheadResult(ids, counts)
+        guesses = heads.logits(hidden[:, accepted]).argmax(-1).view(1, -1)
+        fed = torch.cat((new[-1:][None], guesses), 1)
+
+
+def _until_stop(tokens: Tensor, stops: list[int], most: int) -> Tensor:
+    """Return the tokens up to the first stop token, and at most `most`."""
+    tokens = tokens[:most]
+    for i, token in enumerate(tokens.tolist()):
+        if token in stops:
+            return tokens[: i + 1]
+    return tokens

@@ -1,0 +1,280 @@
+"""Heads that predict the tokens after the next one, trained with few matrix products each.
+
+Medusa (arXiv:2401.10774): head k of K predicts the token k + 1 places after the next one from the
+body's last hidden state. All heads go through one chunk loop if they share their projection, and
+one after the other if each has its own, so that only one sum of a weight gradient exists at a time.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ligermodels.errors import ConfigError
+from ligermodels.kernels.dispatch import refuse_double_backward
+from ligermodels.layers import LossHead
+from ligermodels.layers.loss_head import HeadOptions
+from ligermodels.models.base import DecoderModel, next_token_targets
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(linear(x)), as in Medusa. It starts as the identity, so a new head is the old one.
+
+    Args: hidden_size: of the input and of the output (..., hidden).
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class AheadOutput(NamedTuple):
+    """The losses of several heads."""
+
+    loss: Tensor  # the weighted sum, differentiable
+    losses: Tensor  # (heads) the mean loss of each, without its weight; not differentiable
+    num_valid: Tensor  # (heads) int64: how many targets each head has
+
+
+class MedusaHeads(nn.Module):
+    """Some heads on the last hidden state of a body, each for a token further ahead.
+
+    Args:
+        head: the body's head. With tied True, all heads use its projection, and the projection
+            learns from them; else each has its own, which starts as a copy.
+        num_heads: how many tokens after the next one are predicted.
+        num_blocks: how many `ResidualBlock`s each head has.
+        decay: head k, counted from 0, has the weight decay^(k + 1) in the loss (0.8 in the paper).
+
+    Raises:
+        ConfigError: a number is not positive, or the body's projection is not a plain nn.Linear.
+    """
+
+    def __init__(
+        self,
+        head: LossHead,
+        num_heads: int,
+        *,
+        num_blocks: int = 1,
+        tied: bool = False,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or num_blocks < 1 or decay <= 0:
+            raise ConfigError(
+                f"MedusaHeads: num_heads={num_heads}, num_blocks={num_blocks}, decay={decay}; "
+                "expected positive numbers"
+            )
+        if not head.is_linear:
+            raise ConfigError(
+                f"MedusaHeads: the head's projection is a {type(head.proj).__name__}; expected a "
+                "plain nn.Linear"
+            )
+        weight = head.weight
+        hidden_size = weight.shape[1]
+        self.decay, self.tied = decay, tied
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)))
+            for _ in range(num_heads)
+        ).to(weight.device, weight.dtype)
+        # The tuple keeps nn.Module from registering the body's head as a child.
+        self._head = (head,)
+        self.heads = nn.ModuleList()
+        if not tied:
+            self.heads.extend(_copy(head) for _ in range(num_heads))
+
+    def head(self, index: int) -> LossHead:
+        """Return the projection of a head: its own, or the body's."""
+        return self._head[0] if self.tied else self.heads[index]  # type: ignore[return-value]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of all heads: (..., hidden) -> (heads, ..., vocab)."""
+        return torch.stack(
+            [self.head(i).logits(block(hidden)) for i, block in enumerate(self.blocks)]
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        **options: Unpack[HeadOptions],
+    ) -> AheadOutput:
+        """Return the sum of the heads' losses.
+
+        Args:
+            hidden: (batch, seq, hidden) of the body, at the tokens of labels.
+            labels: (batch, seq) int64 at the positions of the inputs, as a model takes them; the
+                ignore_index of the head is ignored.
+            document_ids: (batch, seq); no head predicts a token of another document.
+            options: of `LossHead.forward`, except reduction, token_weights, and those that return
+                more. normalizer divides each head's sum over tokens; by default it is the head's
+                own number of targets.
+        """
+        count, normalizer = len(self.blocks), options.get("normalizer")
+        ignore_index = options.get("ignore_index", self.ignore_index)
+        targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
+        valid = torch.stack([(x != ignore_index).sum() for x in targets])
+        divisors = (
+            valid.clamp(min=1) if normalizer is None else torch.full_like(valid, 1) * normalizer
+        )
+        divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
+        options["reduction"], options["normalizer"] = "sum", None
+        if self.tied:
+            states = torch.stack([block(hidden) for block in self.blocks])
+            scales = decays / divisors
+            loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
+        else:
+            sums = torch.stack(
+                [
+                    _loss_now(
+                        self.head(i), block(hidden), targets[i], decays[i] / divisors[i], options
+                    )
+                    for i, block in enumerate(self.blocks)
+                ]
+            )
+            loss = sums.sum()
+        return AheadOutput(loss, sums.detach() / decays, valid)
+
+    @property
+    def ignore_index(self) -> int:
+        """The target that no head learns from."""
+        return self._head[0].loss_options.get("ignore_index", -100)
+
+
+def shared_head_loss(
+    head: LossHead,
+    states: Tensor,
+    targets: list[Tensor],
+    scales: Tensor,
+    options: HeadOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return a scaled sum of losses of one head, and the parts, from one loop over all tokens.
+
+    Args: states: (parts, batch, seq, hidden); targets: (batch, seq) for each part; scales: (parts)
+        what multiplies the summed loss of each; options: of the head, with reduction "sum".
+    Returns: a scalar, differentiable, and (parts), not differentiable.
+    """
+    out = head(
+        states,
+        torch.stack(targets),
+        token_weights=scales.view(-1, 1, 1).expand(states.shape[:-1]),
+        return_token_loss=True,
+        **options,
+    )
+    assert out.token_loss is not None
+    return out.loss, out.token_loss.flatten(1).sum(1)
+
+
+def ahead_targets(
+    labels: Tensor, ahead: int, document_ids: Tensor | None, ignore_index: int
+) -> Tensor:
+    """Return the label `ahead` + 1 places later (batch, seq), in the same document."""
+    targets = next_token_targets(labels, None, ignore_index)
+    for _ in range(ahead):
+        targets = F.pad(targets[:, 1:], (0, 1), value=ignore_index)
+    if document_ids is None:
+        return targets
+    later = F.pad(document_ids[:, ahead + 1 :], (0, ahead + 1), value=-1)
+    return targets.masked_fill(later != document_ids, ignore_index)
+
+
+def _copy(head: LossHead) -> LossHead:
+    """Return a head of the same options with its own projection, which starts with the values."""
+    weight = head.weight
+    vocab, hidden = weight.shape
+    bias = getattr(getattr(head, "proj", None), "bias", None)  # a tied head has no projection
+    options: dict[str, Any] = {**head.loss_options, "class_weights": head.class_weights}
+    with torch.device("meta"):
+        copied = LossHead(hidden, vocab, bias=bias is not None, **options)
+    copied.proj.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        copied.proj.bias = nn.Parameter(bias.detach().clone())
+    return copied
+
+
+def _loss_now(
+    head: LossHead, hidden: Tensor, targets: Tensor, scale: Tensor, options: HeadOptions
+) -> Tensor:
+    """Return scale * the summed loss of a head, whose gradients are finished in forward."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return scale * head(hidden, targets, **options).loss
+    parameters = [x for x in head.parameters() if x.requires_grad]
+    return _BackwardNow.apply(hidden, scale, targets, head, options, *parameters)
+
+
+class _BackwardNow(torch.autograd.Function):
+    """Run forward and backward of a head at once, and keep the gradients in their final dtypes.
+
+    The float32 sum of the weight gradient is then free before the next head begins.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        scale: Tensor,
+        targets: Tensor,
+        head: LossHead,
+        options: HeadOptions,
+        *parameters: Tensor,
+    ) -> Tensor:
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+            loss = scale * head(leaf, targets, **options).loss
+        inputs = [leaf, *parameters] if hidden.requires_grad else [*parameters]
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
+        ctx.save_for_backward(*(grads if hidden.requires_grad else (None, *grads)))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("MedusaHeads")
+        grads = [None if x is None else x * grad_output.to(x.dtype) for x in ctx.saved_tensors]
+        return grads[0], None, None, None, None, *grads[1:]
+
+
+class MedusaModel(nn.Module):
+    """A body with `MedusaHeads`, whose forward returns the loss, also through DDP and FSDP2.
+
+    Args:
+        model: the body.
+        heads: on its head.
+        freeze_body: Medusa's first stage: the body computes no gradient and keeps nothing. Without
+            it, the second stage: the loss is that of the body and heads_weight times the heads'.
+        heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        heads: MedusaHeads,
+        *,
+        freeze_body: bool = True,
+        heads_weight: float = 0.2,
+    ) -> None:
+        super().__init__()
+        self.model, self.heads = model, heads
+        self.freeze_body, self.heads_weight = freeze_body, heads_weight
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, normalizer: float | Tensor | None = None
+    ) -> AheadOutput:
+        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels."""
+        if self.freeze_body:
+            with torch.no_grad():
+                hidden = self.model(input_ids)
+            return self.heads(hidden, labels, normalizer=normalizer)
+        hidden = self.model(input_ids)
+        targets = next_token_targets(labels, None, self.heads.ignore_index)
+        own = self.model.head(hidden, targets, normalizer=normalizer).loss
+        out = self.heads(hidden, labels, normalizer=normalizer)
+        return out._replace(loss=own + self.heads_weight * out.loss)

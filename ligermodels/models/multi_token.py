@@ -1,0 +1,81 @@
+"""Multi-token prediction modules: blocks that predict one more token each (arXiv:2412.19437, 2.2).
+
+Module k takes the hidden state of the module before it, or of the body, and the embedding of the
+token k places later, which it has already been told. Embedding and head are the body's.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.layers import AttentionContext
+from ligermodels.models.base import DecoderModel, next_token_targets
+from ligermodels.models.heads import AheadOutput, ahead_targets, shared_head_loss
+
+
+class MultiTokenModule(nn.Module):
+    """One module: norms, a projection of both inputs to one, a block and a norm.
+
+    Args: model: the body. Block and norms start as copies of its last block and its final norm.
+    """
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        hidden_size = model.embed_tokens.embedding_dim
+        self.hidden_norm, self.embedding_norm = (copy.deepcopy(model.norm) for _ in range(2))
+        self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        nn.init.normal_(self.proj.weight, std=model.config.initializer_range)
+        self.proj.to(model.embed_tokens.weight.device, model.embed_tokens.weight.dtype)
+        self.block = copy.deepcopy(model.layers[-1])
+        self.norm = copy.deepcopy(model.norm)
+
+    def forward(self, hidden: Tensor, embeds: Tensor, context: AttentionContext) -> Tensor:
+        """Return the next hidden states (batch, seq, hidden), from those and later embeddings."""
+        both = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embeds)), -1)
+        x, residual, *_ = self.block(self.proj(both), None, context)
+        return self.norm(x) if residual is None else self.norm(x, residual)[0]
+
+
+class MultiTokenModel(nn.Module):
+    """A body with multi-token prediction modules, trained together.
+
+    Args:
+        model: the body.
+        num_modules: how many tokens after the next one are predicted.
+        weight: the loss is the body's and `weight` times the mean of the modules' (0.3 and later
+            0.1 in the paper).
+    """
+
+    def __init__(self, model: DecoderModel, num_modules: int = 1, *, weight: float = 0.3) -> None:
+        super().__init__()
+        self.model, self.weight = model, weight
+        self.mtp = nn.ModuleList(MultiTokenModule(model) for _ in range(num_modules))
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, normalizer: float | Tensor | None = None
+    ) -> AheadOutput:
+        """Return the loss for (batch, seq) ids and labels; `losses` are the body's, the modules'.
+
+        All losses go through one chunk loop of the head, with one sum of its weight gradient.
+        normalizer divides the sum over tokens of each. By default it is the number of its targets.
+        """
+        model = self.model
+        contexts, _ = model._contexts(input_ids, None, None, None, None, None, None)
+        context, embeds = contexts[model.ropes[-1]], model.embed_tokens(input_ids)
+        ignore_index = model.head.loss_options.get("ignore_index", -100)
+        states, targets = [model(input_ids)], [next_token_targets(labels, None, ignore_index)]
+        for k, module in enumerate(self.mtp, 1):
+            # The last k positions have no later token, and no target either.
+            later = F.pad(embeds[:, k:], (0, 0, 0, k))
+            states.append(module(states[-1], later, context))
+            targets.append(ahead_targets(labels, k, None, ignore_index))
+        valid = torch.stack([(x != ignore_index).sum() for x in targets])
+        share = self.weight / max(len(self.mtp), 1)
+        shares = torch.tensor([1.0, *[share] * len(self.mtp)]).to(embeds.device, non_blocking=True)
+        divisors = valid.clamp(min=1) if normalizer is None else torch.ones_like(valid) * normalizer
+        loss, parts = shared_head_loss(
+            model.head, torch.stack(states), targets, shares / divisors, {"reduction": "sum"}
+        )
+        return AheadOutput(loss, parts / shares, valid)

@@ -1,0 +1,179 @@
+"""Medusa's heads: losses and gradients against plain PyTorch, stages, and decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.errors import ConfigError
+from ligermodels.layers import LossHead
+from ligermodels.models.heads import MedusaHeads, MedusaModel, ahead_targets
+from tests.layers.heads import swap
+from tests.models.pairs import relative
+
+HIDDEN, VOCAB, BATCH, SEQ, HEADS = 20, 37, 3, 9, 3
+
+
+def make(tied: bool = False, **options) -> tuple[LossHead, MedusaHeads]:
+    """Return a head, and heads whose blocks are not the identity."""
+    torch.manual_seed(0)
+    head = LossHead(HIDDEN, VOCAB, softcap=5.0)
+    heads = MedusaHeads(head, HEADS, tied=tied, **options)
+    for parameter in heads.blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for own in heads.heads:
+        torch.nn.init.normal_(own.weight, std=0.3)
+    return head, heads
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(BATCH, SEQ, HIDDEN, generator=generator).requires_grad_()
+    labels = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+    labels[0, 3:5] = -100
+    return hidden, labels
+
+
+def eager(heads: MedusaHeads, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    losses = []
+    for i, block in enumerate(heads.blocks):
+        x = hidden
+        for layer in block:
+            x = x + F.silu(F.linear(x, layer.linear.weight, layer.linear.bias))
+        logits = 5 * torch.tanh(F.linear(x, heads.head(i).weight) / 5)
+        losses.append(
+            F.cross_entropy(logits[:, : -(i + 2)].flatten(0, 1), labels[:, i + 2 :].flatten())
+        )
+    return losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_the_losses_of_all_heads(tied, num_blocks, chunk_size) -> None:
+    _, heads = make(tied, num_blocks=num_blocks)
+    hidden, labels = data()
+    out = heads(hidden, labels, chunk_size=chunk_size)
+    wanted = eager(heads, hidden, labels)
+    total = sum(0.8 ** (i + 1) * x for i, x in enumerate(wanted))
+    assert relative(out.loss, total) <= 1e-6
+    assert relative(out.losses, torch.stack(wanted)) <= 1e-6
+    assert out.num_valid.tolist() == [(labels[:, i + 2 :] != -100).sum() for i in range(HEADS)]
+    weights = {heads.head(i).weight for i in range(HEADS)}
+    assert len(weights) == (1 if tied else HEADS)
+    leaves = [hidden, *heads.blocks.parameters(), *weights]
+    grads = torch.autograd.grad(3 * out.loss, leaves)
+    for grad, want in zip(grads, torch.autograd.grad(3 * total, leaves)):
+        assert relative(grad, want) <= 1e-5
+
+
+def test_micro_batches_with_a_normalizer() -> None:
+    _, heads = make()
+    hidden, labels = data()
+    whole = heads(hidden, labels, normalizer=20)
+    parts = [heads(h[None], y[None], normalizer=20) for h, y in zip(hidden, labels)]
+    assert relative(sum(x.loss for x in parts), whole.loss) <= 1e-6
+    assert relative(sum(x.losses for x in parts), whole.losses) <= 1e-6
+
+
+def test_targets_stay_in_their_document() -> None:
+    labels = torch.arange(8)[None]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
+    assert ahead_targets(labels, 1, None, -1).tolist() == [[2, 3, 4, 5, 6, 7, -1, -1]]
+    assert ahead_targets(labels, 1, documents, -1).tolist() == [[2, -1, -1, 5, 6, -1, -1, -1]]
+    assert ahead_targets(labels, 9, None, -1).tolist() == [[-1] * 8]
+
+
+class Flops(TorchDispatchMode):
+    """Counts operations. (FlopCounterMode tracks modules, which a backward in forward breaks.)"""
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(function._overloadpacket)
+        self.total += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
+        return out
+
+
+def test_three_products_for_each_head() -> None:
+    for tied in (False, True):
+        _, heads = make(tied)
+        hidden, labels = data()
+        with Flops() as counter:
+            heads(hidden, labels).loss.backward()
+        rows = BATCH * SEQ
+        own = 3 * 2 * rows * HIDDEN * VOCAB
+        block = 3 * 2 * rows * HIDDEN * HIDDEN
+        assert counter.total == HEADS * (own + block)
+
+
+def test_new_heads_are_the_old_one() -> None:
+    head = LossHead(HIDDEN, VOCAB, softcap=5.0, bias=True)
+    for tied in (False, True):
+        heads = MedusaHeads(head, 2, tied=tied)
+        hidden, _ = data()
+        for logits in heads.logits(hidden):
+            assert torch.equal(logits, head.logits(hidden))
+        names = {name.split(".")[0] for name, _ in heads.named_parameters()}
+        assert names == ({"blocks"} if tied else {"blocks", "heads"})
+
+
+def test_a_frozen_and_an_evaluated_head() -> None:
+    _, heads = make()
+    hidden, labels = data()
+    wanted = heads(hidden, labels).loss.detach()
+    heads.heads.requires_grad_(False)
+    heads(hidden, labels).loss.backward()
+    assert hidden.grad is not None and all(x.grad is None for x in heads.heads.parameters())
+    with torch.no_grad():
+        assert relative(heads(hidden, labels).loss, wanted) <= 1e-6
+    heads.requires_grad_(False)
+    assert not heads(hidden.detach(), labels).loss.requires_grad
+
+
+def model() -> LigerLlama:
+    torch.manual_seed(0)
+    return LigerLlama(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def test_the_stages() -> None:
+    """The first trains the heads alone, the second also the body."""
+    body = model()
+    heads = MedusaHeads(body.head, 2)
+    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(2))
+    first = MedusaModel(body, heads)
+    first(ids, labels=ids).loss.backward()
+    assert all(x.grad is None for x in body.parameters())
+    assert all(x.grad is not None for x in heads.parameters())
+    second = MedusaModel(body, heads, freeze_body=False, heads_weight=0.5)
+    out = second(ids, labels=ids)
+    wanted = body(ids, labels=ids).loss + 0.5 * first(ids, labels=ids).loss
+    assert relative(out.loss, wanted) <= 1e-6
+    out.loss.backward()
+    assert all(x.grad is not None for x in body.parameters())
+
+
+def test_refusals() -> None:
+    head = LossHead(HIDDEN, VOCAB)
+    for options in ({"num_heads": 0}, {"num_heads": 1, "num_blocks": 0}):
+        with pytest.raises(ConfigError, match="expected positive numbers"):
+            MedusaHeads(head, **options)
+    swapped = LossHead(20, 37)
+    swap(swapped)
+    with pytest.raises(ConfigError, match="projection is a Counting"):
+        MedusaHeads(swapped, 1)

@@ -1,0 +1,73 @@
+"""Multi-token prediction: losses and gradients against the same modules one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
+from ligermodels.models.multi_token import MultiTokenModel
+from tests.models.pairs import relative
+
+COMMON = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+BODIES = {
+    "llama": lambda: LigerLlama(LlamaConfig(**COMMON, tie_word_embeddings=True)),
+    "gemma3": lambda: LigerGemma3(Gemma3Config(**COMMON, head_dim=8, sliding_window=4)),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_loss(body) -> None:
+    torch.manual_seed(0)
+    model = MultiTokenModel(BODIES[body](), 2, weight=0.4)
+    ids = torch.randint(0, 37, (2, 9))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    out = model(ids, labels=labels)
+
+    main, wanted = model.model, []
+    contexts, _ = main._contexts(ids, None, None, None, None, None, None)
+    hidden, embeds = main(ids), main.embed_tokens(ids)
+    wanted.append(main(ids, labels=labels).loss)
+    for k, module in enumerate(model.mtp, 1):
+        later = torch.cat((embeds[:, k:], embeds[:, :k] * 0), 1)
+        hidden = module(hidden, later, contexts[main.ropes[-1]])
+        logits = main.head.logits(hidden[:, : -(k + 1)])
+        wanted.append(F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten()))
+    total = wanted[0] + 0.2 * (wanted[1] + wanted[2])
+    assert relative(out.loss, total) <= 1e-5
+    assert relative(out.losses, torch.stack(wanted)) <= 1e-5
+    assert out.num_valid.tolist() == [(labels[:, k:] != -100).sum() for k in (1, 2, 3)]
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(out.loss, parameters)
+    for grad, want in zip(grads, torch.autograd.grad(total, parameters)):
+        assert relative(grad, want) <= 1e-4
+
+
+def test_no_module_sees_what_it_predicts() -> None:
+    """Another token at the end changes no loss but those of that token."""
+    torch.manual_seed(0)
+    model = MultiTokenModel(BODIES["llama"](), 2)
+    ids = torch.randint(0, 37, (1, 8))
+    labels = ids.clone()
+    labels[:, -1] = -100
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % 37
+    assert relative(model(changed, labels=labels).losses, model(ids, labels=labels).losses) <= 1e-6
+
+
+def test_micro_batches_with_a_normalizer() -> None:
+    torch.manual_seed(0)
+    model = MultiTokenModel(BODIES["llama"](), 1)
+    ids = torch.randint(0, 37, (3, 7))
+    whole = model(ids, labels=ids, normalizer=18).loss
+    parts = sum(model(row[None], labels=row[None], normalizer=18).loss for row in ids)
+    assert relative(parts, whole) <= 1e-6
