@@ -83,7 +83,7 @@ def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_generates_what_transformers_does(
     family: str, options: dict[str, Any], folders: dict[str, Path]
 ) -> None:

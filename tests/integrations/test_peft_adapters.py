@@ -43,7 +43,11 @@ REFUSED = {
     "XLORA": "it loads other adapters first",
     "ADAMSS": "it needs scikit-learn",
 }
-METHODS = [kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING]
+IN_THE_SUITE = {"LORA", "IA3", "LN_TUNING", "PREFIX_TUNING", *REFUSED}
+METHODS = [
+    kind.name if kind.name in IN_THE_SUITE else pytest.param(kind.name, marks=pytest.mark.long)
+    for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,14 @@ LORA: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.long),
+        pytest.param("qwen2", marks=pytest.mark.long),
+        "gemma2",
+    ],
+)
 @pytest.mark.parametrize("name", LORA)
 def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **LORA[name])
