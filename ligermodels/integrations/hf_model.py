@@ -86,6 +86,19 @@ class LigerPreTrainedModel(PreTrainedModel):
                 setattr(native, name, child)
         return native
 
+    def add_adapter(self, *args: Any, **options: Any) -> None:
+        """Add an adapter of PEFT, as in transformers; projections that get one are split."""
+        projections.split_projections(self)
+        super().add_adapter(*args, **options)
+        projections.pack_projections(self)
+
+    def load_adapter(self, *args: Any, **options: Any) -> Any:
+        """Load an adapter of PEFT, as in transformers; projections that get one are split."""
+        projections.split_projections(self)
+        loaded = super().load_adapter(*args, **options)
+        projections.pack_projections(self)
+        return loaded
+
     def activation_checkpointing_enable(
         self,
         activation_checkpointing_kwargs: dict[str, Any] | None = None,

@@ -11,6 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig
 
+from ligermodels.errors import CheckpointError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from tests.models import hf_models, zoo
@@ -188,3 +189,32 @@ def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path
     merged.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)
+
+
+def test_adapters_through_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """`add_adapter` and `load_adapter` are methods of every model of transformers."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"])
+    _, expected = pair(folders["llama"], config)
+    expected.save_pretrained(tmp_path)
+    logits = expected(input_ids=ids()).logits
+    shell = LigerForCausalLM.from_pretrained(folders["llama"])
+    shell.load_adapter(str(tmp_path))
+    torch.testing.assert_close(shell(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    other = LigerForCausalLM.from_pretrained(folders["llama"])
+    other.add_adapter(config)
+    other(ids(), labels=ids()).loss.backward()
+    trained = [name for name, weight in other.named_parameters() if weight.grad is not None]
+    assert trained and all("lora_" in name for name in trained)
+
+
+def test_an_adapter_of_packed_projections_is_not_left_out(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT itself finds o_proj in the model, and would load nothing else of the adapter."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
+    _, expected = pair(folders["llama"], config)
+    expected.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"q_proj.*packed in this model; load it with"):
+        peft.PeftModel.from_pretrained(
+            LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
+        )
