@@ -322,11 +322,17 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         shift_labels = others.pop("shift_labels", None)
         fused = others.pop("fused_lm_head", False)
         as_tuple = others.get("return_dict") is False
+        scores = fused or labels is not None or shift_labels is not None
+        if scores and getattr(self.config, "output_router_logits", False):
+            raise ValueError(
+                "config.output_router_logits is True, but the balance of experts is not part of "
+                "this model's loss; set it to False, or train model.native, whose loss has it"
+            )
         made = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self._cache(past_key_values, use_cache, fused or labels is not None),
+            past_key_values=self._cache(past_key_values, use_cache, scores),
             inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
             **others,

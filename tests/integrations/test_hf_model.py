@@ -24,6 +24,7 @@ from ligermodels.integrations.hf_model import (
     LigerModel,
 )
 from ligermodels.models.auto import AutoLiger
+from tests import outside
 from tests.integrations.tiny_text import tokenizer
 from tests.models import hf_models, zoo
 
@@ -80,6 +81,35 @@ def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
     assert all(torch.equal(want[name], walked[name]) for name in walked)
     assert want.keys() - walked.keys() <= {"lm_head.weight"}
     AutoLiger.from_hf(tmp_path)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("name", outside.NAMES)
+def test_a_family_from_outside(name: str, tmp_path: Path) -> None:
+    cls = outside.family(name)
+    torch.manual_seed(0)
+    native = cls(cls.config_class.small()).eval()
+    native.save_hf(tmp_path / "native")
+    model = LigerForCausalLM.from_pretrained(tmp_path / "native")
+    assert torch.equal(model(ids()).logits, native.head.logits(native(ids())))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoLiger.from_hf(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in native.state_dict().items())
+    expected = theirs(tmp_path / "again")
+    torch.testing.assert_close(model(ids()).logits, expected(ids()).logits, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(0)
+    made = model.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=2)
+    assert torch.equal(
+        made, expected.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=2)
+    )
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_balance_of_experts_is_not_left_out() -> None:
+    cls = outside.family("qwen3_moe")
+    native = cls(cls.config_class.small(output_router_logits=True))
+    with pytest.raises(ValueError, match="the balance of experts is not part of"):
+        LigerForCausalLM.from_native(native)(ids(), labels=ids())
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
