@@ -366,9 +366,15 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         return DynamicCache() if given is None and use_cache and not scores else given
 
     def _get_name(self) -> str:
-        """Return HF's name of the class, by which Trainer knows whose labels need a shift."""
+        """Return the name of a causal language model of HF, or Trainer would not shift labels.
+
+        It looks at the name when it smooths them.
+        """
         name = architecture(self.family)
-        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else type(self).__name__
+        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "LlamaForCausalLM"
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(self._get_name(), type(self).__name__, 1)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any

@@ -215,6 +215,20 @@ def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:
         LigerForCausalLM.from_pretrained(tmp_path)
 
 
+def test_layers_on_disk(folders: dict[str, Path], tmp_path: Path) -> None:
+    expected = LigerForCausalLM.from_pretrained(folders["llama"])
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"], "cpu")
+    places |= {"model.rotary_emb": "cpu", "model.layers.1": "disk"}
+    model = LigerForCausalLM.from_pretrained(
+        folders["llama"], device_map=places, offload_folder=tmp_path / "disk"
+    )
+    with torch.no_grad():
+        assert torch.equal(model(ids()).logits, expected(ids()).logits)
+    model.save_pretrained(tmp_path / "saved")
+    want, got = theirs(folders["llama"]).state_dict(), theirs(tmp_path / "saved").state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
 def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     options = {"num_labels": 3, "pad_token_id": 2}
     hf = transformers.AutoModelForSequenceClassification.from_pretrained(
