@@ -86,6 +86,19 @@ class LigerPreTrainedModel(PreTrainedModel):
                 setattr(native, name, child)
         return native
 
+    def add_adapter(self, *args: Any, **options: Any) -> None:
+        """Add an adapter of PEFT, as in transformers; projections that get one are split."""
+        projections.split_projections(self)
+        super().add_adapter(*args, **options)
+        projections.pack_projections(self)
+
+    def load_adapter(self, *args: Any, **options: Any) -> Any:
+        """Load an adapter of PEFT, as in transformers; projections that get one are split."""
+        projections.split_projections(self)
+        loaded = super().load_adapter(*args, **options)
+        projections.pack_projections(self)
+        return loaded
+
     def activation_checkpointing_enable(
         self,
         activation_checkpointing_kwargs: dict[str, Any] | None = None,
@@ -309,11 +322,17 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         shift_labels = others.pop("shift_labels", None)
         fused = others.pop("fused_lm_head", False)
         as_tuple = others.get("return_dict") is False
+        scores = fused or labels is not None or shift_labels is not None
+        if scores and getattr(self.config, "output_router_logits", False):
+            raise ValueError(
+                "config.output_router_logits is True, but the balance of experts is not part of "
+                "this model's loss; set it to False, or train model.native, whose loss has it"
+            )
         made = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self._cache(past_key_values, use_cache, fused or labels is not None),
+            past_key_values=self._cache(past_key_values, use_cache, scores),
             inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
             **others,
@@ -347,9 +366,15 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         return DynamicCache() if given is None and use_cache and not scores else given
 
     def _get_name(self) -> str:
-        """Return HF's name of the class, by which Trainer knows whose labels need a shift."""
+        """Return the name of a causal language model of HF, or Trainer would not shift labels.
+
+        It looks at the name when it smooths them.
+        """
         name = architecture(self.family)
-        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else type(self).__name__
+        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "LlamaForCausalLM"
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(self._get_name(), type(self).__name__, 1)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any

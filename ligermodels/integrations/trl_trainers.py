@@ -10,7 +10,6 @@ import copy
 import inspect
 from typing import Any
 
-import transformers
 import trl
 from peft import PeftModel
 from torch import nn
@@ -182,20 +181,3 @@ class LigerRewardTrainer(_OnLossHead, trl.RewardTrainer):
     def _load(self, path: str, given: dict[str, Any]) -> Any:
         options = dict(getattr(given.get("args"), "model_init_kwargs", None) or {})
         return self._model_class.from_pretrained(path, **(options | {"num_labels": 1}))
-
-
-class LigerTrainer(transformers.Trainer):
-    """`transformers.Trainer` that makes no logits in an evaluation without metrics."""
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        """Ask for the logits only where they are used."""
-        if prediction_loss_only and "labels" in inputs:
-            inputs = {**inputs, "skip_logits": True}
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)

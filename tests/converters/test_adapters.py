@@ -76,7 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2", "gemma3_text"))],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_adapter(
     name: str, family: str, folders: dict[str, Path], tmp_path: Path

@@ -24,6 +24,7 @@ from ligermodels.integrations.hf_model import (
     LigerModel,
 )
 from ligermodels.models.auto import AutoLiger
+from tests import outside
 from tests.integrations.tiny_text import tokenizer
 from tests.models import hf_models, zoo
 
@@ -82,8 +83,37 @@ def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
     AutoLiger.from_hf(tmp_path)
 
 
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("name", outside.NAMES)
+def test_a_family_from_outside(name: str, tmp_path: Path) -> None:
+    cls = outside.family(name)
+    torch.manual_seed(0)
+    native = cls(cls.config_class.small()).eval()
+    native.save_hf(tmp_path / "native")
+    model = LigerForCausalLM.from_pretrained(tmp_path / "native")
+    assert torch.equal(model(ids()).logits, native.head.logits(native(ids())))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoLiger.from_hf(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in native.state_dict().items())
+    expected = theirs(tmp_path / "again")
+    torch.testing.assert_close(model(ids()).logits, expected(ids()).logits, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(0)
+    made = model.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=2)
+    assert torch.equal(
+        made, expected.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=2)
+    )
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_balance_of_experts_is_not_left_out() -> None:
+    cls = outside.family("qwen3_moe")
+    native = cls(cls.config_class.small(output_router_logits=True))
+    with pytest.raises(ValueError, match="the balance of experts is not part of"):
+        LigerForCausalLM.from_native(native)(ids(), labels=ids())
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_generates_what_transformers_does(
     family: str, options: dict[str, Any], folders: dict[str, Path]
 ) -> None:
@@ -183,6 +213,20 @@ def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match="'bert' is not supported"):
         LigerForCausalLM.from_pretrained(tmp_path)
+
+
+def test_layers_on_disk(folders: dict[str, Path], tmp_path: Path) -> None:
+    expected = LigerForCausalLM.from_pretrained(folders["llama"])
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"], "cpu")
+    places |= {"model.rotary_emb": "cpu", "model.layers.1": "disk"}
+    model = LigerForCausalLM.from_pretrained(
+        folders["llama"], device_map=places, offload_folder=tmp_path / "disk"
+    )
+    with torch.no_grad():
+        assert torch.equal(model(ids()).logits, expected(ids()).logits)
+    model.save_pretrained(tmp_path / "saved")
+    want, got = theirs(folders["llama"]).state_dict(), theirs(tmp_path / "saved").state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig
 
+from ligermodels.errors import CheckpointError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from tests.models import hf_models, zoo
@@ -43,7 +44,11 @@ REFUSED = {
     "XLORA": "it loads other adapters first",
     "ADAMSS": "it needs scikit-learn",
 }
-METHODS = [kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING]
+IN_THE_SUITE = {"LORA", "IA3", "LN_TUNING", "PREFIX_TUNING", *REFUSED}
+METHODS = [
+    kind.name if kind.name in IN_THE_SUITE else pytest.param(kind.name, marks=pytest.mark.long)
+    for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +138,14 @@ LORA: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.long),
+        pytest.param("qwen2", marks=pytest.mark.long),
+        "gemma2",
+    ],
+)
 @pytest.mark.parametrize("name", LORA)
 def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **LORA[name])
@@ -177,3 +189,32 @@ def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path
     merged.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)
+
+
+def test_adapters_through_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """`add_adapter` and `load_adapter` are methods of every model of transformers."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"])
+    _, expected = pair(folders["llama"], config)
+    expected.save_pretrained(tmp_path)
+    logits = expected(input_ids=ids()).logits
+    shell = LigerForCausalLM.from_pretrained(folders["llama"])
+    shell.load_adapter(str(tmp_path))
+    torch.testing.assert_close(shell(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    other = LigerForCausalLM.from_pretrained(folders["llama"])
+    other.add_adapter(config)
+    other(ids(), labels=ids()).loss.backward()
+    trained = [name for name, weight in other.named_parameters() if weight.grad is not None]
+    assert trained and all("lora_" in name for name in trained)
+
+
+def test_an_adapter_of_packed_projections_is_not_left_out(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT itself finds o_proj in the model, and would load nothing else of the adapter."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
+    _, expected = pair(folders["llama"], config)
+    expected.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"q_proj.*packed in this model; load it with"):
+        peft.PeftModel.from_pretrained(
+            LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
+        )

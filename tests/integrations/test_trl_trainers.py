@@ -5,23 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
+import trl
+from peft import LoraConfig
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-
-from peft import LoraConfig  # noqa: E402
-
-from ligermodels.integrations import trl_trainers  # noqa: E402
-from ligermodels.integrations.hf_model import (  # noqa: E402
+from ligermodels.integrations import trl_trainers
+from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
     LigerForSequenceClassification,
 )
-from tests.integrations.tiny_text import texts, tokenizer  # noqa: E402
-from tests.models import hf_models, zoo  # noqa: E402
+from tests.integrations.tiny_text import texts, tokenizer
+from tests.models import hf_models, zoo
 
+LONG = pytest.mark.long
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "max_steps": 3,
@@ -102,11 +101,11 @@ def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more:
     [
         ({"text": ANSWERS}, {"max_steps": 20}),
         ({"text": ANSWERS}, {"packing": True, "max_length": 16}),
-        ({"text": ANSWERS}, {"padding_free": True, "max_length": None}),
+        pytest.param({"text": ANSWERS}, {"padding_free": True, "max_length": None}, marks=LONG),
         ({"prompt": PROMPTS, "completion": ANSWERS}, {"gradient_accumulation_steps": 2}),
-        ({"messages": MESSAGES}, {"assistant_only_loss": True}),
-        ({"text": ANSWERS}, {"loss_type": "dft"}),
-        ({"text": ANSWERS}, {"label_smoothing_factor": 0.1}),
+        pytest.param({"messages": MESSAGES}, {"assistant_only_loss": True}, marks=LONG),
+        pytest.param({"text": ANSWERS}, {"loss_type": "dft"}, marks=LONG),
+        pytest.param({"text": ANSWERS}, {"label_smoothing_factor": 0.1}, marks=LONG),
     ],
     ids=["text", "packed", "padding-free", "completion", "assistant", "dft", "smoothing"],
 )
@@ -118,10 +117,10 @@ def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
     "options",
     [
         {"max_steps": 20},
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        pytest.param({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, marks=LONG),
         {"use_weighting": True},
-        {"f_divergence_type": "js_divergence", "ld_alpha": 0.5},
-        {"precompute_ref_log_probs": True},
+        pytest.param({"f_divergence_type": "js_divergence", "ld_alpha": 0.5}, marks=LONG),
+        pytest.param({"precompute_ref_log_probs": True}, marks=LONG),
     ],
     ids=["sigmoid", "sft", "weighting", "divergence", "precomputed"],
 )
@@ -129,6 +128,7 @@ def test_dpo(options: dict[str, Any], folder: Path) -> None:
     compare("DPOTrainer", folder, PAIRS, options)
 
 
+@LONG
 def test_the_reference_of_dpo_computes_under_autocast(folder: Path) -> None:
     """Before the first step it is the policy, so the rewards are exactly 0."""
     model = LigerForCausalLM.from_pretrained(folder)
@@ -150,9 +150,15 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"beta": 0.1, "temperature": 0.7}, {"beta": 0.1, "sync_ref_model": True}]
+    "options",
+    [
+        pytest.param({}, marks=LONG),
+        {"beta": 0.1, "temperature": 0.7},
+        pytest.param({"beta": 0.1, "sync_ref_model": True}, marks=LONG),
+    ],
+    ids=["plain", "reference", "synchronised"],
 )
-@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+@pytest.mark.parametrize("name", ["GRPOTrainer", pytest.param("RLOOTrainer", marks=LONG)])
 def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
     """Both sample the same completions, because their logits are equal."""
     beta = {} if options else {"beta": 0.0}
@@ -161,7 +167,10 @@ def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
     compare(name, folder, data, options | beta | more, reward_funcs=length_reward)
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+@pytest.mark.parametrize(
+    "name",
+    ["SFTTrainer", pytest.param("DPOTrainer", marks=LONG), pytest.param("GRPOTrainer", marks=LONG)],
+)
 def test_lora(name: str, folder: Path) -> None:
     kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}
     data: Any = kinds.get(name, {"prompt": PROMPTS})
@@ -174,6 +183,7 @@ def test_lora(name: str, folder: Path) -> None:
     assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
 
 
+@LONG
 def test_distillation(folder: Path) -> None:
     """Its losses and its student's completions are those on transformers' models."""
     data = {"prompt": PROMPTS}
@@ -191,6 +201,7 @@ def test_distillation(folder: Path) -> None:
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@LONG
 def test_reward(folder: Path) -> None:
     hf = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     hf.save_pretrained(folder / "reward")
