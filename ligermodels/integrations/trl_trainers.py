@@ -67,12 +67,18 @@ class _OnLossHead:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         if isinstance(given["model"], str):
             given["model"] = self._load(given["model"], given)
+        own = isinstance(given["model"], LigerPreTrainedModel)
+        if own and getattr(given.get("args"), "use_liger_kernel", False):
+            raise ConfigError(
+                "use_liger_kernel=True would put Liger's modules in the place of this model's own "
+                "fused layers; leave it out"
+            )
         reference = self._reference(given)
         adapted = given["model"] if given.get("peft_config") is not None else None
-        if isinstance(adapted, LigerPreTrainedModel):
+        if own and adapted is not None:
             split_projections(adapted)
         super().__init__(**given)
-        if isinstance(adapted, LigerPreTrainedModel):
+        if own and adapted is not None:
             pack_projections(adapted)
         use_loss_head(self.model)
         if reference is not None:

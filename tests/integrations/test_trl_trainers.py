@@ -12,6 +12,7 @@ import transformers
 import trl
 from peft import LoraConfig
 
+from ligermodels.errors import ConfigError
 from ligermodels.integrations import trl_trainers
 from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
@@ -84,8 +85,8 @@ def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more:
     ours = run(
         f"Liger{name}", LigerForCausalLM.from_pretrained(folder), folder, data, options, **more
     )
-    forward = ours.model.__dict__.get("forward")  # accelerate's, if there is one
-    assert "fused" not in getattr(forward, "__qualname__", "")
+    shell = ours.model.get_base_model() if "peft_config" in more else ours.model
+    assert "forward" not in shell.__dict__  # which would be TRL's
     found = logged(ours)
     assert found.keys() == expected.keys()
     for key, values in expected.items():
@@ -209,3 +210,20 @@ def test_reward(folder: Path) -> None:
     model = LigerForSequenceClassification.from_pretrained(folder / "reward")
     found = logged(run("LigerRewardTrainer", model, folder, PAIRS, {}))
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_liger_kernels_are_refused(folder: Path) -> None:
+    model = LigerForCausalLM.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="use_liger_kernel=True would put"):
+        run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {"use_liger_kernel": True})
+
+
+def test_a_model_is_loaded_by_its_path(folder: Path) -> None:
+    trainer = run("LigerSFTTrainer", str(folder), folder, {"text": ANSWERS}, {"max_steps": 1})
+    assert isinstance(trainer.model, LigerForCausalLM)
+
+
+def test_on_a_model_of_transformers_it_is_the_trainer_of_trl(folder: Path) -> None:
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    trainer = run("LigerSFTTrainer", hf, folder, {"text": ANSWERS}, {"max_steps": 1})
+    assert trainer.model.__dict__["forward"].__func__.__code__.co_name == "_fused_forward"
