@@ -23,6 +23,11 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
+    GatherClasses,
+    SumGradient,
+    VocabShard,
+)
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
@@ -107,6 +112,8 @@ class LossHead(nn.Module):
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
+        # Set by tensor parallelism: the classes of this rank, of which the weight consists.
+        self.vocab_shard: VocabShard | None = None
         # As a buffer, class_weights move to another device together with the head.
         self.register_buffer("class_weights", class_weights, False)
         self.loss_options = loss_options
@@ -175,7 +182,9 @@ class LossHead(nn.Module):
         }
         if self.is_linear:
             weight, bias = self._parameters_here(hidden)
-            made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
+            made = kernels.linear_cross_entropy(
+                hidden, weight, targets, bias, vocab_shard=self.vocab_shard, **options
+            )
         else:
             made = self._module_loss(hidden, targets, **options)
         num_valid = (targets != options.get("ignore_index", -100)).sum()
@@ -213,7 +222,10 @@ class LossHead(nn.Module):
         if self.is_linear:
             weight, bias = self._parameters_here(hidden)
             return kernels.linear_log_probs(
-                hidden, weight, targets, bias, entropy=entropy, **options
+                *(hidden, weight, targets, bias),
+                entropy=entropy,
+                vocab_shard=self.vocab_shard,
+                **options,
             )
         made = self._module_loss(
             hidden, targets, reduction="none", return_token_stats=True, **options
@@ -226,12 +238,16 @@ class LossHead(nn.Module):
 
         It also works on a sharded model outside the model's forward. Every rank must then call it.
         """
+        if self.vocab_shard is not None:
+            hidden = SumGradient.apply(hidden, self.vocab_shard.group)
         if self._tied or is_sharded(getattr(self.proj, "weight", None)):
             weight = _whole(self.weight).to(hidden.dtype)
             bias = None if self._tied or self.proj.bias is None else _whole(self.proj.bias)
             logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
         else:
             logits = self.proj(hidden)
+        if self.vocab_shard is not None:
+            logits = GatherClasses.apply(logits, self.vocab_shard)
         logits = logits * self.loss_options.get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -25,6 +25,7 @@ from ligermodels.kernels.linear_cross_entropy.strategies import (
     RecomputeInBackward,
 )
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather_targets, scatter, valid_rows
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, VocabShard
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
@@ -54,6 +55,7 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     max_valid: int | None = None,
     return_token_stats: bool = False,
+    vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of a linear head within a memory budget.
 
@@ -93,6 +95,9 @@ def linear_cross_entropy(
             small, CPU eager mode raises an error; otherwise the loss is NaN.
         return_token_stats: whether to return also the log-probability, the entropy and the
             correctness of each token.
+        vocab_shard: for a vocabulary that is split over ranks: weight and bias are this rank's
+            classes, and everything else is the same on all ranks. max_scratch_bytes is for each
+            rank. All ranks return the same values, and the whole gradient of hidden.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
         "none" the log-probabilities and the entropy are also differentiable. If all targets are
         ignored, the loss is 0 and the gradients are zero. The weight gradient is summed in float32.
@@ -116,6 +121,7 @@ def linear_cross_entropy(
         chunking,
         return_token_stats,
         one_loss,
+        vocab_shard,
     )
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
@@ -134,7 +140,9 @@ def linear_cross_entropy(
     if plan.vocab_block is not None:
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
-    elif rows <= plan.chunk_size and _saves_logits_grad(rows, head.weight, head.args.needs_grad):
+    elif rows <= plan.chunk_size and _saves_logits_grad(
+        rows, head.weight, _classes(weight, vocab_shard), head.args.needs_grad
+    ):
         # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
@@ -156,6 +164,7 @@ def linear_log_probs(
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
     max_valid: int | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log p of each target and the entropy of p = softmax(t), both differentiable.
 
@@ -173,8 +182,8 @@ def linear_log_probs(
         bias: (vocab), in weight's dtype.
         entropy: whether to return the entropy.
         logit_scale: as in `linear_cross_entropy`. For a sampling temperature pass its inverse.
-        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid: as in
-            `linear_cross_entropy`.
+        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid, vocab_shard:
+            as in `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
         inputs). Both are 0 if the target is ignored.
     Raises:
@@ -186,7 +195,9 @@ def linear_log_probs(
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     check_options(options, entropy=entropy)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
-    head = _head(hidden, weight, targets, bias, None, options, chunking, entropy, False)
+    head = _head(
+        hidden, weight, targets, bias, None, options, chunking, entropy, False, vocab_shard
+    )
     out = _token_outputs(head, targets)
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
@@ -218,6 +229,7 @@ def _head(
     chunking: ChunkOptions,
     with_stats: bool,
     one_loss: bool,
+    shard: VocabShard | None,
 ) -> Head:
     """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
@@ -226,9 +238,12 @@ def _head(
         compute gradients and save them for backward.
     Raises: as `linear_cross_entropy`.
     """
+    vocab = None if shard is None else shard.vocab
     hidden, weight, bias = _checked(
-        hidden, weight, targets, bias, class_weights, options.ignore_index
+        hidden, weight, targets, bias, class_weights, options.ignore_index, vocab
     )
+    if shard is not None:
+        hidden = SumGradient.apply(hidden, shard.group)
     grad = torch.is_grad_enabled()
     needs_grad = NeedsGrad(
         hidden=grad and hidden.requires_grad,
@@ -243,8 +258,10 @@ def _head(
         plan = chunk_plan.ChunkPlan(chunking.chunk_size)
     else:
         skip = chunking.skip_ignored
+        classes = _classes(weight, shard)
         sizes = _sizes(
-            hidden, weight, targets.numel(), rows, needs_grad, skip, with_stats, one_loss
+            *(hidden, weight, classes, targets.numel(), rows),
+            *(needs_grad, skip, with_stats, one_loss),
         )
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
@@ -253,7 +270,9 @@ def _head(
         last = chunk_plan.chunks(rows, plan.chunk_size)[-1]
         if last.stop - last.start == 1:
             pass  # evaluating the condition is enough
-    args = LossArgs(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats)
+    args = LossArgs(
+        *(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats, shard)
+    )
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
 
@@ -264,6 +283,7 @@ def _checked(
     bias: Tensor | None,
     class_weights: Tensor | None,
     ignore_index: int,
+    vocab_of_all_ranks: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check all tensors of a call; return hidden, weight and bias, cast if autocast is enabled."""
     if hidden.dim() == 0 or weight.dim() != 2:
@@ -278,6 +298,7 @@ def _checked(
             f"{tuple(weight.shape)}; expected the same last dimension, of 1 or more"
         )
     shape = hidden.shape[:-1]
+    vocab = vocab if vocab_of_all_ranks is None else vocab_of_all_ranks
     check_targets(targets, shape, vocab, class_weights, ignore_index, hidden.device)
     check_floating("loss head", "hidden", hidden)
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -299,22 +320,30 @@ def _checked(
     return hidden, weight, bias
 
 
-def _saves_logits_grad(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
+def _classes(weight: Tensor, shard: VocabShard | None) -> int:
+    """Return the number of classes that the work is planned for.
+
+    The ranks of a shard plan for the rank with most classes, so that all have the same plan.
+    """
+    return len(weight) if shard is None else shard.most_classes
+
+
+def _saves_logits_grad(rows: int, weight: Tensor, vocab: int, needs_grad: NeedsGrad) -> bool:
     """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
 
     Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
     the gradient of the logits avoids this copy. On a GPU it must also take less memory than the
     gradient of the weight.
     """
-    vocab, width = weight.shape
     return needs_grad.weight and (
-        real_device(weight.device).type == "cpu" or rows <= min(width, vocab)
+        real_device(weight.device).type == "cpu" or rows <= min(weight.shape[1], vocab)
     )
 
 
 def _sizes(
     hidden: Tensor,
     weight: Tensor,
+    vocab: int,
     tokens: int,
     rows: int,
     needs_grad: NeedsGrad,
@@ -322,14 +351,14 @@ def _sizes(
     with_stats: bool,
     one_loss: bool,
 ) -> chunk_plan.Sizes:
-    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
-    vocab, width = weight.shape
+    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits."""
+    width = weight.shape[1]
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
     copies, row_copies = chunk_plan.wide_copies(hidden, with_stats)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32
-    elif one_loss and _saves_logits_grad(rows, weight, needs_grad):
+    elif one_loss and _saves_logits_grad(rows, weight, vocab, needs_grad):
         single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow
