@@ -86,6 +86,8 @@ def cases(ranks: int) -> dict[str, Case]:
             f"{layout}, logits and their gradient": partial(logits, mesh),
             f"{layout}, norm of the gradients": partial(clipping, mesh),
         }
+        if ranks == 4:  # Compiling takes seconds.
+            found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
@@ -157,10 +159,14 @@ def step(
     steps: int = 1,
     unsynced: bool = False,
     plan: MemoryPlan | None = None,
+    compiles: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     model = make(tied, family)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32, **options)
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers if compiles else ():
+        layer.compile(backend="aot_eager")
+    shard(sharded, mesh, **FLOAT32, **options)
     sharded.set_memory_plan(plan)
     ids, labels = data()
     expected = model(ids, labels=labels)
