@@ -41,19 +41,13 @@ def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
     ranks, group = mesh.size(), mesh.get_group()
     cutter = _Cutter(model, mesh)
     _check(model, ranks)
-    for layer in model.layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, Attention):
-                cutter.attention(module)
-            elif isinstance(module, GatedMLP):
-                cutter.mlp(module)
-            elif isinstance(module, (RMSNorm, LayerNorm)):
-                _replace_forward(module, _summing_gradients(module, group))
-            elif not isinstance(module, nn.Linear) and [*module.parameters(recurse=False)]:
-                raise ConfigError(
-                    f"tensor parallelism: {type(layer).__name__}.{name} is a "
-                    f"{type(module).__name__}, which cannot be cut; use FSDP2 alone (dp_shard)"
-                )
+    for module in [*model.layers.modules()]:
+        if isinstance(module, Attention):
+            cutter.attention(module)
+        elif isinstance(module, GatedMLP):
+            cutter.mlp(module)
+        elif isinstance(module, (RMSNorm, LayerNorm)):
+            _replace_forward(module, _summing_gradients(module, group))
     cutter.vocabulary()
     norm = _summing_gradients(model.norm, group)
 
@@ -189,8 +183,9 @@ def _check(model: DecoderModel, ranks: int) -> None:
             "FSDP2 (dp_shard) for the others"
         )
 
-    for module in model.layers.modules():
-        if isinstance(module, Attention):
+    projections: set[nn.Module] = set()
+    for name, module in model.layers.named_modules():
+        if isinstance(module, Attention) and _computes_like(module, Attention):
             q_heads, kv_heads = module.num_heads, module.num_kv_heads
             if q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
                 raise refuse(f"{q_heads} query heads and {kv_heads} key heads")
@@ -198,21 +193,35 @@ def _check(model: DecoderModel, ranks: int) -> None:
             for norm in (module.q_norm, module.k_norm):
                 if norm is not None and any(len(p) != module.head_dim for p in norm.parameters()):
                     raise refuse("a norm over all heads together")
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, GatedMLP) and _computes_like(module, GatedMLP):
             linears = [module.gate_up_proj, module.down_proj]
             if module.down_proj.in_features % ranks:
                 raise refuse(f"an MLP of width {module.down_proj.in_features}")
+        elif isinstance(module, (RMSNorm, LayerNorm)) or module in projections:
+            continue
+        elif [*module.parameters(recurse=False)]:
+            raise ConfigError(
+                f"tensor parallelism: layers.{name} is a {type(module).__name__}, which cannot be "
+                "cut; use FSDP2 alone (dp_shard)"
+            )
         else:
             continue
+        projections.update(linears)
         for linear in linears:
             if not is_plain(linear, nn.Linear):
                 raise ConfigError(
-                    f"tensor parallelism: a projection is a {type(linear).__name__}, or has hooks; "
-                    "only a plain nn.Linear can be cut"
+                    f"tensor parallelism: a projection of layers.{name} is a "
+                    f"{type(linear).__name__}, or has hooks; only a plain nn.Linear can be cut"
                 )
     vocab = model.head.vocab_size
     if vocab <= -(-vocab // ranks) * (ranks - 1):
         raise refuse(f"a vocabulary of {vocab}")
+
+
+def _computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of a kind, or of a subclass that computes in the same way."""
+    names = ("forward", "_project", "_run")
+    return all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
 
 
 def _refuse_inputs(ranks: int) -> Callable[..., None]:

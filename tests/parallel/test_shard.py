@@ -26,10 +26,13 @@ from ligermodels import (
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from tests import outside
 from tests.families import OWN
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel_worker import SIZES, count, data, relative
 
+# Families from outside whose modules tensor parallelism can cut.
+OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
 FLOAT32: dict[str, Any] = {"compute_dtype": None}
 
 
@@ -86,6 +89,9 @@ def cases(ranks: int) -> dict[str, Case]:
             f"{layout}, logits and their gradient": partial(logits, mesh),
             f"{layout}, norm of the gradients": partial(clipping, mesh),
         }
+        for name in OUTSIDE if ranks == 4 else OUTSIDE[:1]:
+            outside.family(name)
+            found[f"{layout}, {name}"] = partial(step, mesh, name, False)
         if ranks == 4:  # Compiling takes seconds.
             found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
@@ -98,7 +104,7 @@ def cases(ranks: int) -> dict[str, Case]:
 def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
     torch.manual_seed(7)
     cls = families()[family]
-    sizes = {**SIZES, "intermediate_size": 28, **OWN[family], **changes}
+    sizes = {**SIZES, "intermediate_size": 28, **OWN.get(family, {}), **changes}
     return cls(cls.config_class(**sizes, tie_word_embeddings=tied, initializer_range=0.3))
 
 

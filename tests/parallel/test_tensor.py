@@ -9,6 +9,7 @@ import torch
 
 from ligermodels import ConfigError
 from ligermodels.parallel.tensor import tensor_parallel
+from tests import outside
 from tests.parallel.test_shard import make
 
 
@@ -47,8 +48,22 @@ def test_a_swapped_projection_is_refused() -> None:
 
     model = make(True)
     model.layers[1].mlp.down_proj = Other(28, 20)
-    with pytest.raises(ConfigError, match="a projection is a Other"):
+    with pytest.raises(ConfigError, match=r"a projection of layers.1.mlp is a Other"):
         tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("starcoder2", r"layers.0.mlp.\w+ is a Linear, which cannot be cut"),
+        ("qwen3_moe", r"layers.0.mlp.*cannot be cut"),
+        ("olmo2", r"layers.0.self_attn|over all heads"),
+    ],
+)
+def test_modules_that_are_not_known_are_refused(name: str, message: str) -> None:
+    outside.family(name)
+    refuse(message, family=name)
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
