@@ -1,7 +1,8 @@
 """The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
-A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
+A module may also define OUT_OF_MEMORY, the advice that is printed with that error. Ctrl-C ends the
+process at once, except in a command's `with raise_on_interrupt():`. This module
 prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
 runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
 wrong, or if a file cannot be read or written.
@@ -45,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with quit_on_interrupt():
             given = _parse(argv)
             import_module("ligermodels.training.finetune")  # It imports most of what is slow.
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            import_modules(given.modules)
-            given.module.run(given)
-        sys.stdout.flush()
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning  # type: ignore[assignment]
+                import_modules(given.modules)
+                given.module.run(given)
+            sys.stdout.flush()
     except SystemExit as stop:  # argparse exits after --help or an error that it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from ligermodels.cli import launch
+from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, number
 from ligermodels.errors import LigerError
 from ligermodels.training.config import FinetuneConfig, option_types
@@ -116,7 +117,8 @@ def run(given: argparse.Namespace) -> None:
         options = {**settings, **options}
     _require(options, *REQUIRED)
     try:
-        result = finetune(FinetuneConfig(**options), progress=not given.quiet)
+        with raise_on_interrupt():  # The run saves its state.
+            result = finetune(FinetuneConfig(**options), progress=not given.quiet)
     except Interrupted as stop:
         if launch.speaks():
             print(f"ligermodels: {stop}", file=sys.stderr)

@@ -24,8 +24,9 @@ from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
 from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
@@ -103,7 +104,7 @@ class HFModel(nn.Module):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         revision: str | None = None,
         allow_nonfinite: bool = False,
@@ -112,7 +113,8 @@ class HFModel(nn.Module):
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: dtype of the parameters. By default each keeps the dtype of the checkpoint.
+            dtype: dtype of the parameters, or its name, such as "bfloat16". By default, and with
+                "auto", each keeps the dtype of the checkpoint.
             device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
                 names and shapes are checked, and no values are read: `ligermodels.shard` then gives
                 each rank its part of the parameters and reads only that.
@@ -126,8 +128,7 @@ class HFModel(nn.Module):
                 a tokenizer or generation file is damaged, or the repository does not exist or
                 denies access. Names and shapes are checked before anything large is allocated.
         """
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        dtype = _parameter_dtype(dtype)
         check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
@@ -206,7 +207,7 @@ class HFModel(nn.Module):
         self,
         folder: str | os.PathLike[str],
         *,
-        max_shard_size: int = 5 * 10**9,
+        max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
     ) -> None:
@@ -222,16 +223,19 @@ class HFModel(nn.Module):
         whole parameter.
 
         Args:
-            max_shard_size: largest size of a weight file, in bytes.
+            max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
         Raises:
+            ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
-                built, a weight is NaN or infinite, or a parameter cannot be saved: it belongs to a
-                wrapper, is sparse or on the meta device, or does not have the config's shape. The
+                built, a weight is NaN or infinite, a head is tied to an embedding that is no
+                longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
+                sparse, quantised or on the meta device, or does not have the config's shape. The
                 old content of the folder is unchanged.
         """
         config = self.config
+        shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
         _check_config(self, folder)
         reshard(self)
         dtype = self.embed_tokens.weight.dtype
@@ -244,6 +248,7 @@ class HFModel(nn.Module):
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
         _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        _check_tied(self, folder)
 
         def save(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
@@ -252,7 +257,7 @@ class HFModel(nn.Module):
                 weight_map,
                 get_tensor,
                 source_files=self.source_files,
-                max_shard_size=max_shard_size,
+                max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
@@ -389,6 +394,20 @@ def _check_savable(
         )
     for name, shape in expected.items():
         weight = weights[name]
+        # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
+        status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
+        if hasattr(weight, "ds_id") and status != "AVAILABLE":
+            raise SaveError(
+                f"{where}: parameter {name!r} is divided among the ranks by DeepSpeed's ZeRO-3; "
+                "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
+                "on every rank"
+            )
+        if type(weight) is not nn.Parameter and not is_sharded(weight):
+            raise SaveError(
+                f"{where}: parameter {name!r} is a {type(weight).__name__}, not a plain tensor, "
+                "such as one that was quantised; replace it by its values in a float dtype, as an "
+                "nn.Parameter"
+            )
         if shapes[name] != shape:
             raise SaveError(
                 f"{where}: parameter {name!r} has shape {shapes[name]}, but the config needs"
@@ -404,11 +423,30 @@ def _check_savable(
                 f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
                 "initialise the weights first"
             )
-        if weight.layout is not torch.strided:
+
+
+def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Raise if a tied head computes with a weight that the checkpoint would not hold."""
+    weights = {id(weight) for weight in model.parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, LossHead) and module.is_tied and id(module.weight) not in weights:
             raise SaveError(
-                f"{where}: parameter {name!r} is a sparse tensor or has another special layout "
-                f"({str(weight.layout).removeprefix('torch.')}); make it dense first (to_dense)"
+                f"{Path(folder)}: {name!r} is tied to an embedding that is no longer in the model, "
+                "because another one has replaced it (peft: modules_to_save), and a checkpoint "
+                f"holds one weight for both; call model.{name}.tie(embedding) with the new one, if "
+                "the head shall compute with it"
             )
+
+
+def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that parameters shall have, or None if they keep theirs."""
+    if dtype is None or dtype == "auto":
+        return None
+    names = {_name(known): known for known in DTYPES.values()}
+    found = names.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in names.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

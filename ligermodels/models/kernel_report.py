@@ -26,10 +26,11 @@ _ATTENTION = {
 }
 
 
-def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, str]:
+def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[str, str]:
     """Return {op: "implementation (reason)"} for the model in its present state.
 
-    Args: weight, a parameter whose device and dtype are those of the ops' inputs; head, the head.
+    Args: weight, a parameter whose device and dtype are those of the ops' inputs; head, the head,
+        or None for a model without one.
     """
     name, reason = dispatch.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
@@ -44,9 +45,12 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead) -> dict[str, st
         fused += f"; unknown in {unknown}"
         report["modules from outside"] = f"unknown (the code of {unknown} decides)"
     report["norm + linear, linear + rope, glu + linear"] = fused
-    report["linear_cross_entropy"] = report["linear_log_probs"] = (
-        f"chunked {here}" if head.is_linear else "the swapped head.proj is called chunk by chunk"
-    )
+    if head is not None:
+        report["linear_cross_entropy"] = report["linear_log_probs"] = (
+            f"chunked {here}"
+            if head.is_linear
+            else "the swapped head.proj is called chunk by chunk"
+        )
     return report
 
 
@@ -85,7 +89,7 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
             "documents given by cu_seqlens and max_seqlen: ": AttentionMask(
                 length, document_ids=documents, max_seqlen=length
             ),
-            "padding: ": AttentionMask(length, padding_mask=documents),
+            "padding: ": AttentionMask(length, padding_mask=documents, padding_at_ends=True),
         }
         key = "attention" if module.causal else "attention in both directions"
         key += "" if module.sliding_window is None else f", window {module.sliding_window}"

@@ -4,6 +4,7 @@ Each rank computes the logits of its own classes, and a kernel their logsumexp. 
 few numbers for each row makes the loss of all classes from them, the same on all ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,10 @@ def sharded_rows(
     z = z_loss * (top + log_sum).square()
     nan = torch.where(inside, 0.0, torch.nan)
     if stats is not None:
-        _fill(stats, logits, capped, top, log_sum, target_raw, targets, shard)
-        stats.log_probs.copy_(torch.where(valid, log_p + nan, 0.0))
-        stats.entropy.copy_(torch.where(valid, stats.entropy + nan, 0.0))
-        stats.correct.logical_and_(valid & inside)
+        own_log_p = capped(logits) - top[:, None] - log_sum[:, None]
+        _fill(
+            stats, logits, own_log_p, log_p, top + log_sum, valid, nan, targets, target_raw, shard
+        )
     loss, z = (torch.where(valid, x + nan, 0.0).to(dtype) for x in (loss + z, z))
     return loss, z, ops.kernel_lse(top, log_sum, options)
 
@@ -109,26 +110,49 @@ def sharded_rows(
 def _fill(
     stats: TokenStats,
     logits: Tensor,
-    capped: Any,
-    top: Tensor,
-    log_sum: Tensor,
-    target_raw: Tensor,
+    own_log_p: Tensor,
+    log_p: Tensor,
+    lse: Tensor,
+    valid: Tensor,
+    nan: Tensor,
     targets: Tensor,
+    target_raw: Tensor,
     shard: VocabShard,
 ) -> None:
-    """Fill the entropy, and whether the target has the highest logit."""
-    raw = cast(logits, top.dtype)
-    log_p = capped(logits) - top[:, None] - log_sum[:, None]
-    p = torch.exp(log_p)
-    own_entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
-    classes = torch.arange(logits.shape[1], device=logits.device) + shard.first
-    ties = (raw == target_raw[:, None]) & (classes < targets[:, None])
-    beaten = ((raw > target_raw[:, None]) | ties).any(-1) | target_raw.isnan()
-    entropies, beatens = _gathered(torch.stack([own_entropy, beaten.to(top.dtype)]), shard).unbind(
-        1
-    )
-    stats.entropy.copy_(entropies.sum(0))
-    stats.correct.copy_(beatens.amax(0) == 0)
+    """Fill what is asked of each token; see `TokenStats`.
+
+    Args: own_log_p: the log-probabilities of this rank's classes; log_p: of the targets; nan: NaN
+        for the rows of targets outside the vocabulary, else 0; target_raw: the targets' logits.
+    """
+    columns = logits.shape[1]
+
+    def fill(out: Tensor | None, own: Callable[[], Tensor]) -> None:
+        """Fill a statistic that is a sum over classes, from this rank's part of it."""
+        if out is not None:
+            out.copy_(torch.where(valid, _gathered(own(), shard).sum(0) + nan, 0.0))
+
+    p = torch.exp(own_log_p)
+    if stats.log_probs is not None:
+        stats.log_probs.copy_(torch.where(valid, log_p + nan, 0.0))
+    fill(stats.entropy, lambda: -torch.where(p == 0, 0.0, p * own_log_p).sum(-1))
+    fill(stats.sum_sq_probs, lambda: p.square().sum(-1))
+    fill(stats.mean_logits, lambda: (own_log_p + lse[:, None]).sum(-1) / shard.vocab)
+    if stats.correct is not None:
+        # Compare before the softcap, because it may round different logits to one value.
+        raw = cast(logits, log_p.dtype)
+        classes = torch.arange(columns, device=logits.device) + shard.first
+        ties = (raw == target_raw[:, None]) & (classes < targets[:, None])
+        beaten = ((raw > target_raw[:, None]) | ties).any(-1) | target_raw.isnan()
+        most = _gathered(beaten.to(log_p.dtype), shard).amax(0)
+        stats.correct.copy_(valid & ~nan.isnan() & (most == 0))
+    if stats.picked is not None and stats.picked_log_probs is not None:
+        here = stats.picked - shard.first
+        mine = (here >= 0) & (here < columns)
+        own = torch.where(mine, own_log_p.gather(1, torch.where(mine, here, 0)), 0.0)
+        found = _gathered(own, shard).sum(0) + nan[:, None]
+        found = torch.where(stats.picked >= shard.vocab, torch.nan, found)
+        skipped = ~valid[:, None] | (stats.picked < 0)
+        stats.picked_log_probs.copy_(torch.where(skipped, 0.0, found))
 
 
 def _gathered(values: Tensor, shard: VocabShard) -> Tensor:

@@ -18,7 +18,12 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"softcap": 2.0, "logit_scale": 3.0, "z_loss": 0.1, "chunk_size": 4},
     {"label_smoothing": 0.1, "class_weights": torch.linspace(0.1, 2, VOCAB)},
-    {"reduction": "none", "return_token_stats": True, "softcap": 4.0},
+    {
+        "reduction": "none",
+        "return_token_stats": ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits"),
+        "alternatives": torch.arange(-1, 21).reshape(11, 2),
+        "softcap": 4.0,
+    },
 ]
 
 

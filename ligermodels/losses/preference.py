@@ -1,0 +1,397 @@
+"""Preference losses with a reference model, over token log-probabilities: DPO and kin, KTO.
+
+The names and the defaults of all options are those of TRL 1.16. A batch of pairs holds the chosen
+completions first and then the rejected ones in the same order: rows i and pairs + i are a pair. All
+log-probabilities are (batch, seq), as `LossHead.log_probs` returns them; the mask (batch, seq) is
+true at the tokens of the completion.
+
+Each loss is a sum divided by a normalizer. By default this is the count of the batch. If a step has
+several micro-batches or ranks, pass the count of the whole step; the sum over the micro-batches is
+then the loss of one big batch. (DDP and FSDP average gradients: multiply by the number of ranks.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import ConfigError
+from ligermodels.losses.terms import (
+    LossOutput,
+    check_choice,
+    check_shapes,
+    divided,
+    halves,
+    lengths,
+    mean_of,
+    pair_metrics,
+    smoothed_nll,
+    token_means,
+    token_sums,
+)
+
+
+@dataclass
+class _Pairs:
+    """What the formulas of DPO are about: one number per pair, each tensor (pairs)."""
+
+    chosen_logps: Tensor  # log-probabilities of whole completions
+    rejected_logps: Tensor
+    ref_chosen_logps: Tensor
+    ref_rejected_logps: Tensor
+    chosen_scores: Tensor  # f'(ratio) of the divergence; the log ratio itself for the reverse KL
+    rejected_scores: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+
+    @property
+    def chosen(self) -> Tensor:
+        """The log ratio of the policy to the reference."""
+        return self.chosen_logps - self.ref_chosen_logps
+
+    @property
+    def rejected(self) -> Tensor:
+        return self.rejected_logps - self.ref_rejected_logps
+
+    @property
+    def logits(self) -> Tensor:
+        """The margin of the implicit rewards."""
+        return self.beta * (self.chosen_scores - self.rejected_scores)
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """The margin of the scores per token."""
+        return (
+            self.chosen_scores / self.chosen_lengths - self.rejected_scores / self.rejected_lengths
+        )
+
+
+def _sigmoid(pairs: _Pairs) -> Tensor:
+    """Rafailov et al. 2023, arXiv 2305.18290, eq. 7."""
+    return -F.logsigmoid(pairs.logits)
+
+
+def _hinge(pairs: _Pairs) -> Tensor:
+    """Zhao et al. 2023 (SLiC), arXiv 2305.10425, and Liu et al. 2023 (RSO), arXiv 2309.06657."""
+    return torch.relu(1 - pairs.logits)
+
+
+def _ipo(pairs: _Pairs) -> Tensor:
+    """Azar et al. 2023, arXiv 2310.12036, eq. 17, with the log ratios per token as TRL does."""
+    return (pairs.mean_margin - 1 / (2 * pairs.beta)) ** 2
+
+
+def _exo_pair(pairs: _Pairs) -> Tensor:
+    """Ji et al. 2024, arXiv 2402.00856, eq. 16: the KL from the smoothed label."""
+    chosen, rejected = F.logsigmoid(pairs.logits), F.logsigmoid(-pairs.logits)
+    smoothing = pairs.label_smoothing
+    return chosen.exp() * (chosen - math.log1p(-smoothing)) + rejected.exp() * (
+        rejected - math.log(smoothing)
+    )
+
+
+def _nca_pair(pairs: _Pairs) -> Tensor:
+    """Chen et al. 2024, arXiv 2402.05369."""
+    chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
+    return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
+
+
+def _robust(pairs: _Pairs) -> Tensor:
+    """Chowdhury et al. 2024, arXiv 2403.00409, eq. 12: unbiased under a rate of flipped labels."""
+    rate = pairs.label_smoothing
+    kept, flipped = -F.logsigmoid(pairs.logits), -F.logsigmoid(-pairs.logits)
+    return ((1 - rate) * kept - rate * flipped) / (1 - 2 * rate)
+
+
+def _bco_pair(pairs: _Pairs) -> Tensor:
+    """Jung et al. 2024, arXiv 2404.04656, without its shift of the rewards."""
+    return -F.logsigmoid(pairs.beta * pairs.chosen) - F.logsigmoid(-pairs.beta * pairs.rejected)
+
+
+def _sppo_hard(pairs: _Pairs) -> Tensor:
+    """Wu et al. 2024, arXiv 2405.00675, eq. 4.7, with the probabilities 1 and 0 of a win."""
+    half = 0.5 / pairs.beta
+    return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
+
+
+def _aot(pairs: _Pairs) -> Tensor:
+    """Melnyk et al. 2024, arXiv 2406.05882: the sorted margins of policy and reference.
+
+    The pairs of this batch are sorted among each other.
+    """
+    policy = torch.sort(pairs.chosen_logps - pairs.rejected_logps).values
+    reference = torch.sort(pairs.ref_chosen_logps - pairs.ref_rejected_logps).values
+    return smoothed_nll(pairs.beta * (policy - reference), pairs.label_smoothing)
+
+
+def _aot_unpaired(pairs: _Pairs) -> Tensor:
+    """The unpaired form of `_aot`: the sorted log ratios of chosen and of rejected completions."""
+    margin = torch.sort(pairs.chosen).values - torch.sort(pairs.rejected).values
+    return smoothed_nll(pairs.beta * margin, pairs.label_smoothing)
+
+
+def _apo_zero(pairs: _Pairs) -> Tensor:
+    """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7."""
+    return torch.sigmoid(-pairs.beta * pairs.chosen) + torch.sigmoid(pairs.beta * pairs.rejected)
+
+
+def _apo_down(pairs: _Pairs) -> Tensor:
+    """The same paper, eq. 8."""
+    margin = pairs.chosen - pairs.rejected
+    return torch.sigmoid(pairs.beta * pairs.chosen) + torch.sigmoid(-pairs.beta * margin)
+
+
+def _discopop(pairs: _Pairs) -> Tensor:
+    """Lu et al. 2024, arXiv 2406.08414, eq. 5: a blend of the logistic and the exponential loss."""
+    blend = torch.sigmoid(pairs.logits / pairs.discopop_tau)
+    return -F.logsigmoid(pairs.logits) * (1 - blend) + torch.exp(-pairs.logits) * blend
+
+
+def _sigmoid_norm(pairs: _Pairs) -> Tensor:
+    """Lambert et al. 2024 (Tülu 3), arXiv 2411.15124: DPO on log ratios per token."""
+    return -F.logsigmoid(pairs.beta * pairs.mean_margin)
+
+
+# "sft" is not here, because it is a mean over tokens and not over pairs: see dpo_loss.
+_DPO_LOSSES: dict[str, Callable[[_Pairs], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": _sigmoid_norm,
+}
+DPO_LOSS_TYPES = (*_DPO_LOSSES, "sft")
+# The other formulas do not depend on the margin alone, in which the partition function cancels.
+_ANY_DIVERGENCE = {
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "robust",
+    "discopop",
+    "sft",
+}
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+
+
+def dpo_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    discopop_tau: float = 0.05,
+    use_weighting: bool = False,
+    log_sum_sq_probs: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    token_normalizer: float | Tensor | None = None,
+) -> LossOutput:
+    """Return the loss of direct preference optimization, or a weighted sum of its relatives.
+
+    Args:
+        log_probs, ref_log_probs: (2 * pairs, seq), of the policy and of the reference model.
+        mask: (2 * pairs, seq).
+        loss_type: one of `DPO_LOSS_TYPES`, or several, weighted by `loss_weights` (1 each).
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: the rate of flipped labels, for robust, exo_pair, aot and aot_unpaired.
+        f_divergence_type, f_alpha_divergence_coef: the divergence from the reference (Wang et al.
+            2023, arXiv 2309.16240), one of `DIVERGENCES`.
+        ld_alpha: the weight of the tokens beyond the length of the shorter completion of the pair
+            (Liu et al. 2024, arXiv 2409.06411).
+        discopop_tau: the temperature of discopop.
+        use_weighting, log_sum_sq_probs: whether each pair is weighted by its probability (Zhou et
+            al. 2024, WPO, arXiv 2406.11827, eq. 2); then log sum_v p_v^2 of each token is needed,
+            (2 * pairs, seq).
+        normalizer: the number of pairs of the whole step.
+        token_normalizer: the number of chosen completion tokens of the whole step, for "sft".
+    Returns: the loss and the metrics rewards/chosen, rewards/rejected, rewards/accuracies,
+        rewards/margins, logps/chosen and logps/rejected.
+    Raises:
+        ConfigError: an option or a shape is wrong.
+    """
+    check_shapes(
+        log_probs=log_probs,
+        ref_log_probs=ref_log_probs,
+        mask=mask,
+        log_sum_sq_probs=log_sum_sq_probs,
+    )
+    types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
+    _check_dpo(types, weights, label_smoothing, f_divergence_type, use_weighting, log_sum_sq_probs)
+    chosen_mask, rejected_mask = halves(mask.bool(), "mask")
+    chosen, rejected = halves(_sequence_log_probs(log_probs, mask, ld_alpha), "mask")
+    ref_chosen, ref_rejected = halves(_sequence_log_probs(ref_log_probs, mask, ld_alpha), "mask")
+    divergence = f_divergence_type, f_alpha_divergence_coef
+    pairs = _Pairs(
+        chosen,
+        rejected,
+        ref_chosen,
+        ref_rejected,
+        _divergence_scores(chosen - ref_chosen, *divergence),
+        _divergence_scores(rejected - ref_rejected, *divergence),
+        lengths(chosen_mask),
+        lengths(rejected_mask),
+        beta,
+        label_smoothing,
+        discopop_tau,
+    )
+    weight: float | Tensor = 1.0
+    if use_weighting:
+        assert log_sum_sq_probs is not None
+        log_weights = token_means((log_probs - log_sum_sq_probs).detach(), mask)
+        weight = torch.stack(halves(log_weights, "mask")).sum(0).exp()
+    loss = log_probs.new_zeros(())
+    for name, factor in zip(types, weights):
+        if name == "sft":
+            nll = -token_sums(log_probs.chunk(2)[0], chosen_mask) * weight
+            part = divided(nll.sum(), token_normalizer, chosen_mask.sum())
+        else:
+            part = divided((_DPO_LOSSES[name](pairs) * weight).sum(), normalizer, len(chosen))
+        loss = loss + factor * part
+    return LossOutput(
+        loss, pair_metrics(beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    )
+
+
+def _check_dpo(
+    types: list[str],
+    weights: list[float],
+    label_smoothing: float,
+    f_divergence_type: str,
+    use_weighting: bool,
+    log_sum_sq_probs: Tensor | None,
+) -> None:
+    for name in types:
+        check_choice("loss_type", name, DPO_LOSS_TYPES)
+    check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
+    if len(weights) != len(types):
+        raise ConfigError(f"loss_weights: {len(weights)} weights for {len(types)} losses")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing: must be at least 0 and below 0.5: {label_smoothing}")
+    if "exo_pair" in types and label_smoothing == 0.0:
+        raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
+    if f_divergence_type != "reverse_kl" and not _ANY_DIVERGENCE.issuperset(types):
+        wrong = next(name for name in types if name not in _ANY_DIVERGENCE)
+        raise ConfigError(f"f_divergence_type: {wrong} is only defined with reverse_kl")
+    if use_weighting and {"aot", "aot_unpaired"} & set(types):
+        raise ConfigError("use_weighting: aot sorts the pairs, so it has no weight for each pair")
+    if use_weighting and log_sum_sq_probs is None:
+        raise ConfigError("use_weighting: log_sum_sq_probs is needed as well")
+
+
+def _sequence_log_probs(log_probs: Tensor, mask: Tensor, ld_alpha: float | None) -> Tensor:
+    """Return the log-probability of each completion: (2 * pairs, seq) -> (2 * pairs)."""
+    if ld_alpha is None:
+        return token_sums(log_probs, mask)
+    mask = mask.bool()
+    chosen, rejected = halves(mask.sum(-1), "mask")
+    shared = torch.minimum(chosen, rejected).repeat(2)
+    tail = mask.cumsum(-1) > shared[:, None]
+    return token_sums(torch.where(tail, ld_alpha * log_probs, log_probs), mask)
+
+
+def _divergence_scores(log_ratio: Tensor, kind: str, alpha: float) -> Tensor:
+    """Return f'(ratio) up to a constant that cancels in a pair."""
+    if kind == "forward_kl":  # f'(t) = -1/t
+        return 1 - torch.exp(-log_ratio)
+    if kind == "js_divergence":  # f'(t) = log(2t / (t + 1))
+        return math.log(2) + F.logsigmoid(log_ratio)
+    if kind == "alpha_divergence" and abs(alpha - 1) >= 1e-6:  # f'(t) = (t^(a-1) - 1) / (a-1)
+        # exp(80) is still a float32.
+        return torch.expm1(((alpha - 1) * log_ratio).clamp(max=80.0)) / (alpha - 1)
+    return log_ratio
+
+
+def kto_kl(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    normalizer: float | Tensor | None = None,
+) -> Tensor:
+    """Return KTO's estimate of the KL from the reference: the mean log ratio of other completions.
+
+    Each prompt is paired with a completion of another prompt (Ethayarajh et al. 2024, arXiv
+    2402.01306, section 4.2). The sum over micro-batches, clamped at 0, is what `kto_loss` takes.
+
+    Args:
+        log_probs, ref_log_probs, mask: (batch, seq).
+        normalizer: the number of rows of the whole step.
+    Returns: a scalar without a gradient, not clamped.
+    """
+    check_shapes(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    total = token_sums((log_probs - ref_log_probs).detach(), mask).sum()
+    return divided(total, normalizer, len(mask))
+
+
+def kto_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    label: Tensor,
+    kl: float | Tensor = 0.0,
+    *,
+    loss_type: str = "kto",
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    normalizer: float | Tensor | None = None,
+) -> LossOutput:
+    """Return the loss of Kahneman-Tversky optimization, which needs no pairs.
+
+    Args:
+        log_probs, ref_log_probs, mask: (batch, seq).
+        label: (batch) bool, whether the completion is a desirable one.
+        kl: from `kto_kl`; below 0 it counts as 0. apo_zero_unpaired does not use it.
+        loss_type: "kto" (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7) or "apo_zero_unpaired"
+            (D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7).
+        desirable_weight, undesirable_weight: factors of the two kinds of completions.
+        normalizer: the number of completions of the whole step.
+    Returns: the loss and the metrics rewards/chosen, rewards/rejected, logps/chosen, logps/rejected
+        and kl. (TRL's rewards/margins is the difference of the first two.)
+    Raises:
+        ConfigError: an option or a shape is wrong.
+    """
+    check_shapes(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    check_choice("loss_type", loss_type, KTO_LOSS_TYPES)
+    if label.shape != mask.shape[:1]:
+        raise ConfigError(f"label: the shape is {tuple(label.shape)}; expected ({len(mask)},)")
+    label = label.bool()
+    logps = token_sums(log_probs, mask)
+    log_ratio = logps - token_sums(ref_log_probs, mask)
+    center = logps.new_zeros(()) if loss_type == "apo_zero_unpaired" else logps.new_ones(()) * kl
+    center = center.detach().clamp(min=0)
+    # 1 - sigmoid(x) is sigmoid(-x).
+    signs = torch.where(label, -1.0, 1.0)
+    losses = torch.sigmoid(signs * beta * (log_ratio - center))
+    losses = torch.where(label, desirable_weight * losses, undesirable_weight * losses)
+    metrics = {"kl": mean_of(center[None])}
+    for name, rows in (("chosen", label), ("rejected", ~label)):
+        metrics[f"rewards/{name}"] = mean_of(beta * log_ratio, rows)
+        metrics[f"logps/{name}"] = mean_of(logps, rows)
+    return LossOutput(divided(losses.sum(), normalizer, len(mask)), metrics)

@@ -1,0 +1,157 @@
+"""What the losses share: sums over tokens, divisors, means that add up over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean as a sum and a count. Over micro-batches and ranks, add them: `a + b`."""
+
+    total: Tensor
+    count: Tensor
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> Tensor:
+        """The mean, a scalar on the device of the loss; 0 if nothing was counted."""
+        return self.total / self.count.clamp(min=1)
+
+
+class LossOutput(NamedTuple):
+    """What every loss returns. The metrics have TRL's names, and no gradients."""
+
+    loss: Tensor  # scalar
+    metrics: dict[str, Mean]
+
+
+def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
+    """Return the mean of the values as a metric, or of those where the mask is true."""
+    values = values.detach()
+    if mask is None:
+        count = torch.full((), values.numel(), device=values.device)  # without a copy to a GPU
+        return Mean(values.sum(), count)
+    mask = mask.bool().expand_as(values)
+    return Mean(torch.where(mask, values, 0.0).sum(), mask.sum())
+
+
+def token_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of each row over the tokens of the mask: (batch, seq) -> (batch)."""
+    return torch.where(mask.bool(), values, 0.0).sum(-1)
+
+
+def token_means(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row over the tokens of the mask, 0 if it has none."""
+    return token_sums(values, mask) / lengths(mask)
+
+
+def lengths(mask: Tensor) -> Tensor:
+    """Return the number of tokens of each row, at least 1: (batch, seq) -> (batch)."""
+    return mask.bool().sum(-1).clamp(min=1)
+
+
+def divided(total: Tensor, normalizer: float | Tensor | None, count: float | Tensor) -> Tensor:
+    """Return total / normalizer. Without a normalizer, the count of this batch takes its place.
+
+    A divisor of 0 counts as 1, so a batch in which nothing counts has the loss 0.
+    """
+    divisor = count if normalizer is None else normalizer
+    if not isinstance(divisor, Tensor):
+        return total / (divisor or 1)
+    return total / torch.where(divisor == 0, 1, divisor).to(total.dtype)
+
+
+def halves(rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Split a batch of pairs: its first half belongs to the chosen completions.
+
+    Raises:
+        ConfigError: the number of rows is odd.
+    """
+    if len(rows) % 2:
+        raise ConfigError(
+            f"{name}: {len(rows)} rows; expected the chosen completions and then as many rejected"
+        )
+    chosen, rejected = rows.chunk(2)
+    return chosen, rejected
+
+
+def smoothed_nll(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Return -log sigmoid of the logits; a share of the labels is taken as flipped."""
+    kept = -F.logsigmoid(logits) * (1 - label_smoothing)
+    return kept - F.logsigmoid(-logits) * label_smoothing
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Raise ConfigError if an option is none of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name}: {value!r} is not known; expected one of {', '.join(choices)}")
+
+
+def check_shapes(**tensors: Tensor | None) -> None:
+    """Raise ConfigError if tensors (batch, seq) differ in shape; those that are None do not count.
+
+    Broadcasting would turn a wrong shape into a wrong number.
+    """
+    given = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
+    (first, shape), *others = given.items()
+    if len(shape) != 2:
+        raise ConfigError(f"{first}: the shape is {shape}; expected (batch, seq)")
+    for name, other in others:
+        if other != shape:
+            raise ConfigError(f"{name}: the shape is {other}, but that of {first} is {shape}")
+
+
+def token_metrics(
+    mask: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    correct: Tensor | None = None,
+    mean_logits: Tensor | None = None,
+    paired: bool = False,
+) -> dict[str, Mean]:
+    """Return the metrics that depend on the head's token outputs alone.
+
+    Args:
+        mask: (batch, seq), the tokens that count.
+        entropy, correct, mean_logits: (batch, seq) each, or None for no metric.
+        paired: whether the first half of the rows are chosen completions, and the others rejected.
+            The accuracy then counts only the chosen ones, and the logits get two means.
+    Returns: "entropy", "mean_token_accuracy", "logits/chosen" and "logits/rejected".
+    """
+    metrics = {}
+    if entropy is not None:
+        metrics["entropy"] = mean_of(entropy, mask)
+    if correct is not None:
+        counted = len(mask) // 2 if paired else len(mask)
+        metrics["mean_token_accuracy"] = mean_of(correct[:counted].float(), mask[:counted])
+    if mean_logits is not None and paired:
+        for name, logits, tokens in zip(
+            ("chosen", "rejected"), halves(mean_logits, "mean_logits"), halves(mask, "mask")
+        ):
+            metrics[f"logits/{name}"] = mean_of(logits, tokens)
+    return metrics
+
+
+def pair_metrics(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, chosen: Tensor, rejected: Tensor
+) -> dict[str, Mean]:
+    """Return the metrics of pairs; chosen and rejected are the completions' log-probabilities."""
+    return {
+        "rewards/chosen": mean_of(chosen_rewards),
+        "rewards/rejected": mean_of(rejected_rewards),
+        "rewards/accuracies": mean_of((chosen_rewards > rejected_rewards).to(chosen.dtype)),
+        "rewards/margins": mean_of(chosen_rewards - rejected_rewards),
+        "logps/chosen": mean_of(chosen),
+        "logps/rejected": mean_of(rejected),
+    }

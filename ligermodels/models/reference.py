@@ -1,0 +1,116 @@
+"""Reference models without a second copy of the weights: adapters off, or a small frozen copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.models.base import DecoderModel
+
+COPY_DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+
+def token_log_probs(model: nn.Module, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+    """Return the log-probability of the label after each position: what the losses are made of.
+
+    Args:
+        model: a `DecoderModel`, or a wrapper of one (DDP, FSDP2, torch.compile).
+        input_ids, labels: (batch, seq) int64. Labels are those of the model's forward: they are at
+            the positions of the inputs, and -100 is ignored.
+        inputs: position_ids, attention_mask and other arguments of the model's forward.
+    Returns: (batch, seq) float32, differentiable. Position t is about label t + 1; it is 0 where
+        that label is ignored, at the last position, and at the end of a document.
+    """
+    # 0 - x is never -0, unlike -x.
+    return 0.0 - model(input_ids, labels=labels, reduction="none", **inputs).loss
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Run the model without its adapters, as the reference model of the one that has them.
+
+    Every module that has the method `enable_adapters`, as the layers of PEFT have, is switched off,
+    and on again at the end, if it was on.
+
+    Raises:
+        ConfigError: the model has no such module, so it would be its own reference.
+    """
+    adapters: list[Any] = [
+        module for module in model.modules() if callable(getattr(module, "enable_adapters", None))
+    ]
+    if not adapters:
+        raise ConfigError(
+            "the model has no adapters to switch off; make a reference model with frozen_copy"
+        )
+    on = [module for module in adapters if not getattr(module, "disable_adapters", False)]
+    for module in on:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in on:
+            module.enable_adapters(True)
+
+
+def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
+    """Return a copy of the model for inference, whose weights are frozen and take less memory.
+
+    Each tensor is converted while it is copied, so at no time is there a second copy in the model's
+    own dtype.
+
+    Args: dtype, one of `COPY_DTYPES`. With "int8" the linears of the layers have 8-bit weights, and
+        embedding, norms, biases and head are bfloat16.
+    Raises:
+        ConfigError: the dtype is unknown.
+    """
+    if dtype not in COPY_DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(COPY_DTYPES)}")
+    wide = getattr(torch, "bfloat16" if dtype == "int8" else dtype)
+    # deepcopy takes what stands in the memo for a tensor or module instead of copying it.
+    memo: dict[int, Any] = {id(model._offloaders): {}}
+    if dtype == "int8":
+        for module in model.layers.modules():
+            if type(module) is nn.Linear:
+                memo[id(module)] = Int8Linear(module, wide)
+    for parameter in model.parameters():
+        value = parameter.detach().to(wide, copy=True)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    frozen = copy.deepcopy(model, memo).eval()
+    frozen.set_memory_plan(None)
+    return frozen
+
+
+class Int8Linear(nn.Module):
+    """A frozen linear with 8-bit weights: a scale for each output, and values from -127 to 127.
+
+    Args: linear, the layer to convert; dtype, of the scales and the bias.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        exact = linear.weight.detach().float()
+        scale = exact.abs().amax(1) / 127
+        rounded = (exact / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+        self.register_buffer("weight", rounded.to(torch.int8))
+        self.register_buffer("scale", scale.to(dtype))
+        self.register_buffer(
+            "bias", None if linear.bias is None else linear.bias.detach().to(dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, (..., in) -> (..., out), in the dtype of x."""
+        # bfloat16 holds every whole number up to 256, so the conversion rounds nothing.
+        out = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        return out if self.bias is None else out + self.bias.to(x.dtype)

@@ -1,0 +1,63 @@
+"""Random token log-probabilities and masks for the losses' tests, hard cases among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    log_probs: Tensor  # (rows, seq), float64, a leaf
+    ref: Tensor
+    old: Tensor
+    sampling: Tensor
+    entropy: Tensor  # a leaf
+    sum_sq: Tensor  # log sum_v p_v^2
+    mask: Tensor  # (rows, seq) bool
+
+    def to(self, dtype: torch.dtype) -> Tokens:
+        cast = [x.detach().to(dtype) for x in self[:-1]]
+        for leaf in (cast[0], cast[4]):
+            leaf.requires_grad_()
+        return Tokens(*cast, self.mask)
+
+    def rows(self, index: list[int]) -> Tokens:
+        """Return those rows; gradients reach the leaves of the whole batch."""
+        return Tokens(*(x[index] for x in self))
+
+
+def random_tokens(mask: Tensor, seed: int = 0) -> Tokens:
+    """Return log-probabilities as the head makes them: 0 where the mask is false."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: float, width: float) -> Tensor:
+        values = torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+        return torch.where(mask, low + width * values, 0.0)
+
+    log_probs = draw(-3.0, 2.9)
+    near = [log_probs + 0.7 * torch.where(mask, draw(-0.5, 1.0), 0.0) for _ in range(3)]
+    entropy, sum_sq = draw(0.1, 3.0), draw(-2.0, 1.9)
+    tokens = Tokens(log_probs, *(x.clamp(max=0) for x in near), entropy, sum_sq, mask)
+    return tokens.to(torch.float64)
+
+
+def masks(rows: int, seq: int = 7) -> Iterator[tuple[str, Tensor]]:
+    """Yield masks (rows, seq) of completions, named."""
+    generator = torch.Generator().manual_seed(rows)
+    yield "random", torch.rand(rows, seq, generator=generator) < 0.6
+    position, length = torch.arange(seq), torch.arange(rows)[:, None] % seq + 1
+    yield "uneven lengths", (position >= 1) & (position < 1 + length)
+    empty = torch.rand(rows, seq, generator=generator) < 0.6
+    empty[0] = empty[-1] = False
+    yield "empty completions", empty
+    yield "one pair", torch.rand(2, seq, generator=generator) < 0.8
+    yield "all ignored", torch.zeros(rows, seq, dtype=torch.bool)
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """Return the gradients; a leaf that the loss does not use has the gradient 0."""
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]

@@ -1,0 +1,292 @@
+"""GRPO with all its options, RLOO, advantages: against TRL's own code, Liger's and autograd."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ligermodels.errors import ConfigError
+from ligermodels.losses.policy import (
+    GRPO_LOSS_TYPES,
+    RATIO_MODES,
+    group_advantages,
+    grpo_loss,
+    grpo_normalizer,
+    importance_ratio,
+    rloo_advantages,
+    rloo_loss,
+)
+from tests.losses import trl_own
+from tests.losses.batches import gradients, masks, random_tokens
+
+LENGTH = 11  # max_completion_length
+CISPO = {"loss_type": "cispo", "epsilon_high": 1.1}
+BASES = [CISPO, *({"loss_type": name} for name in GRPO_LOSS_TYPES if name != "cispo")]
+GRPO_OPTIONS = [
+    *BASES,
+    *(base | {"beta": 0.3} for base in BASES),
+    *(base | {"importance_sampling_level": "sequence"} for base in BASES),
+    {"beta": 0.3, "use_bias_correction_kl": False},
+    {"importance_sampling_level": "sequence", "loss_type": "luspo", "beta": 0.1},
+    {"epsilon": 0.05, "epsilon_high": 0.1},
+    {"delta": 1.15},
+    {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
+    {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 0.5},
+    {"top_entropy_quantile": 0.4},
+    {"top_entropy_quantile": 0.4, "entropy_coef": 0.2, "loss_type": "grpo"},
+    *(base | {"entropy_coef": 0.2} for base in BASES),
+    *(base | {"off_policy_mask_threshold": 0.01} for base in BASES),
+]
+
+
+def ours(tokens, advantages, **options):
+    given = {
+        "old_log_probs": tokens.old,
+        "ref_log_probs": tokens.ref,
+        "sampling_log_probs": tokens.sampling,
+        "entropy": tokens.entropy,
+        "max_completion_length": LENGTH,
+    }
+    return grpo_loss(tokens.log_probs, advantages, tokens.mask, **given | options)
+
+
+def some_advantages(rows: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor([1.0, -0.7, 0.0, 0.4, -1.5, 2.0], dtype=dtype)[:rows]
+
+
+def test_grpo_equals_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    for _, mask in masks(6):
+        tokens = random_tokens(mask)
+        advantages = some_advantages(len(mask))
+        extras = [{}, {"old_log_probs": None}]
+        extras += [
+            {
+                "importance_sampling_ratio": importance_ratio(
+                    tokens.old, tokens.sampling, mask, mode=m
+                )
+            }
+            for m in RATIO_MODES
+        ]
+        every = GRPO_OPTIONS + [base | extra for base in BASES for extra in extras[1:]]
+        every += [
+            {"importance_sampling_ratio": extras[2]["importance_sampling_ratio"], "beta": 0.2}
+        ]
+        for options in every:
+            loss, metrics = ours(tokens, advantages, **options)
+            expected, trl_metrics = trl_own.grpo(tokens, advantages, **options)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(
+                gradients(loss, tokens.log_probs, tokens.entropy),
+                gradients(expected, tokens.log_probs, tokens.entropy),
+            )
+            for key in metrics:
+                assert float(metrics[key].value) == pytest.approx(trl_metrics[key], abs=1e-6), key
+
+
+def test_advantages_of_each_token_equal_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    tokens = random_tokens(next(masks(6))[1])
+    advantages = torch.randn(tokens.mask.shape, dtype=torch.float64)
+    for options in BASES:
+        loss = ours(tokens, advantages, **options).loss
+        expected, _ = trl_own.grpo(tokens, advantages, **options)
+        torch.testing.assert_close(loss, expected)
+
+
+def test_rloo_equals_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    for _, mask in masks(6):
+        tokens = random_tokens(mask)
+        advantages = some_advantages(len(mask))
+        for options in ({}, {"epsilon": 0.05, "epsilon_high": 0.4}):
+            loss, metrics = rloo_loss(
+                tokens.log_probs,
+                advantages,
+                mask,
+                old_log_probs=tokens.old,
+                entropy=tokens.entropy,
+                **options,
+            )
+            expected, trl_metrics = trl_own.rloo(tokens, advantages, **options)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(
+                gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+            )
+            for key in metrics:
+                assert float(metrics[key].value) == pytest.approx(trl_metrics[key]), key
+
+
+def test_grpo_equals_liger() -> None:
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+
+    tokens = random_tokens(next(masks(6))[1])
+    advantages = some_advantages(6)
+    # At the level of tokens, Liger's luspo weights each token by the length of its completion.
+    luspo = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
+    bases = [base for base in BASES if base["loss_type"] != "luspo"]
+    for options in [*bases, luspo, {"delta": 1.15}, {"loss_type": "grpo", "beta": 0.3}]:
+        high = options.get("epsilon_high", 0.2)
+        given = {"beta": 0.0, "epsilon_high": high, "use_bias_correction_kl": True} | options
+        expected, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            tokens.log_probs,
+            tokens.mask.double(),
+            advantages,
+            tokens.mask.double(),
+            ref_per_token_logps=tokens.ref,
+            old_per_token_logps=tokens.old,
+            max_completion_length=LENGTH,
+            **given,
+        )
+        loss = ours(tokens, advantages, **options).loss
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(
+            gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+        )
+
+
+def test_group_advantages_equal_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(12, generator=generator)
+    several = torch.randn(12, 3, generator=generator)
+    several[0, 1] = several[5] = several[7, 0] = math.nan
+    several[8:] = 0.5
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    for rewards in (plain, several):
+        given = {} if rewards is plain else {"reward_weights": weights}
+        for way in ("sum_then_normalize", "normalize_then_sum"):
+            for scale in ("group", "batch", "none"):
+                options = {
+                    **given,
+                    "scale_rewards": scale,
+                    "multi_objective_aggregation": way,
+                }
+                torch.testing.assert_close(
+                    group_advantages(rewards, 4, **options),
+                    trl_own.advantages("grpo", rewards, 4, **options),
+                )
+        kl = torch.rand(12, generator=generator)
+        for more in (
+            {},
+            {"beta": 0.3, "kl": kl},
+            {"normalize_advantages": True, "reward_clip_range": (-0.5, 0.4)},
+        ):
+            defaults = {"beta": 0.0, "normalize_advantages": False, "reward_clip_range": None}
+            torch.testing.assert_close(
+                rloo_advantages(rewards, 4, **given, **more),
+                trl_own.advantages("rloo", rewards, 4, **given, **defaults | more),
+            )
+
+
+def test_importance_ratio() -> None:
+    old = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, -1.0, -1.0]])
+    sampled = torch.tensor([[-2.5, -2.0, math.nan], [-0.5, math.nan, -1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    big, small = math.exp(1.5), math.exp(-0.5)
+    expected = {
+        "token_truncate": [[3.0, 1.0, 1.0], [small, 1.0, 1.0]],
+        "token_mask": [[0.0, 1.0, 1.0], [small, 1.0, 1.0]],
+        "sequence_truncate": [[3.0], [small]],
+        "sequence_mask": [[0.0], [small]],
+    }
+    for mode, values in expected.items():
+        found = importance_ratio(old, sampled, mask, mode=mode)
+        torch.testing.assert_close(found, torch.tensor(values))
+    low = importance_ratio(old, sampled, mask, mode="token_mask", clip_min=0.9, clip_max=None)
+    torch.testing.assert_close(low, torch.tensor([[big, 1.0, 1.0], [0.0, 1.0, 1.0]]))
+
+
+def test_micro_batches_equal_one_batch() -> None:
+    mask = next(masks(6))[1]
+    tokens = random_tokens(mask)
+    advantages = some_advantages(6)
+    for options in GRPO_OPTIONS:
+        if "top_entropy_quantile" in options:
+            continue  # the quantile is that of the batch
+        whole, metrics = ours(tokens, advantages, **options)
+        loss_type = options.get("loss_type", "dapo")
+        parts = [[0, 1], [2, 3, 4, 5]]
+        counts = [grpo_normalizer(mask[rows], loss_type, LENGTH) for rows in parts]
+        outputs = [
+            ours(
+                tokens.rows(rows),
+                advantages[rows],
+                normalizer=sum(counts),
+                token_normalizer=mask.sum(),
+                **options,
+            )
+            for rows in parts
+        ]
+        total = outputs[0].loss + outputs[1].loss
+        torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(
+            gradients(total, tokens.log_probs), gradients(whole, tokens.log_probs)
+        )
+        for key in metrics.keys() - {"policy_loss"}:
+            mean = outputs[0].metrics[key] + outputs[1].metrics[key]
+            torch.testing.assert_close(mean.value, metrics[key].value)
+
+
+def test_the_first_step_has_the_policy_gradient() -> None:
+    """Without old log-probabilities the ratio is 1, and its gradient is that of the advantage."""
+    mask = next(masks(6))[1]
+    tokens = random_tokens(mask)
+    advantages = some_advantages(6)
+    loss = grpo_loss(tokens.log_probs, advantages, mask).loss
+    plain = -(advantages[:, None] * tokens.log_probs * tokens.mask).sum() / tokens.mask.sum()
+    torch.testing.assert_close(
+        gradients(loss, tokens.log_probs), gradients(plain, tokens.log_probs)
+    )
+
+
+def test_what_stands_beside_the_completions_does_not_count() -> None:
+    mask = next(masks(6))[1]
+    tokens = random_tokens(mask)
+    advantages = some_advantages(6)
+    dirty = tokens._replace(
+        old=torch.where(mask, tokens.old, -math.inf),
+        ref=torch.where(mask, tokens.ref, math.nan),
+        sampling=torch.where(mask, tokens.sampling, math.inf),
+    )
+    for options in GRPO_OPTIONS:
+        loss = ours(dirty, advantages, **options).loss
+        torch.testing.assert_close(loss, ours(tokens, advantages, **options).loss)
+        assert gradients(loss, tokens.log_probs)[0].isfinite().all()
+
+
+def test_float32_equals_float64() -> None:
+    tokens = random_tokens(next(masks(6))[1])
+    narrow = tokens.to(torch.float32)
+    for options in GRPO_OPTIONS:
+        wide = ours(tokens, some_advantages(6), **options).loss
+        single = ours(narrow, some_advantages(6, torch.float32), **options).loss
+        assert single.dtype == torch.float32
+        torch.testing.assert_close(single.double(), wide, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_refused() -> None:
+    tokens = random_tokens(next(masks(6))[1])
+    for options, fault in (
+        ({"loss_type": "ppo"}, "loss_type: 'ppo' is not known"),
+        ({"importance_sampling_level": "row"}, "'row' is not known"),
+        ({"beta": 0.1, "ref_log_probs": None}, "ref_log_probs: beta is not 0"),
+        ({"loss_type": "dr_grpo", "max_completion_length": None}, "dr_grpo divides by it"),
+        ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
+        ({"entropy_coef": 0.1, "entropy": None}, "entropy_coef and top_entropy_quantile"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            ours(tokens, some_advantages(6), **options)
+    with pytest.raises(ConfigError, match=r"advantages: the shape is \(5,\)"):
+        ours(tokens, some_advantages(5))
+    with pytest.raises(ConfigError, match="one for each completion"):
+        rloo_loss(tokens.log_probs, tokens.ref, tokens.mask)
+    with pytest.raises(ConfigError, match="num_generations: 4 for 6 rewards"):
+        group_advantages(torch.ones(6), 4)
+    with pytest.raises(ConfigError, match="kl: beta is not 0"):
+        rloo_advantages(torch.ones(6), 3, beta=0.1)
+    with pytest.raises(ConfigError, match="mode: 'none' is not known"):
+        importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode="none")

@@ -1,0 +1,207 @@
+"""DPO with all its options, and KTO: against TRL's own code, Liger's, and plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.loss_head import LossHead
+from ligermodels.losses.preference import DIVERGENCES, DPO_LOSS_TYPES, dpo_loss, kto_kl, kto_loss
+from tests.losses import trl_own
+from tests.losses.batches import gradients, masks, random_tokens
+
+SMOOTHED = {"label_smoothing": 0.1}
+DPO_OPTIONS = [
+    *({"loss_type": name, **SMOOTHED} for name in DPO_LOSS_TYPES),
+    {"loss_type": "sigmoid", "beta": 0.7},
+    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
+    {"loss_type": ["hinge", "sft"]},
+    *({"loss_type": "sigmoid", "f_divergence_type": name} for name in DIVERGENCES),
+    {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
+    {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.7},
+    {"loss_type": "ipo", "f_divergence_type": "js_divergence"},
+    *({"loss_type": name, "ld_alpha": 0.3} for name in ("sigmoid", "ipo", "aot")),
+    {"ld_alpha": 0.0},
+    *({"loss_type": name, "use_weighting": True, **SMOOTHED} for name in ("sigmoid", "robust")),
+    {"loss_type": "discopop", "discopop_tau": 0.2},
+]
+SEQUENCE_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+def our_dpo(tokens, **options):
+    if options.get("use_weighting"):
+        options["log_sum_sq_probs"] = tokens.sum_sq
+    return dpo_loss(tokens.log_probs, tokens.ref, tokens.mask, **options)
+
+
+def test_dpo_equals_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    for options in DPO_OPTIONS:
+        # TRL computes this divergence only in 32 bits and less, and the smoothing of exo_pair.
+        single = options.get("f_divergence_type") == "alpha_divergence"
+        dtype = torch.float32 if single else torch.float64
+        single = single or options.get("loss_type") == "exo_pair"
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if single else {"rtol": 1e-9, "atol": 1e-10}
+        for name, mask in masks(6):
+            tokens = random_tokens(mask).to(dtype)
+            loss, metrics = our_dpo(tokens, **options)
+            expected, trl_metrics = trl_own.dpo(tokens, **options)
+            assert loss.isfinite()
+            (ours,) = gradients(loss, tokens.log_probs)
+            assert ours.isfinite().all()
+            if "sft" in str(options) and name == "all ignored":
+                continue  # TRL has the mean of nothing, NaN
+            torch.testing.assert_close(loss, expected, **tolerance)
+            theirs = gradients(expected, tokens.log_probs)[0]
+            torch.testing.assert_close(ours, theirs, **tolerance)
+            for key in SEQUENCE_METRICS:
+                assert float(metrics[key].value) == pytest.approx(trl_metrics[key], abs=1e-5)
+
+
+def test_kto_equals_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    every = [
+        {},
+        {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.7},
+        {"loss_type": "apo_zero_unpaired", "undesirable_weight": 2.0},
+    ]
+    for options in every:
+        for _, mask in masks(5):
+            tokens = random_tokens(mask)
+            other = random_tokens(mask.roll(1, 0), seed=1)
+            for label in (torch.arange(len(mask)) % 2 == 0, torch.ones(len(mask)).bool()):
+                kl = kto_kl(other.log_probs, other.ref, other.mask)
+                loss, metrics = kto_loss(tokens.log_probs, tokens.ref, mask, label, kl, **options)
+                expected, trl_metrics = trl_own.kto(tokens, other, label, **options)
+                torch.testing.assert_close(loss, expected)
+                torch.testing.assert_close(
+                    gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+                )
+                for key in metrics.keys() & trl_metrics.keys():
+                    assert float(metrics[key].value) == pytest.approx(trl_metrics[key])
+
+
+def test_dpo_equals_liger() -> None:
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
+
+    tokens = random_tokens(next(masks(6))[1])
+    chosen, rejected = (tokens.log_probs * tokens.mask).sum(1).chunk(2)
+    ref_chosen, ref_rejected = tokens.ref.sum(1).chunk(2)
+    left_out = {"ipo", "sigmoid_norm", "aot", "aot_unpaired", "sft"}
+    for name in set(DPO_LOSS_TYPES) - left_out:
+        expected, *_ = LigerFusedLinearDPOFunction.preference_loss_fn(
+            chosen,
+            rejected,
+            tokens.mask,
+            ref_chosen,
+            ref_rejected,
+            loss_type=name,
+            **SMOOTHED,
+        )
+        loss = our_dpo(tokens, loss_type=name, **SMOOTHED).loss
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(
+            gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+        )
+
+
+def test_micro_batches_equal_one_batch() -> None:
+    mask = next(masks(6))[1]
+    tokens = random_tokens(mask)
+    counts = {"normalizer": 3, "token_normalizer": mask[:3].sum()}
+    # Sorting is an affair of the batch, so aot is left out.
+    for options in DPO_OPTIONS:
+        if "aot" in str(options):
+            continue
+        whole, metrics = our_dpo(tokens, **options)
+        parts = [our_dpo(tokens.rows([i, i + 3]), **options, **counts) for i in range(3)]
+        total = sum(part.loss for part in parts)
+        torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(
+            gradients(total, tokens.log_probs), gradients(whole, tokens.log_probs)
+        )
+        for key, mean in metrics.items():
+            first, *others = (part.metrics[key] for part in parts)
+            for other in others:
+                first = first + other
+            torch.testing.assert_close(first.value, mean.value)
+    label = torch.arange(6) % 3 == 0
+    kl = kto_kl(tokens.log_probs, tokens.ref, mask)
+    whole = kto_loss(tokens.log_probs, tokens.ref, mask, label, kl).loss
+    total = kl_sum = 0.0
+    for rows in ([0, 1, 2, 3], [4, 5]):
+        some = tokens.rows(rows)
+        kl_sum = kl_sum + kto_kl(some.log_probs, some.ref, some.mask, normalizer=6)
+        total = (
+            total
+            + kto_loss(
+                some.log_probs, some.ref, some.mask, label[rows], kl, normalizer=torch.tensor(6)
+            ).loss
+        )
+    torch.testing.assert_close(kl_sum, kl)
+    torch.testing.assert_close(total, whole)
+
+
+def test_float32_equals_float64() -> None:
+    tokens = random_tokens(next(masks(6))[1])
+    narrow = tokens.to(torch.float32)
+    for options in DPO_OPTIONS:
+        wide, single = our_dpo(tokens, **options).loss, our_dpo(narrow, **options).loss
+        assert single.dtype == torch.float32
+        torch.testing.assert_close(single.double(), wide, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            gradients(single, narrow.log_probs)[0].double(),
+            gradients(wide, tokens.log_probs)[0],
+            rtol=1e-4,
+            atol=1e-6,
+        )
+
+
+def test_gradients_through_the_head() -> None:
+    """The loss over the head's log-probabilities equals autograd over whole logits in float64."""
+    torch.manual_seed(0)
+    head = LossHead(8, 13, softcap=3.0).double()
+    hidden = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(13, (4, 5))
+    mask = next(masks(4, 5))[1]
+    ref = torch.where(mask, -torch.rand(4, 5, dtype=torch.float64), 0.0)
+    log_probs, _ = head.log_probs(hidden, torch.where(mask, ids, -100), chunk_size=3)
+    plain = F.log_softmax(head.logits(hidden), -1).gather(-1, ids[..., None])[..., 0]
+    for name in ("sigmoid", "exo_pair", "sft"):
+        ours = dpo_loss(log_probs, ref, mask, loss_type=name, **SMOOTHED).loss
+        expected = dpo_loss(plain * mask, ref, mask, loss_type=name, **SMOOTHED).loss
+        leaves = hidden, head.weight
+        torch.testing.assert_close(gradients(ours, *leaves), gradients(expected, *leaves))
+
+
+def test_what_is_refused() -> None:
+    tokens = random_tokens(next(masks(4))[1])
+    for options, fault in (
+        ({"loss_type": "dpo"}, "loss_type: 'dpo' is not known"),
+        ({"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "2 weights for 1 losses"),
+        ({"loss_type": "exo_pair"}, "exo_pair needs more than 0"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"loss_type": "aot", "use_weighting": True}, "sorts the pairs"),
+        ({"f_divergence_type": "kl"}, "f_divergence_type: 'kl' is not known"),
+        ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "nca_pair is only defined"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            our_dpo(tokens, **options)
+    with pytest.raises(ConfigError, match="log_sum_sq_probs"):
+        dpo_loss(tokens.log_probs, tokens.ref, tokens.mask, use_weighting=True)
+    with pytest.raises(ConfigError, match="3 rows; expected the chosen"):
+        our_dpo(tokens.rows([0, 1, 2]))
+    with pytest.raises(ConfigError, match=r"ref_log_probs: the shape is \(4,\)"):
+        dpo_loss(tokens.log_probs, tokens.ref.sum(1), tokens.mask)
+    with pytest.raises(ConfigError, match=r"label: the shape is \(2,\)"):
+        kto_loss(tokens.log_probs, tokens.ref, tokens.mask, torch.ones(2))

@@ -1,0 +1,66 @@
+"""Bradley-Terry's loss and the loss of process rewards: against TRL's own code and torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.errors import ConfigError
+from ligermodels.losses.reward import bradley_terry_loss, token_reward_loss
+from tests.losses import trl_own
+from tests.losses.batches import gradients
+
+
+def test_bradley_terry_equals_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    for pairs in (1, 5):
+        rewards = torch.randn(2 * pairs, dtype=torch.float64, requires_grad=True)
+        for margin in (None, torch.rand(pairs, dtype=torch.float64)):
+            for coefficient in (None, 0.01):
+                loss, metrics = bradley_terry_loss(
+                    *rewards.chunk(2), margin=margin, center_rewards_coefficient=coefficient
+                )
+                expected, trl_metrics = trl_own.reward(rewards, margin, coefficient)
+                torch.testing.assert_close(loss, expected)
+                torch.testing.assert_close(gradients(loss, rewards), gradients(expected, rewards))
+                for key in metrics:
+                    assert float(metrics[key].value) == pytest.approx(trl_metrics[key])
+
+
+def test_rewards_of_each_token() -> None:
+    torch.manual_seed(0)
+    chosen = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    rejected = torch.randn(3, 4, dtype=torch.float64)
+    mask = torch.rand(3, 4) < 0.6
+    loss = bradley_terry_loss(chosen, rejected, mask).loss
+    torch.testing.assert_close(loss, -F.logsigmoid(chosen - rejected)[mask].mean())
+    nothing = bradley_terry_loss(chosen, rejected, torch.zeros_like(mask)).loss
+    assert nothing == 0 and gradients(nothing, chosen)[0].eq(0).all()
+    parts = [
+        bradley_terry_loss(a, b, m, normalizer=mask.sum()).loss
+        for a, b, m in zip(chosen.split(2), rejected.split(2), mask.split(2))
+    ]
+    torch.testing.assert_close(parts[0] + parts[1], loss)
+
+
+def test_process_rewards() -> None:
+    torch.manual_seed(0)
+    rewards = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(-1, 2, (3, 5))
+    labels[labels < 0] = -100
+    valid = labels >= 0
+    loss, metrics = token_reward_loss(rewards, labels)
+    expected = F.binary_cross_entropy_with_logits(rewards[valid], labels[valid].double())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(loss, rewards), gradients(expected, rewards))
+    right = ((rewards > 0) == (labels > 0))[valid].double().mean()
+    torch.testing.assert_close(metrics["accuracy"].value, right)
+    assert token_reward_loss(rewards, torch.full_like(labels, -100)).loss == 0
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rejected: the shape"):
+        bradley_terry_loss(torch.ones(3), torch.ones(2))
+    with pytest.raises(ConfigError, match="labels: the shape"):
+        token_reward_loss(torch.ones(3, 2), torch.ones(3))

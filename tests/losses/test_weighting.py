@@ -1,0 +1,59 @@
+"""Weightings of the next-token loss: against TRL's own code and plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.errors import ConfigError
+from ligermodels.losses.weighting import sft_loss
+from tests.losses import trl_own
+from tests.losses.batches import gradients, masks, random_tokens
+
+
+def test_equal_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    for name in ("nll", "dft"):
+        for _, mask in masks(4):
+            tokens = random_tokens(mask)
+            loss = sft_loss(tokens.log_probs, mask, loss_type=name).loss
+            expected = trl_own.sft(tokens, name)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(
+                gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+            )
+
+
+def test_focal_and_given_weights() -> None:
+    mask = next(masks(4))[1]
+    tokens = random_tokens(mask)
+    p = tokens.log_probs.exp()
+    loss = sft_loss(tokens.log_probs, mask, loss_type="focal", focal_gamma=1.5).loss
+    expected = (-tokens.log_probs * (1 - p) ** 1.5)[mask].mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+    )
+    for weights in (torch.rand(mask.shape), torch.rand(4, 1)):
+        loss = sft_loss(tokens.log_probs, mask, weights=weights.double()).loss
+        torch.testing.assert_close(loss, -(tokens.log_probs * weights)[mask].mean())
+
+
+def test_micro_batches_equal_one_batch() -> None:
+    mask = next(masks(4))[1]
+    tokens = random_tokens(mask)
+    for name in ("nll", "dft", "focal"):
+        whole = sft_loss(tokens.log_probs, mask, loss_type=name).loss
+        parts = [
+            sft_loss(
+                tokens.log_probs[rows], mask[rows], loss_type=name, normalizer=int(mask.sum())
+            ).loss
+            for rows in (slice(1), slice(1, 4))
+        ]
+        torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_what_is_refused() -> None:
+    tokens = random_tokens(next(masks(4))[1])
+    with pytest.raises(ConfigError, match="loss_type: 'eaft' is not known"):
+        sft_loss(tokens.log_probs, tokens.mask, loss_type="eaft")

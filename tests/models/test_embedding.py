@@ -1,0 +1,60 @@
+"""Embedding models: pooling, padding on either side, and lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.errors import ConfigError
+from ligermodels.losses import info_nce
+from ligermodels.models.embedding import EmbeddingModel, pool
+from tests.tiny_models import VOCAB, random_model
+
+
+def test_pooling() -> None:
+    hidden = torch.randn(3, 4, 5, dtype=torch.bfloat16)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]])
+    last = pool(hidden, mask, "last")
+    assert last.dtype == torch.float32
+    chosen = torch.stack([hidden[0, 1], hidden[1, 3], hidden[2, 0]])
+    torch.testing.assert_close(last, chosen.float())
+    mean = pool(hidden.float(), mask, "mean")
+    expected = torch.stack([hidden[0, :2].float().mean(0), hidden[1, 1:].float().mean(0)])
+    torch.testing.assert_close(mean[:2], expected)
+    assert mean[2].eq(0).all()
+
+
+def test_a_vector_does_not_depend_on_the_padding() -> None:
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    padding = torch.zeros(2, 3, dtype=torch.int64)
+    for pooling in ("mean", "last"):
+        model = EmbeddingModel(random_model("llama"), pooling)
+        bare = model(ids)
+        torch.testing.assert_close(bare.norm(dim=-1), torch.ones(2))
+        for padded in (torch.cat([ids, padding], 1), torch.cat([padding, ids], 1)):
+            mask = torch.cat([torch.ones_like(ids), padding], 1)
+            mask = mask if padded[0, 0] == ids[0, 0] else mask.flip(1)
+            torch.testing.assert_close(model(padded, mask), bare, rtol=1e-4, atol=1e-5)
+    long = EmbeddingModel(random_model("llama"), "mean", normalize=False)(ids)
+    assert (long.norm(dim=-1) - 1).abs().min() > 1e-3
+
+
+def test_it_learns_pairs() -> None:
+    torch.manual_seed(0)
+    model = EmbeddingModel(random_model("llama"), "mean")
+    queries, documents = torch.randint(VOCAB, (2, 8, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    history = []
+    for _ in range(8):
+        loss, metrics = info_nce(model(queries), model(documents), symmetric=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    assert history[-1] < 0.5 * history[0]
+    assert float(metrics["accuracy"].value) == 1
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pooling: 'cls' is not one of mean, last"):
+        EmbeddingModel(random_model("llama"), "cls")

@@ -1,0 +1,129 @@
+"""Reference models: adapters off, frozen copies, and what a frozen body keeps for backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.memory.plan import MemoryPlan
+from ligermodels.models.reference import Int8Linear, adapters_off, frozen_copy, token_log_probs
+from tests.tiny_models import VOCAB, random_model
+
+
+def some_ids() -> torch.Tensor:
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_token_log_probs() -> None:
+    model, ids = random_model("llama"), some_ids()
+    labels = ids.clone()
+    labels[:, :4] = -100
+    found = token_log_probs(model, ids, labels)
+    every = torch.log_softmax(model.head.logits(model(ids)), -1)
+    expected = every[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    assert found.requires_grad and found.shape == ids.shape
+    torch.testing.assert_close(found[:, 3:-1], expected[:, 3:])
+    assert found[:, :3].eq(0).all() and found[:, -1].eq(0).all()
+    assert not torch.signbit(found[:, :3]).any()
+
+
+def test_adapters_off() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = random_model("llama"), some_ids()
+    before = model(ids)
+    config = peft.LoraConfig(target_modules=["qkv_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.inject_adapter_in_model(config, model)
+    assert not torch.allclose(adapted(ids), before, atol=1e-3)
+    with pytest.raises(KeyError), adapters_off(adapted):
+        torch.testing.assert_close(adapted(ids), before)
+        raise KeyError
+    assert not torch.allclose(adapted(ids), before, atol=1e-3)
+    layer = next(m for m in adapted.modules() if hasattr(m, "enable_adapters"))
+    layer.enable_adapters(False)  # one that was off before stays off
+    with adapters_off(adapted):
+        pass
+    assert layer.disable_adapters
+    with (
+        pytest.raises(ConfigError, match="no adapters to switch off"),
+        adapters_off(random_model("llama")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has a tied head
+def test_frozen_copies(family: str) -> None:
+    model, ids = random_model(family), some_ids()
+    model.set_memory_plan(MemoryPlan.uniform(3, "input"))
+    exact = token_log_probs(model, ids, ids)
+    scale = exact.abs().mean()
+    for dtype, bound in (("float32", 1e-6), ("bfloat16", 0.05), ("int8", 0.1)):
+        frozen = frozen_copy(model, dtype)
+        assert type(frozen) is type(model) and not frozen.training
+        assert not any(p.requires_grad for p in frozen.parameters())
+        assert frozen.memory_plan is None and model.memory_plan is not None
+        found = token_log_probs(frozen, ids, ids)
+        assert not found.requires_grad
+        assert (found - exact).abs().mean() < bound * scale
+        shared = {p.data_ptr() for p in model.parameters()}
+        assert shared.isdisjoint(x.data_ptr() for x in frozen.state_dict().values())
+        if frozen.config.tie_word_embeddings:
+            assert frozen.head.weight is frozen.embed_tokens.weight
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.0)
+    linears = [m for m in frozen.layers.modules() if isinstance(m, Int8Linear)]
+    assert len(linears) == 12 and not any(type(m) is nn.Linear for m in frozen.layers.modules())
+    assert linears[0].weight.dtype == torch.int8
+    with pytest.raises(ConfigError, match="dtype: 'int4' is not one of float32"):
+        frozen_copy(model, "int4")
+
+
+def test_int8_linear() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 4)
+    with torch.no_grad():
+        linear.weight[1] = 0
+    x = torch.randn(3, 5, 6)
+    small = Int8Linear(linear, torch.float32)
+    half_a_step = linear.weight.abs().amax(1) / 127 / 2
+    error = (small.weight * small.scale[:, None] - linear.weight).abs()
+    assert (error <= half_a_step[:, None] * 1.001).all()
+    torch.testing.assert_close(small(x), linear(x), atol=0.02, rtol=0)
+    assert small(x)[..., 1].eq(linear.bias[1]).all()
+
+
+class Kept:
+    """A tensor that autograd holds for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_a_frozen_body_keeps_nothing() -> None:
+    model, ids = random_model("llama"), some_ids()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    held: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor)
+        held.add(kept)
+        return kept
+
+    for plan in (None, MemoryPlan.uniform(3, "input"), MemoryPlan.uniform(3, "attention")):
+        model.set_memory_plan(plan)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+            hidden = model(ids)
+            gc.collect()  # a checkpoint holds its inputs until it is collected
+            assert not hidden.requires_grad and not held
+            loss = model.head(hidden, ids).loss
+        assert held
+        loss.backward()
+        assert model.head.weight.grad is not None
+        assert all(p.grad is None for p in model.layers.parameters())
+        model.zero_grad()

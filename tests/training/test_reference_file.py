@@ -1,0 +1,57 @@
+"""Reference log-probabilities in a file: computed once, found again, and never a wrong file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ligermodels.errors import CheckpointError, SaveError
+from ligermodels.training.reference_file import reference_path, stored_log_probs
+
+
+def test_computed_once(tmp_path: Path) -> None:
+    path = reference_path(tmp_path / "new", "data", "model")
+    values = torch.randn(5)
+    calls = []
+
+    def compute() -> torch.Tensor:
+        calls.append(1)
+        return values
+
+    for _ in range(2):
+        assert stored_log_probs(path, 5, compute).equal(values)
+    assert calls == [1] and [*path.parent.iterdir()] == [path]
+
+
+def test_the_name_depends_on_data_and_model(tmp_path: Path) -> None:
+    parts = [("ab", "c"), ("a", "bc"), ("ab", "d"), ("ab",)]
+    assert len({reference_path(tmp_path, *each) for each in parts}) == 4
+    assert reference_path(tmp_path, *parts[0]) == reference_path(tmp_path, *parts[0])
+
+
+def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+    path = reference_path(tmp_path, "data")
+    stored_log_probs(path, 3, lambda: torch.ones(3))
+
+    def never() -> torch.Tensor:
+        raise AssertionError
+
+    with pytest.raises(CheckpointError, match=r"shape \(3,\); expected F32 of shape \(4,\)"):
+        stored_log_probs(path, 4, never)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        stored_log_probs(path, 3, never)
+    path.write_bytes(content[:-3])
+    with pytest.raises(CheckpointError):
+        stored_log_probs(path, 3, never)
+    save_file({"other": torch.ones(3)}, path)
+    with pytest.raises(CheckpointError, match="holds no log-probabilities"):
+        stored_log_probs(path, 3, never)
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError):
+        stored_log_probs(tmp_path / "file" / "x", 1, lambda: torch.ones(1))
