@@ -42,6 +42,7 @@ from ligermodels.models.qwen2 import LigerQwen2 as LigerQwen2
 from ligermodels.models.qwen2 import Qwen2Config as Qwen2Config
 from ligermodels.models.qwen3 import LigerQwen3 as LigerQwen3
 from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
+from ligermodels.parallel.shard import clip_grad_norm_ as clip_grad_norm_
 from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
 from ligermodels.parallel.shard import no_sync as no_sync
 from ligermodels.parallel.shard import shard as shard

@@ -23,7 +23,7 @@ from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
-from ligermodels.models.ranks import from_rank_0, is_distributed, num_ranks, rank
+from ligermodels.models.ranks import from_rank_0, gathered, is_distributed, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.packing import Batch, PackedRows, row_order
@@ -72,11 +72,7 @@ def number_of_steps(config: FinetuneConfig, num_rows: int, micro_batches: int | 
 
 def sum_over_ranks(count: int) -> int:
     """Return the sum of a number over the ranks."""
-    if not is_distributed():
-        return count
-    total = torch.tensor(count)
-    dist.all_reduce(total)
-    return int(total)
+    return sum(gathered(count))
 
 
 def _up(count: int, step: int) -> int:
