@@ -24,7 +24,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "models": ("memory", "losses", "converters"),
     "text": ("converters",),
     "generation": ("models", "text"),
-    "training": ("generation",),
+    "training": ("generation", "losses"),
     "integrations": ("training",),
     "cli": ("integrations",),
 }
@@ -38,6 +38,7 @@ FINDERS = {
     "kernels/triton/__init__.py",
     "models/auto.py",
     "cli/options.py",
+    "training/online.py",
 }
 
 

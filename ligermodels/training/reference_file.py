@@ -6,7 +6,9 @@ the model, so a file is found by what it was computed from, and several runs may
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ligermodels.converters.files import names_if_present
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
-from ligermodels.training.files import atomic_write, writing
+from ligermodels.training.files import PART, atomic_write, writing
 
 _NAME, _SHA256 = "log_probs", "sha256"
+_FILE = re.compile(r"reference-[0-9a-f]{24}\.safetensors(" + re.escape(PART) + ")?")
 
 
 def reference_path(folder: Path, *parts: str) -> Path:
@@ -67,6 +71,20 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
             "again"
         )
     return values
+
+
+def remove_stored(folder: Path) -> None:
+    """Remove all files of `reference_path` in a folder, and the folder if nothing else is in it.
+
+    Raises:
+        SaveError: a file cannot be removed.
+    """
+    for name in names_if_present(folder, CheckpointError) or ():
+        if _FILE.fullmatch(name):
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _digest(values: Tensor) -> str:

@@ -1,7 +1,8 @@
 """The steps of a training run: schedule, optimizer, gradient accumulation and evaluation.
 
-A step's loss is the sum over the valid targets of all its micro-batches, divided by their number.
-One big batch gives the same loss, however the targets are spread over the micro-batches. A step
+A step's loss is a sum over all its micro-batches, divided by a number that counts all of them: the
+valid targets, for example. One big batch gives the same loss, however the targets are spread over
+the micro-batches. What the loss is, and what is counted, says an `Objective`. A step
 depends only on the weights, the optimizer's state, the seed and the step's number. A checkpoint
 therefore holds only the weights and the optimizer's state.
 """
@@ -11,18 +12,21 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.layers import HeadOutput
+from ligermodels.losses import Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
-from ligermodels.training.packing import Batch, PackedRows, row_order
+from ligermodels.training.objectives import Objective, Rows
+from ligermodels.training.packing import Batch, row_order
 from ligermodels.training.run_dir import Metrics, RunDir
 
 
@@ -47,7 +51,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
+def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
     """Return the number of optimizer steps that the config asks for with `num_rows` rows.
 
     Raises:
@@ -55,7 +59,6 @@ def number_of_steps(config: FinetuneConfig, num_rows: int) -> int:
     """
     if config.max_steps is not None:
         return config.max_steps
-    rows_per_step = config.batch_size * config.gradient_accumulation_steps
     steps = num_rows * config.num_train_epochs / rows_per_step
     if steps > MAX_STEPS:
         raise ConfigError(
@@ -75,22 +78,36 @@ def shown_perplexity(value: float) -> str:
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
+class Step(NamedTuple):
+    """What one optimizer step gives: tensors on the device, and numbers."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+    metrics: dict[str, Mean]
+    tokens: int
+    targets: int
+
+
 class Trainer:
     """The model, the optimizer and the rows of one run.
 
-    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16".
+    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
+    says what the run minimises, by default the loss of the next token.
     """
 
     def __init__(
         self,
         model: DecoderModel,
         config: FinetuneConfig,
-        rows: PackedRows,
-        eval_rows: PackedRows | None,
+        rows: Rows,
+        eval_rows: Rows | None,
         device: torch.device,
         precision: str,
+        objective: Objective | None = None,
     ) -> None:
         self.model = model
+        self.objective = objective or Objective(config)
         self.config = config
         self.rows = rows
         self.eval_rows = eval_rows
@@ -104,7 +121,8 @@ class Trainer:
             eps=config.adam_epsilon,
             fused=True,
         )
-        self.total_steps = number_of_steps(config, len(rows))
+        per_step = self.objective.batch_size * self.objective.batches_per_step
+        self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
@@ -128,25 +146,25 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return the batches of a step, on the CPU."""
-        size, count = self.config.batch_size, self.config.gradient_accumulation_steps
+        size, count = self.objective.batch_size, self.objective.batches_per_step
         first = step * size * count
         indices = [self._row(i) for i in range(first, first + size * count)]
         return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
 
-    def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, float]:
-        """Run one optimizer step. Return loss and gradient norm (on the device) and the rate."""
+    def step(self, step: int, batches: list[Batch]) -> Step:
+        """Run one optimizer step on the batches of the data that `micro_batches` returns."""
         config = self.config
         # The step determines the seed, so a checkpoint need not hold a generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        # torch.compile would compile again for every new Python number, so this is a tensor.
-        targets = sum(batch.num_targets for batch in batches)
-        normalizer = torch.tensor(float(targets), device=self.device)
+        batches, metrics = self.objective.begin(self.call, batches)
+        normalizers = self._normalizers(batches)
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            part = self._loss(batch, normalizer=normalizer)
+            part, found = self.objective.loss(self.call, batch, **normalizers)
             part.backward()
             loss += part.detach()
+            metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -157,38 +175,65 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm, rate
+        tokens = sum(batch.num_tokens for batch in batches)
+        targets = sum(batch.num_targets for batch in batches)
+        return Step(loss, norm, rate, metrics, tokens, targets)
 
-    def _loss(self, batch: Batch, **options: Any) -> Tensor:
-        """Return the loss of a batch; `options` are those of the loss head."""
+    def call(
+        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+    ) -> HeadOutput:
+        """Run a model, by default the trained one, on a batch; `options` are those of the head."""
         with self.autocast():
-            return self.forward(
+            return (model or self.forward)(
                 batch.input_ids.to(self.device),
                 labels=batch.labels.to(self.device),
                 position_ids=batch.position_ids.to(self.device),
                 **options,
                 **self.head_options(batch),
-            ).loss
+            )
+
+    def _normalizers(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
+        """Return the sums of what the objective counts in each batch."""
+        counts: dict[str, int] = {}
+        for batch in batches:
+            for name, count in self.objective.counts(batch).items():
+                counts[name] = counts.get(name, 0) + count
+        # torch.compile would compile again for every new Python number, so these are tensors.
+        return {k: torch.tensor(float(count), device=self.device) for k, count in counts.items()}
 
     @torch.no_grad()
     def evaluate(self, check: Callable[[], None] = lambda: None) -> Metrics:
-        """Return loss per target and perplexity on the held-out rows, summed in float64.
+        """Return the loss and the metrics on the held-out rows. The loss is summed in float64.
 
         Args: check is called before each batch.
         """
         assert self.eval_rows is not None
         self.model.eval()
+        torch.manual_seed(self.config.seed)  # an objective may sample
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
+        size = self.objective.batch_size
+        chunks = [range(at, min(number, at + size)) for at in range(0, number, size)]
+        with_loss = self.objective.evaluates_loss
+        normalizers = self._normalizers(map(self.eval_rows.batch, chunks)) if with_loss else {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        metrics: dict[str, Mean] = {}
         targets = 0
-        for start in range(0, number, self.config.batch_size):
+        for chunk in chunks:
             check()
-            stop = min(number, start + self.config.batch_size)
-            batch = self.eval_rows.batch(range(start, stop))
-            total += self._loss(batch, reduction="sum").double()
-            targets += batch.num_targets
-        loss = float(total) / targets
-        return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
+            batches, found = self.objective.begin(self.call, [self.eval_rows.batch(chunk)])
+            metrics = _sums(metrics, found)
+            targets += sum(batch.num_targets for batch in batches)
+            for batch in batches if with_loss else ():
+                part, found = self.objective.loss(self.call, batch, **normalizers)
+                total += part.double()
+                metrics = _sums(metrics, found)
+        found_metrics = {f"eval_{k}": float(mean.value) for k, mean in metrics.items()}
+        if not with_loss:
+            return {**found_metrics, "targets": targets}
+        loss = float(total)
+        if type(self.objective) is Objective:
+            found_metrics["eval_perplexity"] = perplexity(loss)
+        return {"eval_loss": loss, **found_metrics, "targets": targets}
 
     def train(
         self,
@@ -220,7 +265,8 @@ class Trainer:
             checkpoints.prune(config.save_total_limit)
         self.done = saved or 0
         run_dir.cut_metrics(-1 if saved is None else saved)
-        evaluated = {entry["step"] for entry in run_dir.read_metrics() if "eval_loss" in entry}
+        shown = self.objective.shown[0]
+        evaluated = {entry["step"] for entry in run_dir.read_metrics() if shown in entry}
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -243,16 +289,17 @@ class Trainer:
                 self._between_steps = False
                 started = time.perf_counter()
                 batches = self.micro_batches(step)
-                loss, norm, rate = self.step(step, batches)
+                made = self.step(step, batches)
                 self.done += 1
                 self._waiting.append(
                     {
                         "step": step + 1,
-                        "loss": loss,
-                        "learning_rate": rate,
-                        "grad_norm": norm,
-                        "tokens": sum(batch.num_tokens for batch in batches),
-                        "targets": sum(batch.num_targets for batch in batches),
+                        "loss": made.loss,
+                        "learning_rate": made.learning_rate,
+                        "grad_norm": made.grad_norm,
+                        **{name: mean.value for name, mean in made.metrics.items()},
+                        "tokens": made.tokens,
+                        "targets": made.targets,
                         "seconds": time.perf_counter() - started,
                     }
                 )
@@ -291,15 +338,15 @@ class Trainer:
         if self.eval_rows is None:
             return
         found = self.evaluate(check)
-        if not math.isfinite(found["eval_loss"]):
-            raise LigerError(f"step {self.done}: the held-out loss is {found['eval_loss']}")
+        key, name = self.objective.shown
+        if odd := next((k for k in found if not math.isfinite(found[k])), None):
+            label = "held-out loss" if odd == "eval_loss" else odd
+            raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
         run_dir.log({"step": self.done, **found})
         if not bar.disable:
-            bar.write(
-                f"step {self.done}: held-out loss {found['eval_loss']:.4f}, "
-                f"perplexity {shown_perplexity(found['eval_perplexity'])}",
-                file=sys.stderr,
-            )
+            loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
+            shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
+            bar.write(f"step {self.done}: {loss}{name} {shown}", file=sys.stderr)
 
     def _log(self, run_dir: RunDir, started: float, bar: tqdm[Any] | None) -> None:
         """Read the losses of the waiting steps from the device, and log the steps.
@@ -327,3 +374,8 @@ class Trainer:
         loss = f"{entries[-1]['loss']:.4f}"
         bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
         bar.update(len(entries))
+
+
+def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:
+    """Return the means over two sets of things."""
+    return {**metrics, **{k: metrics[k] + v if k in metrics else v for k, v in more.items()}}
