@@ -96,8 +96,8 @@ class Work:
         small: those for a GPU of 80 GB. Without any, the work is only for the larger one.
         changes: fields of the config that differ from the preset.
         adamw: whether an AdamW step follows backward. All gradients exist then in either case.
-        chunk: tokens of a chunk of our loss head. None means the head's default.
         steps, turns: each turn measures every setting for so many steps, after a step to warm up.
+        warm_seq: tokens of a row in the step that warms up. None means those of the batch.
     """
 
     family: str
@@ -108,19 +108,13 @@ class Work:
     small: tuple[Setting, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     adamw: bool = True
-    chunk: int | None = None
     steps: int = 2
     turns: int = 2
+    warm_seq: int | None = None
 
     @property
     def name(self) -> str:
-        chunk = "" if self.chunk is None else f", our head in chunks of {self.chunk}"
-        return f"{self.preset}, {self.batch} x {self.seq}" + ", AdamW" * self.adamw + chunk
-
-    def head_options(self, setting: Setting) -> dict[str, Any]:
-        """Return what our model's forward gets besides tokens and labels."""
-        own = setting.implementation == OURS and self.chunk is not None
-        return {"chunk_size": self.chunk} if own else {}
+        return f"{self.preset}, {self.batch} x {self.seq}" + ", AdamW" * self.adamw
 
     def settings_for(self, memory: int) -> tuple[Setting, ...]:
         """Return the settings for a GPU of `memory` bytes."""
@@ -140,16 +134,6 @@ WORKS = {
         (*LLAMA, *plans(61.5, (61.5, 32), 70, 80, 90, None)),
         (*LLAMA_80GB, Setting(OURS, "attention"), *plans(61.5, 70, None)),
     ),
-    "llama-adamw-chunks": Work(
-        "llama",
-        "llama-3-8b",
-        8,
-        2048,
-        (*peers(("input", None)), *plans(61.5, (61.5, 32), 80)),
-        (*peers(("input", 22)), *plans(None)),
-        chunk=4096,
-        turns=1,
-    ),
     "llama-32k": Work(
         "llama",
         "llama-3-8b",
@@ -165,11 +149,36 @@ WORKS = {
         "llama-3-8b",
         1,
         131072,
-        (*peers(("input", None)), *plans(110, (110, 100))),
+        (*peers(("input", None)), *plans(110)),
         changes=LONG,
         adamw=False,
         steps=1,
         turns=1,
+        warm_seq=8192,
+    ),
+    "llama-262k": Work(
+        "llama",
+        "llama-3-8b",
+        1,
+        262144,
+        plans(None),
+        changes={"max_position_embeddings": 262144},
+        adamw=False,
+        steps=1,
+        turns=1,
+        warm_seq=8192,
+    ),
+    "llama-1b-524k": Work(
+        "llama",
+        "llama-3.2-1b",
+        1,
+        524288,
+        plans(None),
+        changes={"max_position_embeddings": 524288},
+        adamw=False,
+        steps=1,
+        turns=1,
+        warm_seq=8192,
     ),
     "gemma2-adamw": Work(
         "gemma2",
@@ -337,7 +346,6 @@ def planned(
         host_budget=round(setting.host * GIB),
         **counted,
         optimizer_bytes=0 if optimizer is None else optimizer,
-        head_options=work.head_options(setting),
     )
     prediction = plan.prediction
     return plan, {
@@ -380,11 +388,9 @@ def release() -> None:
             break
 
 
-def training_step(
-    model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor, **head_options: Any
-) -> float:
+def training_step(model: Any, optimizer: torch.optim.Optimizer | None, ids: Tensor) -> float:
     """Compute the loss and all gradients, then step. Return the loss."""
-    loss = model(ids, labels=ids, **head_options).loss
+    loss = model(ids, labels=ids).loss
     loss.backward()
     parameters = list(model.parameters())
     assert all(p.grad is not None for p in parameters if p.requires_grad)
@@ -419,10 +425,12 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
     with applied(model, setting, models.plans.get(setting)):
         losses: list[float] = []
 
-        def step() -> None:
-            losses.append(training_step(model, optimizer, ids, **work.head_options(setting)))
+        def step(seq: int | None = None) -> None:
+            losses.append(training_step(model, optimizer, ids[:, :seq]))
 
-        row.setdefault("first ms", milliseconds(step))
+        row.setdefault("first ms", milliseconds(partial(step, work.warm_seq)))
+        if work.warm_seq is not None:
+            release()  # blocks of other sizes
         torch.cuda.reset_peak_memory_stats()
         row.setdefault("turns", []).append([milliseconds(step) for _ in range(work.steps)])
         figures = {

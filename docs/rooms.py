@@ -24,7 +24,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "models": ("memory", "losses", "converters"),
     "text": ("converters",),
     "generation": ("models", "text"),
-    "training": ("generation", "losses"),
+    "parallel": ("models",),
+    "training": ("generation", "parallel", "losses"),
     "integrations": ("training",),
     "cli": ("integrations",),
 }

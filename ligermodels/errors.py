@@ -10,7 +10,13 @@ from typing import Any
 
 
 class LigerError(Exception):
-    """The base class of the errors that ligermodels raises on purpose."""
+    """The base class of the errors that ligermodels raises on purpose.
+
+    Attributes:
+        is_repeated: whether another process of the same run has the same error, and reports it.
+    """
+
+    is_repeated = False
 
 
 class ConfigError(LigerError, ValueError):

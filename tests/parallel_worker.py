@@ -252,15 +252,19 @@ def fsdp_memory(rank: int, mesh: DeviceMesh, tied: bool, keep: Keep) -> dict[str
     model(ids, labels=ids).loss.backward()  # the first step also allocates what stays
     model.zero_grad()
     gc.collect()
-    tracker = StorageTracker()
-    tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
-    tracker.hold([*model.buffers(), ids])
-    with tracker:
-        model(ids, labels=ids).loss.backward()
+    peaks = []
+    for _ in range(4):  # a thread of gloo may hold the tensors of a collective a moment longer
+        tracker = StorageTracker()
+        tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
+        tracker.hold([*model.buffers(), ids])
+        with tracker:
+            model(ids, labels=ids).loss.backward()
+        peaks.append(tracker.peak_now)
+        model.zero_grad()
+        gc.collect()
     predicted = simulate(model, 2, SEQ, device=torch.device("cpu")).peak_bytes
-    model.zero_grad()
     model(ids, labels=ids).loss.backward()  # FSDP2's hooks are back
-    return {"bytes": max(0.0, abs(predicted / tracker.peak_now - 1) - 0.01)}
+    return {"bytes": max(0.0, abs(predicted / min(peaks) - 1) - 0.01)}
 
 
 def fsdp_every_linear(rank: int, mesh: DeviceMesh, tied: bool) -> dict[str, float]:

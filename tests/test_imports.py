@@ -56,7 +56,7 @@ def test_the_picture_of_the_rooms_is_current() -> None:
 
 def test_no_companion_package_is_imported_at_the_top() -> None:
     wrong = []
-    for path in files(PACKAGE):
+    for path in set(files(PACKAGE)) - set(files(PACKAGE / "integrations")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = (
                 [alias.name for alias in node.names]

@@ -88,7 +88,8 @@ def export(folder: Path, scaling: dict[str, object] | None) -> Path:
     return folder
 
 
-@pytest.mark.slow
+# test_parity_4 opens exports of every family and feature in the default run.
+@pytest.mark.long
 def test_exports_open_in_both_versions(
     smollm2: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

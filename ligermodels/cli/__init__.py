@@ -1,7 +1,8 @@
 """The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
-A module may also define OUT_OF_MEMORY, the advice that is printed with that error. This module
+A module may also define OUT_OF_MEMORY, the advice that is printed with that error. Ctrl-C ends the
+process at once, except in a command's `with raise_on_interrupt():`. This module
 prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
 runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
 wrong, or if a file cannot be read or written.
@@ -23,6 +24,7 @@ with quit_on_interrupt():
 
     from ligermodels import __version__
     from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
+    from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
     from ligermodels.cli.suggestions import did_you_mean
     from ligermodels.errors import LigerError, first_line, printable
@@ -44,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with quit_on_interrupt():
             given = _parse(argv)
             import_module("ligermodels.training.finetune")  # It imports most of what is slow.
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            import_modules(given.modules)
-            given.module.run(given)
-        sys.stdout.flush()
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning  # type: ignore[assignment]
+                import_modules(given.modules)
+                given.module.run(given)
+            sys.stdout.flush()
     except SystemExit as stop:  # argparse exits after --help or an error that it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
@@ -60,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except LigerError as error:
-        _say(first_line(error))
+        if not error.is_repeated and not report_error(first_line(error), 2):
+            _say(first_line(error))
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -70,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_out_of_memory(error):
             raise
         reason = f": {first_line(error)}" if str(error).strip() else ""
-        _say(f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}")
+        text = f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}"
+        if not report_error(text, 1):
+            _say(text)
         return 1
     return 0
 
@@ -104,6 +109,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         word = unknown[0].partition("=")[0] or " "
         hint = did_you_mean(word, command._option_string_actions) if word[0] == "-" else ""
         command.error(f"unrecognized arguments: {' '.join(map(printable, unknown))}{hint}")
+    given.argv = [*(sys.argv[1:] if argv is None else argv)]
     return given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
 
@@ -76,12 +77,13 @@ def run(given: argparse.Namespace) -> None:
     source = resolve(given.source, revision=given.revision)
     family = family_of(source)
     if target is None:
-        report = verify(
-            source,
-            family,
-            max_shard_size=given.max_shard_size,
-            allow_nonfinite=given.allow_nonfinite,
-        )
+        with raise_on_interrupt():  # It removes its temporary folder.
+            report = verify(
+                source,
+                family,
+                max_shard_size=given.max_shard_size,
+                allow_nonfinite=given.allow_nonfinite,
+            )
     else:
         if given.verify and target.exists() and target.samefile(source):
             raise LigerError(
@@ -89,12 +91,14 @@ def run(given: argparse.Namespace) -> None:
                 "compare; choose another TARGET"
             )
         loading = loading_options(given)
-        AutoLiger.from_hf(source, **loading).save_hf(
-            target,
-            max_shard_size=given.max_shard_size,
-            allow_nonfinite=given.allow_nonfinite,
-            overwrite=given.overwrite,
-        )
+        model = AutoLiger.from_hf(source, **loading)
+        with raise_on_interrupt():  # A save removes what it has not completed.
+            model.save_hf(
+                target,
+                max_shard_size=given.max_shard_size,
+                allow_nonfinite=given.allow_nonfinite,
+                overwrite=given.overwrite,
+            )
         print(f"wrote the checkpoint to {target}")
         if not given.verify:
             return

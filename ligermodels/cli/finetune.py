@@ -7,6 +7,8 @@ import sys
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from ligermodels.cli import launch
+from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, number
 from ligermodels.errors import LigerError
 from ligermodels.training.config import FinetuneConfig, option_types
@@ -25,7 +27,7 @@ GROUPS = {
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm seed",
-    "machine": "device precision memory activation_checkpointing compile",
+    "machine": "device precision memory activation_checkpointing compile rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
     "export_dtype max_shard_size",
     "hub": "revision",
@@ -70,6 +72,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
                 default=argparse.SUPPRESS,
                 **_argument(options[name], types[name]),
             )
+    launch.add_arguments(command)
     command.add_argument("--quiet", action="store_true", help="print no progress bar and no notes")
 
 
@@ -92,11 +95,18 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Fine-tune, then print the perplexity (or the loss) and the folder of the export."""
+    """Fine-tune, then print the perplexity (or the loss) and the folder of the export.
+
+    With --gpus, do so in several processes, of which one prints.
+    """
+    if given.gpus is not None and not launch.is_worker():
+        launch.run(given)
+        return
     from ligermodels.training.finetune import finetune, resumed_settings
     from ligermodels.training.interrupts import Interrupted
 
-    options = {k: v for k, v in vars(given).items() if k not in ("module", "modules", "quiet")}
+    left_out = ("module", "modules", "quiet", *launch.OPTIONS)
+    options = {k: v for k, v in vars(given).items() if k not in left_out}
     if options["model"] is None:
         del options["model"]
     if options.get("resume"):
@@ -111,10 +121,14 @@ def run(given: argparse.Namespace) -> None:
         options = {**settings, **options}
     _require(options, *REQUIRED)
     try:
-        result = finetune(FinetuneConfig(**options), progress=not given.quiet)
+        with raise_on_interrupt():  # The run saves its state.
+            result = finetune(FinetuneConfig(**options), progress=not given.quiet)
     except Interrupted as stop:
-        print(f"ligermodels: {stop}", file=sys.stderr)
+        if launch.speaks():
+            print(f"ligermodels: {stop}", file=sys.stderr)
         raise SystemExit(128 + stop.signum) from None
+    if not launch.speaks():
+        return
     key, name = result.shown
     before, after = (
         None if key not in found else _shown(name, found[key])

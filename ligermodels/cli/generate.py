@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import loading_arguments, loading_options, number
 from ligermodels.errors import LigerError
 
@@ -92,7 +93,8 @@ def run(given: argparse.Namespace) -> None:
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
     if conversation:
-        _converse(given, model, tokenizer, messages)
+        with raise_on_interrupt():  # Ctrl-C ends an answer, not the conversation.
+            _converse(given, model, tokenizer, messages)
     else:
         _answer(given, model, tokenizer, [*messages, {"role": "user", "content": prompt}])
 

@@ -1,12 +1,14 @@
-"""End the process at once on Ctrl-C while it only imports modules.
+"""What Ctrl-C does to a command.
 
-A KeyboardInterrupt inside an import may end in a traceback, become an ImportError that somebody
-catches, or be ignored by the import system. While nothing has been started that could be lost,
-it is right to leave without one. This module imports little, because until then Ctrl-C is Python's.
+A KeyboardInterrupt may end in a traceback, become another error that somebody catches, or leave a
+lock locked for which a thread then waits for ever. Where nothing has to be undone, it is right to
+leave without one: during the imports, and while a command downloads, loads and computes. This
+module imports little, because until then Ctrl-C is Python's.
 """
 
 import os
 import signal
+import sys
 
 EXIT_CODE = 130  # that of a program which SIGINT has ended
 
@@ -18,20 +20,40 @@ class quit_on_interrupt:
     """
 
     def __enter__(self) -> None:
-        self.active = False
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            try:
-                signal.signal(signal.SIGINT, _quit)
-            except ValueError:  # This is not the main thread.
-                return
-            self.active = True
+        self._replaced = _exchange(signal.default_int_handler, _quit)
 
     def __exit__(self, *_: object) -> None:
-        if self.active:
+        if self._replaced:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class raise_on_interrupt:
+    """A context within the other one in which SIGINT raises KeyboardInterrupt, as in Python."""
+
+    def __enter__(self) -> None:
+        self._replaced = _exchange(_quit, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        if self._replaced:
+            signal.signal(signal.SIGINT, _quit)
+
+
+def _exchange(old: object, new: object) -> bool:
+    """Replace the handler of SIGINT if it is `old`; return whether it was replaced."""
+    if signal.getsignal(signal.SIGINT) != old:
+        return False
+    try:
+        signal.signal(signal.SIGINT, new)  # type: ignore[arg-type]
+    except ValueError:  # This is not the main thread.
+        return False
+    return True
+
+
 def _quit(*_: object) -> None:
-    # Neither print nor sys.exit: the signal may have interrupted a print or an import.
+    try:
+        sys.stdout.flush()
+    except (OSError, RuntimeError, ValueError):  # The signal may have interrupted a print.
+        pass
+    # Neither print nor sys.exit: the signal may have interrupted an import.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)

@@ -40,7 +40,10 @@ _NO_LOCKS = (*_NO_EXCHANGE, errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EPERM
 _PAUSE = 0.002  # seconds between two attempts to take a lock
 _PATIENCE = 600.0  # seconds; the lock is held while files of the old folder are linked or copied
 _RENAMES = 5.0  # seconds in which a process surely makes its second rename
+_SETTLED = 0.001  # seconds in which a call ends that has found a folder by its name
 _ATTEMPTS = 100  # to read or replace a folder while nobody else replaces it
+
+_NEW_FOLDER = re.compile(r"\..+\.saving-[0-9a-f]{16}", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -240,12 +243,17 @@ def _wait_for(path: Path) -> Iterator[bool]:
 def check_replaceable(target: Path) -> None:
     """Raise OSError if `replace_dir` would refuse this path, which is resolved."""
     try:
-        if not stat.S_ISDIR(os.stat(target).st_mode):
-            raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+        while True:
+            found = os.stat(target)
+            if not stat.S_ISDIR(found.st_mode):
+                raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+            if _is_writable(target):
+                break
+            # If it is another folder now, a process replaced it, and it had no name for a moment.
+            if os.path.samestat(found, os.stat(target)):
+                raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     except FileNotFoundError:
         return
-    if not _is_writable(target):
-        raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     _refuse_mounts(target)
     try:
         here = Path.cwd()
@@ -292,6 +300,15 @@ def _beside(target: Path, kind: str) -> list[Path]:
     except OSError:
         return []
     return [path for name in names if (path := target.with_name(name)).is_dir()]
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a folder that a save made is locked by nobody."""
+    try:
+        with _Folder(path) as folder:
+            return folder.locked
+    except (BlockingIOError, NotADirectoryError):
+        return False
 
 
 def _new_folder(target: Path) -> tuple[Path, _Folder]:
@@ -367,6 +384,11 @@ def _replace_once(target: Path, fresh: Path, carried: Callable[[str], bool]) -> 
             # Others may have changed the old folder until now.
             _refuse_mounts(old)
             carry.over(old, target)
+            # Calls of theirs that found it before the swap may still wait for its kernel lock.
+            for _ in range(_ATTEMPTS):
+                time.sleep(_SETTLED)
+                if not carry.over(old, target):
+                    break
         except BaseException:
             _swap_back(old, target, fresh)
             raise
@@ -384,8 +406,10 @@ class _Carry:
         self._wanted = wanted
         self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
 
-    def over(self, old: Path, new: Path) -> None:
-        """Add the files. In a second call, do what others did to the old folder since the first.
+    def over(self, old: Path, new: Path) -> bool:
+        """Add the files. In a later call, do what others did to the old folder since the last.
+
+        Returns: whether the new folder was changed.
 
         Raises:
             OSError: a file or folder cannot be added, or another save is at work in a folder.
@@ -393,7 +417,8 @@ class _Carry:
         before, self._seen = self._seen, {}
         changed: list[Path] = []
         self._add(old, new, "", before, changed)
-        for key in sorted(before.keys() - self._seen.keys(), reverse=True):  # Folders come last.
+        gone = before.keys() - self._seen.keys()
+        for key in sorted(gone, reverse=True):  # Folders come last.
             with contextlib.suppress(OSError):
                 if stat.S_ISDIR(os.lstat(new / key).st_mode):
                     (new / key).rmdir()
@@ -401,6 +426,7 @@ class _Carry:
                     _withdraw(new / key, before[key])
         for folder in changed:
             sync_folder(folder)
+        return bool(changed or gone)
 
     def _add(
         self,
@@ -415,6 +441,8 @@ class _Carry:
             if not where and not self._wanted(name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
+                if _NEW_FOLDER.fullmatch(name) and _is_abandoned(old / name):
+                    continue
                 path, copy, key = old / name, new / name, f"{where}{name}"
                 status = os.lstat(path)
                 now: tuple[int, ...] = (status.st_dev, status.st_ino)
@@ -425,7 +453,10 @@ class _Carry:
                     shutil.copystat(path, copy)
                     continue
                 now += (status.st_size, status.st_mtime_ns)
-                if before.get(key) != now and _withdraw(copy, before.get(key)):
+                then = before.get(key)
+                # A file that was added, and is gone from the new folder, has been moved there.
+                moved = then is not None and then[:2] == now[:2] and not os.path.lexists(copy)
+                if then != now and not moved and _withdraw(copy, then):
                     _link(path, copy)
                     added = True
                 self._seen[key] = now

@@ -136,25 +136,32 @@ class Checkpoint:
         """Return the name in the file of a tensor with this name in the text model."""
         return self._stored_as.get(name, name)
 
-    def read(self, entry: Entry, out: Tensor, start: int = 0) -> None:
+    def read(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> None:
         """Copy native rows `start` to `start + len(out)` of a parameter into `out`.
 
         This reads only these rows from the files, one HF tensor at a time, and casts them on copy.
 
-        Args: out has shape (rows, *entry.shape[1:]), any float dtype and any device.
+        Args:
+            out: (rows, *entry.shape[1:]), of any float dtype and on any device. Of a matrix it may
+                have fewer columns.
+            column: the first of its columns.
         Raises:
             CheckpointError: a value is NaN or infinite, or overflows in the dtype of `out`; or the
                 file was changed after its header was read.
         """
         rows = out.shape[0]
-        assert out.shape[1:] == entry.shape[1:] and 0 <= start <= start + rows <= entry.shape[0]
+        assert out.dim() == len(entry.shape) and 0 <= start <= start + rows <= entry.shape[0]
+        columns = None
+        if out.shape[1:] != entry.shape[1:]:
+            assert out.dim() == 2 and 0 <= column <= column + out.shape[1] <= entry.shape[1]
+            columns = column, column + out.shape[1]
         with torch.no_grad():
             for span in entry.spans:
                 first, last = max(start, span.row), min(start + rows, span.row + span.rows)
                 if first < last:
                     part = out[first - start : last - start]
                     offset = span.source_row - span.row
-                    self._read_rows(span.source, first + offset, last + offset, part)
+                    self._read_rows(span.source, first + offset, last + offset, part, columns)
 
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
@@ -182,13 +189,15 @@ class Checkpoint:
                 finally:
                     pool.shutdown(cancel_futures=True)
 
-    def _read_rows(self, name: str, first: int, last: int, out: Tensor) -> None:
+    def _read_rows(
+        self, name: str, first: int, last: int, out: Tensor, columns: tuple[int, int] | None
+    ) -> None:
         """Copy rows of an HF tensor into `out`, and check the values while the cache holds them."""
         on_cpu = out.device.type == "cpu"
         stored_dtype = DTYPES[self.tensors[name].dtype]
-        direct = on_cpu and out.dtype == stored_dtype and out.is_contiguous()
+        direct = on_cpu and out.dtype == stored_dtype and out.is_contiguous() and not columns
         at = 0
-        for stored in self._rows(name, first, last, out=out if direct else None):
+        for stored in self._rows(name, first, last, out=out if direct else None, columns=columns):
             part = stored
             if not direct:
                 part = out[at : at + len(stored)]
@@ -200,26 +209,34 @@ class Checkpoint:
             if not is_finite(part if on_cpu else stored.to(out.dtype)):
                 self._refuse_nonfinite(name, stored, out.dtype)
 
-    def check_aliases(self, weight_map: WeightMap) -> None:
+    def check_aliases(self, weight_map: WeightMap, share: tuple[int, int] = (0, 1)) -> None:
         """Compare each tensor that is stored twice, such as a tied head, with its original.
 
+        Args: share (i, n): of n parts of about equal size, compare only rows of the part i.
         Raises:
             CheckpointError: the two tensors differ.
         """
         for alias, original in weight_map.aliases.items():
-            if alias in self.tensors and not self.bitwise_equal(alias, self, original):
+            if alias in self.tensors and not self.bitwise_equal(alias, self, original, share):
                 raise CheckpointError(
                     f"{self.tensors[alias].path}: {alias!r} differs from {original!r}, but "
                     "config.json ties them; if the model has a separate head, set "
                     "tie_word_embeddings to false in config.json"
                 )
 
-    def bitwise_equal(self, name: str, other: "Checkpoint", other_name: str) -> bool:
-        """Return whether two stored HF tensors agree in dtype, shape and every bit."""
+    def bitwise_equal(
+        self, name: str, other: "Checkpoint", other_name: str, share: tuple[int, int] = (0, 1)
+    ) -> bool:
+        """Return whether two stored HF tensors agree in dtype, shape and every bit.
+
+        Args: share, as in `check_aliases`.
+        """
         a, b = self.tensors[name], other.tensors[other_name]
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        pieces = zip(self._rows(name), other._rows(other_name), strict=True)
+        rows, (part, parts) = (a.shape or (1,))[0], share
+        here = rows * part // parts, rows * (part + 1) // parts
+        pieces = zip(self._rows(name, *here), other._rows(other_name, *here), strict=True)
         return all(bitwise_equal(mine, theirs) for mine, theirs in pieces)
 
     def tensor(self, name: str) -> Tensor:
@@ -231,13 +248,20 @@ class Checkpoint:
         return out
 
     def _rows(
-        self, name: str, first: int = 0, last: int | None = None, out: Tensor | None = None
+        self,
+        name: str,
+        first: int = 0,
+        last: int | None = None,
+        out: Tensor | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> Iterator[Tensor]:
         name = self._name_in_file(name)
         file = self._file_of[name]
         with self._lock:
             if file not in self._open:
                 self._keep_open(file)
+        if columns is not None:
+            return file.read_columns(name, first, last, columns)
         return file.read(name, first, last, out=out)
 
     def _keep_open(self, file: SafetensorsFile) -> None:

@@ -231,7 +231,7 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
-    raw.setdefault("architectures", [config_class.architecture or _architecture(config_class)])
+    raw.setdefault("architectures", [architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
     for name, hint in get_type_hints(config_class).items():
@@ -249,7 +249,10 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     return raw
 
 
-def _architecture(config_class: type[HFConfig]) -> str:
+def architecture(config_class: type[HFConfig]) -> str:
+    """Return the name of transformers' model class."""
+    if config_class.architecture is not None:
+        return config_class.architecture
     words = config_class.model_type.removesuffix("_text").split("_")
     return "".join(word.capitalize() for word in words) + "ForCausalLM"
 

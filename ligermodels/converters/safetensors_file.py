@@ -117,6 +117,31 @@ class SafetensorsFile:
             self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
             yield piece
 
+    def read_columns(
+        self, name: str, first: int, last: int | None, columns: tuple[int, int]
+    ) -> Iterator[Tensor]:
+        """Yield the given columns of the rows `first` to `last` of a matrix, as `read` does.
+
+        Only these columns are read from the file.
+        """
+        info = self.tensors[name]
+        rows, width = info.shape
+        last = rows if last is None else last
+        begin, end = columns
+        file = self._opened = self._opened or _OpenFile(self.path)
+        dtype = DTYPES[info.dtype]
+        row_bytes, size = width * dtype.itemsize, (end - begin) * dtype.itemsize
+        per_piece = min(last - first, max(1, _PIECE // max(1, size)))
+        buffer = torch.empty(per_piece, end - begin, dtype=dtype)
+        memory = buffer.view(-1).view(torch.uint8).numpy().data
+        start = self._data + info.begin + begin * dtype.itemsize
+        for piece in range(first, last, per_piece):
+            count = min(per_piece, last - piece)
+            for at in range(count):
+                offset = start + (piece + at) * row_bytes
+                self._fill(file, name, offset, memory[at * size : (at + 1) * size])
+            yield buffer[:count]
+
     def _fill(self, file: "_OpenFile", name: str, offset: int, rest: memoryview) -> None:
         try:
             while rest and (count := file.read_at(offset, rest)):

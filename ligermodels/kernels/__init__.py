@@ -5,6 +5,7 @@ supported.
 """
 
 from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.divergence import linear_divergence
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
@@ -12,6 +13,7 @@ from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_cross_entropy,
     linear_log_probs,
 )
+from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
@@ -25,6 +27,8 @@ __all__ = [
     "glu_linear",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
+    "linear_group_loss",
     "linear_log_probs",
     "norm_linear",
     "norm_qkv_rope",

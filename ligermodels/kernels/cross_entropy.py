@@ -1,5 +1,6 @@
 """Cross entropy of given logits. Forward and backward together pass three times over them."""
 
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,13 @@ from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
     OutputGrads,
+    TokenRequest,
     TokenStats,
     check_classes,
     check_options,
     given_divisor,
+    output_grads,
+    token_request,
 )
 
 
@@ -29,6 +33,29 @@ class CrossEntropyOutput(NamedTuple):
     entropy: Tensor | None = None  # (...) entropy of softmax(logits) in nats, 0 if ignored
     # (...) bool: the target has the highest logit, and the lowest index among equal logits.
     correct: Tensor | None = None
+    sum_sq_probs: Tensor | None = None  # (...) sum of softmax(logits)^2, 0 if ignored
+    mean_logits: Tensor | None = None  # (...) mean of the logits over the classes, 0 if ignored
+    alternative_log_probs: Tensor | None = None  # (..., k) log softmax(logits) at `alternatives`
+    top_ids: Tensor | None = None  # (..., top_k) int64, the classes with the highest logits
+    top_log_probs: Tensor | None = None  # (..., top_k) log softmax(logits) at top_ids
+
+
+def token_output(
+    loss: Tensor,
+    z_loss: Tensor,
+    token_loss: Tensor,
+    request: TokenRequest,
+    stats: Iterable[Tensor],
+) -> CrossEntropyOutput:
+    """Return the output with the statistics that were asked for, given in the request's order."""
+    made = dict(zip(request.names, stats))
+    given = request.num_picked - request.top_k
+    picked, log_probs = made.pop("picked", None), made.pop("picked_log_probs", None)
+    if log_probs is not None and request.alternatives is not None:
+        made["alternative_log_probs"] = log_probs[..., :given]
+    if picked is not None and log_probs is not None and request.top_k:
+        made |= {"top_ids": picked[..., given:], "top_log_probs": log_probs[..., given:]}
+    return CrossEntropyOutput(loss, z_loss, token_loss, **made)
 
 
 def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
@@ -43,20 +70,6 @@ def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOu
     return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)
 
 
-def output_grads(
-    grad_loss: Tensor | None,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy: Tensor | None,
-    lse: Tensor,
-) -> OutputGrads:
-    """Pack the upstream gradients of each row for `cross_entropy_rows`."""
-    loss = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
-    if grad_log_probs is None and grad_entropy is None:
-        return OutputGrads(loss)
-    return OutputGrads(loss, grad_log_probs, grad_entropy, entropy)
-
-
 class _ReducedCrossEntropy(torch.autograd.Function):
     """Compute sum(loss) / divisor in one autograd node; sum and division as nodes are slower."""
 
@@ -68,10 +81,12 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         class_weights: Tensor | None,
         divisor: Tensor | None,
         options: CrossEntropyOptions,
-        with_stats: bool,
+        request: TokenRequest,
     ) -> tuple[Tensor, ...]:
         ctx.ops = select("cross_entropy", logits)
-        stats = TokenStats.empty(len(targets), logits) if with_stats else None
+        stats = TokenStats.empty(len(targets), logits, request)
+        if stats is not None:
+            stats.fill_likeliest(logits, request.top_k)
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
@@ -81,8 +96,9 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
-        return mean, z_mean, loss, *(stats or ())
+        made = [] if stats is None else stats.tensors()
+        ctx.mark_non_differentiable(z_mean, loss, *made)
+        return mean, z_mean, loss, *made
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -98,7 +114,7 @@ class _ReducedCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyRows(torch.autograd.Function):
-    """Compute loss, log-probability and entropy of each row, for any upstream gradients."""
+    """Compute the loss and the statistics of each row, for any upstream gradients."""
 
     @staticmethod
     def forward(
@@ -107,34 +123,33 @@ class _CrossEntropyRows(torch.autograd.Function):
         targets: Tensor,
         class_weights: Tensor | None,
         options: CrossEntropyOptions,
-        with_stats: bool,
+        request: TokenRequest,
     ) -> tuple[Tensor, ...]:
         ctx.ops = select("cross_entropy", logits)
-        stats = TokenStats.empty(len(targets), logits) if with_stats else None
+        stats = TokenStats.empty(len(targets), logits, request)
+        if stats is not None:
+            stats.fill_likeliest(logits, request.top_k)
         loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
-        entropy = None if stats is None else stats.entropy
-        ctx.save_for_backward(logits, targets, lse, class_weights, entropy)
-        ctx.options = options
+        stats = TokenStats() if stats is None else stats
+        values = (stats.entropy, stats.sum_sq_probs, stats.picked)
+        ctx.save_for_backward(logits, targets, lse, class_weights, *values)
+        ctx.options, ctx.names = options, request.names
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(z_loss, *(() if stats is None else (stats.correct,)))
-        return loss, z_loss, *(stats or ())
+        ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
+        return loss, z_loss, *stats.tensors()
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_loss: Tensor | None,
-        _: None,
-        grad_log_probs: Tensor | None = None,
-        grad_entropy: Tensor | None = None,
-        __: None = None,
+        ctx: Any, grad_loss: Tensor | None, _: None, *grad_stats: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross_entropy")
-        if grad_loss is None and grad_log_probs is None and grad_entropy is None:
+        logits, targets, lse, class_weights, entropy, sum_sq_probs, picked = ctx.saved_tensors
+        values = TokenStats(entropy=entropy, sum_sq_probs=sum_sq_probs, picked=picked)
+        grads = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
+        if grads is None:
             return (None,) * 5
-        logits, targets, lse, class_weights, entropy = ctx.saved_tensors
-        grads = output_grads(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
         *_, grad = ctx.ops.cross_entropy_rows(
             logits, targets, grads, lse, class_weights, ctx.options, False
         )
@@ -152,8 +167,11 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     class_weights: Tensor | None = None,
-    return_token_stats: bool = False,
+    return_token_stats: bool | Collection[str] = False,
+    alternatives: Tensor | None = None,
+    top_k: int = 0,
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of softcap(logit_scale * logits), including the z-loss.
 
@@ -167,16 +185,19 @@ def cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
+    options = check_options(options, reduction, normalizer, temperature)
+    options = options.at_temperature(temperature)
+    request = token_request(return_token_stats, top_k, alternatives)
     if reduction == "none":
-        return token_cross_entropy(logits, targets, class_weights, options, return_token_stats)
-    row_logits, row_targets = _rows(logits, targets, class_weights, options.ignore_index)
+        return token_cross_entropy(logits, targets, class_weights, options, request)
+    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, request)
     divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
     with without_autocast(logits):
         loss, z, *tokens = _ReducedCrossEntropy.apply(
-            row_logits, row_targets, class_weights, divisor, options, return_token_stats
+            row_logits, row_targets, class_weights, divisor, options, request
         )
-    return CrossEntropyOutput(loss, z, *(x.view(targets.shape) for x in tokens))
+    token_loss, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
+    return token_output(loss, z, token_loss, request, stats)
 
 
 def token_cross_entropy(
@@ -184,26 +205,89 @@ def token_cross_entropy(
     targets: Tensor,
     class_weights: Tensor | None,
     options: CrossEntropyOptions,
-    with_stats: bool,
+    request: TokenRequest,
 ) -> CrossEntropyOutput:
     """Compute `cross_entropy` with reduction "none", from options that are already checked."""
-    rows = _rows(logits, targets, class_weights, options.ignore_index)
+    tokens = token_values(logits, targets, class_weights, options, request)
+    loss, z, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
+    return token_output(loss, z, loss, request, stats)
+
+
+def token_values(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    request: TokenRequest,
+) -> tuple[Tensor, ...]:
+    """Return loss, z-loss and what is asked of rows of logits, as `token_output` takes it."""
+    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, request)
     with without_autocast(logits):
-        tokens = _CrossEntropyRows.apply(*rows, class_weights, options, with_stats)
-    loss, z, *stats = (x.view(targets.shape) for x in tokens)
-    return CrossEntropyOutput(loss, z, loss, *stats)
+        return _CrossEntropyRows.apply(row_logits, row_targets, class_weights, options, request)
 
 
 def _rows(
-    logits: Tensor, targets: Tensor, class_weights: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Check the tensors; return logits as (rows, vocab) and targets as (rows)."""
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    request: TokenRequest,
+) -> tuple[Tensor, Tensor, TokenRequest]:
+    """Check the tensors; return logits (rows, vocab), targets (rows), and the request of rows."""
     if logits.dim() == 0:
         raise ValueError("cross entropy: logits are 0-dimensional; expected (..., vocab)")
     check_floating("cross entropy", "logits", logits)
     *shape, vocab = logits.shape
-    check_targets(targets, torch.Size(shape), vocab, class_weights, ignore_index, logits.device)
-    return logits if logits.dim() == 2 else logits.reshape(-1, vocab), targets.flatten()
+    check_targets(
+        targets, torch.Size(shape), vocab, class_weights, options.ignore_index, logits.device
+    )
+    request = check_request(request, targets, vocab)
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, vocab)
+    return rows, targets.flatten(), request
+
+
+def check_request(request: TokenRequest, targets: Tensor, vocab: int) -> TokenRequest:
+    """Check what is asked of each token; return it with alternatives as (rows, k).
+
+    Raises:
+        ValueError: top_k is larger than the vocabulary, or alternatives do not fit the targets.
+        IndexError: an alternative is outside the vocabulary, on CPU in eager mode.
+    """
+    if request.top_k > vocab:
+        raise ValueError(
+            f"cross entropy: top_k={request.top_k}; expected at most the vocabulary, {vocab}"
+        )
+    classes = request.alternatives
+    if classes is None:
+        return request
+    if classes.dim() == 0 or classes.shape[:-1] != targets.shape or classes.shape[-1] == 0:
+        raise ValueError(
+            f"cross entropy: alternatives {tuple(classes.shape)} do not fit targets "
+            f"{tuple(targets.shape)}; expected their shape and one more dimension, of 1 or more"
+        )
+    if classes.dtype != torch.int64 or classes.device != targets.device:
+        raise ValueError(
+            f"cross entropy: alternatives are {classes.dtype} on {classes.device}; expected "
+            f"torch.int64 on {targets.device}, like the targets"
+        )
+    if classes.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = classes >= vocab
+        if wrong.any():
+            raise IndexError(
+                f"cross entropy: alternative {int(classes[wrong][0])} is outside the vocabulary of "
+                f"{vocab}"
+            )
+    return request._replace(alternatives=classes.reshape(targets.numel(), classes.shape[-1]))
+
+
+def check_token_weights(token_weights: Tensor, targets: Tensor) -> None:
+    """Raise if the weights of tokens do not fit the targets."""
+    if token_weights.shape != targets.shape or token_weights.device != targets.device:
+        raise ValueError(
+            f"loss head: token_weights {tuple(token_weights.shape)} on {token_weights.device} do "
+            f"not fit targets {tuple(targets.shape)} on {targets.device}; expected the same shape "
+            "and device"
+        )
 
 
 def check_targets(

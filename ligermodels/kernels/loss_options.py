@@ -1,6 +1,7 @@
 """Options of the cross entropy ops, checks of them, and types that the ops share."""
 
-from numbers import Real
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,9 @@ from ligermodels.kernels.dtypes import compute_dtype
 
 REDUCTIONS = ("none", "sum", "mean")
 
+TOKEN_STATS = ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits")
+"""The statistics of each token that `return_token_stats` may name; True means the first three."""
+
 
 class LogProbOptions(TypedDict, total=False):
     """Keyword arguments of `linear_log_probs`, except `entropy`. See its docstring."""
@@ -19,6 +23,7 @@ class LogProbOptions(TypedDict, total=False):
     ignore_index: int
     softcap: float | None
     logit_scale: float
+    temperature: float
     chunk_size: int | None
     max_scratch_bytes: int | None
     skip_ignored: bool
@@ -33,11 +38,20 @@ class LossOptions(LogProbOptions, total=False):
     label_smoothing: float
     z_loss: float
     class_weights: Tensor | None
-    return_token_stats: bool
+    return_token_stats: bool | Collection[str]
+    top_k: int
+
+
+class TokenInputs(TypedDict, total=False):
+    """Keyword arguments of `linear_cross_entropy` with a value for each token of one call."""
+
+    token_weights: Tensor | None
+    alternatives: Tensor | None
 
 
 LOG_PROB_OPTIONS = LogProbOptions.__optional_keys__
 LOSS_OPTIONS = LossOptions.__optional_keys__
+TOKEN_INPUTS = TokenInputs.__optional_keys__
 
 
 class CrossEntropyOptions(NamedTuple):
@@ -49,6 +63,27 @@ class CrossEntropyOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
 
+    def at_temperature(self, temperature: float) -> "CrossEntropyOptions":
+        """Return the options with which the logits t become t / temperature.
+
+        c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T)), so no kernel knows a temperature.
+        """
+        if temperature == 1:
+            return self
+        temperature = float(temperature)  # numpy's numbers
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return self._replace(softcap=softcap, logit_scale=self.logit_scale / temperature)
+
+
+class DivergenceOptions(NamedTuple):
+    """Numbers in the formula of a divergence, as `reference.divergence_rows` explains it."""
+
+    beta: float | None  # None for the total variation
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    teacher_scale: float = 1.0
+
 
 class ChunkOptions(NamedTuple):
     """How a loss head computes its loss. These options change the loss only by rounding."""
@@ -59,20 +94,24 @@ class ChunkOptions(NamedTuple):
     max_valid: int | None = None
 
 
-def split_options(given: LossOptions) -> tuple[CrossEntropyOptions, ChunkOptions]:
-    """Check the given options, add defaults and split them into the two groups.
+def split_options(
+    given: LossOptions,
+) -> tuple[CrossEntropyOptions, ChunkOptions, "TokenRequest"]:
+    """Check the given options, add defaults and split them into the three groups.
 
     Raises:
         ValueError: an option has a value that is wrong for every call.
     """
-    options = CrossEntropyOptions(*_values(given, CrossEntropyOptions))
-    check_options(
-        options,
+    temperature = given.get("temperature", 1.0)
+    options = check_options(
+        CrossEntropyOptions(*_values(given, CrossEntropyOptions)),
         given.get("reduction", "mean"),
         given.get("normalizer"),
-        return_token_stats=given.get("return_token_stats", False),
+        temperature,
     )
-    return options, check_chunk_options(*_values(given, ChunkOptions))
+    request = token_request(given.get("return_token_stats", False), given.get("top_k", 0))
+    chunking = check_chunk_options(*_values(given, ChunkOptions))
+    return options.at_temperature(temperature), chunking, request
 
 
 def _values(given: LossOptions, group: type[CrossEntropyOptions] | type[ChunkOptions]) -> list:
@@ -83,30 +122,38 @@ def check_options(
     options: CrossEntropyOptions,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
+    temperature: float = 1.0,
     **switches: bool,
-) -> None:
-    """Raise ValueError, with the option's name, for a value that is wrong for every call."""
+) -> CrossEntropyOptions:
+    """Return the options as Python numbers; raise ValueError for a value wrong for every call."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+    if not 0 < _number("temperature", temperature) < float("inf"):
+        raise ValueError(f"cross entropy: temperature={temperature} must be positive and finite")
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
-    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    whole = isinstance(ignore_index, (int, Integral)) and not isinstance(ignore_index, bool)
     if not whole or not -(2**63) <= ignore_index < 2**63:
         raise ValueError(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
-    if not 0.0 <= _number("label_smoothing", label_smoothing) <= 1.0:
+    ignore_index = int(ignore_index)
+    label_smoothing = _number("label_smoothing", label_smoothing)
+    z_loss, logit_scale = _number("z_loss", z_loss), _number("logit_scale", logit_scale)
+    softcap = None if softcap is None else _number("softcap", softcap)
+    if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"cross entropy: label_smoothing={label_smoothing} must be in [0, 1]")
-    if not 0 <= _number("z_loss", z_loss) < float("inf"):
+    if not 0 <= z_loss < float("inf"):
         raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative or infinite")
-    if not 0 < _number("logit_scale", logit_scale) < float("inf"):
+    if not 0 < logit_scale < float("inf"):
         raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive and finite")
-    if softcap is not None and not 0 < _number("softcap", softcap) < float("inf"):
+    if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"cross entropy: softcap={softcap} must be positive and finite, or None")
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     if normalizer is None:
-        return
+        return options
     if reduction != "mean":
         raise ValueError(
             f"cross entropy: normalizer requires reduction='mean', but reduction={reduction!r}; "
@@ -126,6 +173,7 @@ def check_options(
         raise ValueError(
             f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
+    return options
 
 
 def _number(name: str, value: float) -> float:
@@ -134,9 +182,11 @@ def _number(name: str, value: float) -> float:
             f"cross entropy: {name} is a tensor; expected a number. To train a scale of the "
             "logits, multiply hidden by it"
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
-    return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's numbers
+        return float(value)
+    raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
 
 
 def check_chunk_options(
@@ -226,35 +276,135 @@ def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) ->
     return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
 
 
-class TokenStats(NamedTuple):
-    """Statistics of each token besides its loss, each of (rows); 0 if the token is ignored."""
+class TokenRequest(NamedTuple):
+    """What a call returns of each token besides its loss."""
 
-    log_probs: Tensor  # log softmax(t) at the target, float32, or float64 for float64 logits
-    entropy: Tensor  # entropy of softmax(t) in nats, in the dtype of log_probs
-    correct: Tensor  # bool: the target has the highest logit, and the lowest index among equals
+    stats: tuple[str, ...] = ()  # names of TOKEN_STATS, in its order
+    alternatives: Tensor | None = (
+        None  # (rows, k) int64: classes whose log-probability to return; negative ones are padding
+    )
+    top_k: int = 0  # how many of the likeliest classes to return, with their log-probabilities
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for."""
+        return not self.stats and self.num_picked == 0
+
+    @property
+    def num_picked(self) -> int:
+        """How many classes of each token are looked at: the given ones, then the likeliest."""
+        return self.top_k + (0 if self.alternatives is None else self.alternatives.shape[-1])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields of `TokenStats` that are asked for, in their order."""
+        return self.stats + (("picked", "picked_log_probs") if self.num_picked else ())
+
+    def bytes_per_token(self, token_bytes: int) -> int:
+        """Return the memory for what is asked of a token; one statistic counts token_bytes / 3."""
+        return -(-token_bytes * len(self.stats) // 3) + 64 * self.num_picked
+
+
+def token_request(
+    return_token_stats: bool | Collection[str], top_k: int, alternatives: Tensor | None = None
+) -> TokenRequest:
+    """Check what a call asks of each token.
+
+    Raises:
+        ValueError: return_token_stats is not True, False or names of TOKEN_STATS, or top_k is not
+            a number of classes.
+    """
+    if isinstance(return_token_stats, bool):
+        names: tuple[str, ...] = TOKEN_STATS[:3] if return_token_stats else ()
+    else:
+        given = return_token_stats
+        known = isinstance(given, Collection) and not isinstance(given, str)
+        if not known or any(name not in TOKEN_STATS for name in given):
+            raise ValueError(
+                f"cross entropy: return_token_stats={given!r}; expected True, False or some of "
+                f"the names {', '.join(TOKEN_STATS)}"
+            )
+        names = tuple(name for name in TOKEN_STATS if name in given)
+    return TokenRequest(names, alternatives, check_count("cross entropy", "top_k", top_k, 0))
+
+
+class TokenStats(NamedTuple):
+    """What is known of each token besides its loss; 0 if the token is ignored. None: not asked.
+
+    Floats are float32, or float64 for float64 logits. p is softmax(t).
+    """
+
+    log_probs: Tensor | None = None  # (rows) log p of the target
+    entropy: Tensor | None = None  # (rows) entropy of p in nats
+    correct: Tensor | None = None  # (rows) bool: no logit is higher, nor equal at a lower index
+    sum_sq_probs: Tensor | None = None  # (rows) sum of p^2
+    mean_logits: Tensor | None = None  # (rows) mean of t over the vocabulary
+    picked: Tensor | None = None  # (rows, k) int64: given classes, then top_k that forward fills in
+    picked_log_probs: Tensor | None = None  # (rows, k) log p of them; 0 for a negative one
 
     @classmethod
-    def empty(cls, rows: int, logits: Tensor) -> "TokenStats":
-        """Allocate the statistics of `rows` tokens, uninitialised, on the device of `logits`."""
+    def empty(cls, rows: int, logits: Tensor, request: TokenRequest) -> "TokenStats | None":
+        """Allocate what is asked of `rows` tokens, uninitialised, on the device of `logits`."""
+        if request.is_empty:
+            return None
         dtype, device = compute_dtype(logits), logits.device
-        return cls(
-            torch.empty(rows, dtype=dtype, device=device),
-            torch.empty(rows, dtype=dtype, device=device),
-            torch.empty(rows, dtype=torch.bool, device=device),
-        )
+        made = {
+            name: torch.empty(rows, dtype=torch.bool if name == "correct" else dtype, device=device)
+            for name in request.stats
+        }
+        if count := request.num_picked:
+            picked = torch.zeros((rows, count), dtype=torch.int64, device=device)
+            if request.alternatives is not None:
+                picked[:, : count - request.top_k] = request.alternatives
+            made["picked"] = picked
+            made["picked_log_probs"] = torch.empty((rows, count), dtype=dtype, device=device)
+        return cls(**made)
+
+    def rows(self, chunk: slice) -> "TokenStats":
+        """Return the part of a chunk of tokens."""
+        return TokenStats(*(None if x is None else x[chunk] for x in self))
+
+    def fill_likeliest(self, logits: Tensor, top_k: int) -> None:
+        """Write the classes of the top_k highest logits of each row behind the given classes."""
+        if top_k:
+            assert self.picked is not None
+            self.picked[:, self.picked.shape[1] - top_k :] = logits.topk(top_k, dim=-1).indices
+
+    def tensors(self) -> list[Tensor]:
+        """Return the fields that are not None, in their order."""
+        return [x for x in self if x is not None]
+
+    def without_gradient(self) -> list[Tensor]:
+        """Return the fields that are given and have no gradient."""
+        return [x for x in (self.correct, self.picked) if x is not None]
 
 
 class OutputGrads(NamedTuple):
-    """The upstream gradients of the loss, log-probability and entropy of each row."""
+    """The upstream gradients of each row, and what their formulas need from forward."""
 
     loss: Tensor  # (rows), or (1,) if it is the same for all rows
-    log_probs: Tensor | None = None  # (rows)
-    entropy: Tensor | None = None  # (rows)
-    entropy_value: Tensor | None = None  # (rows) entropy from forward; its gradient depends on it
+    stats: TokenStats = TokenStats()  # of each statistic; None has no gradient
+    values: TokenStats = TokenStats()  # from forward: entropy, sum_sq_probs and picked
 
     def rows(self, chunk: slice) -> "OutputGrads":
         """Return the upstream gradients of a chunk of tokens."""
         loss = self.loss if self.loss.numel() == 1 else self.loss[chunk]
-        if self.log_probs is None and self.entropy is None:
-            return OutputGrads(loss)
-        return OutputGrads(loss, *(None if x is None else x[chunk] for x in self[1:]))
+        return OutputGrads(loss, self.stats.rows(chunk), self.values.rows(chunk))
+
+
+def output_grads(
+    grad_loss: Tensor | None,
+    names: Sequence[str],
+    grads: Sequence[Tensor | None],
+    values: TokenStats,
+    lse: Tensor,
+) -> OutputGrads | None:
+    """Pack the upstream gradients of each row for `cross_entropy_rows`; None if there are none.
+
+    Args: grads: of the statistics with these names; values: entropy, sum_sq_probs and picked.
+    """
+    given = {name: grad.contiguous() for name, grad in zip(names, grads) if grad is not None}
+    if grad_loss is None and not given:
+        return None
+    loss = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
+    return OutputGrads(loss, TokenStats(**given), values)

@@ -3,7 +3,7 @@
 | case on a GPU | backend |
 | --- | --- |
 | causal, or nothing is hidden; no cap | `sdpa` |
-| window or cu_seqlens with max_seqlen, no cap, 16 bit | `varlen` |
+| window, cu_seqlens with max_seqlen, or padding at the ends of rows; no cap, 16 bit | `varlen` |
 | a mask of every pair, given by the caller; a single query | `dense` |
 | anything else | `flex`; `dense` for short passes without gradient |
 
@@ -60,7 +60,7 @@ def choose_backend(
         and head_dim % 8 == 0
         and head_dim <= 256
         and torch.version.hip is None
-        and mask.padding_mask is None
+        and (mask.padding_mask is None or (mask.padding_at_ends and mask.document_ids is None))
         and (mask.prefix_lengths is None or not causal)
         and mask.past == 0
         and (mask.document_ids is None or mask.max_seqlen is not None)
@@ -96,7 +96,8 @@ def attend(
         key_positions: (keys,) int64, the positions of the keys in k and v. By default k and v hold
             all of the mask's keys in order.
         causal: whether a query sees no key after its own position.
-    Returns: (batch, heads, queries, head_dim). Queries that see no key get zeros.
+    Returns: (batch, heads, queries, head_dim). Queries that see no key get zeros. If the mask has
+        padding_at_ends, those at padding may get other numbers.
     Raises:
         ValueError: the mask is made for another batch, or another number of queries or keys.
     """

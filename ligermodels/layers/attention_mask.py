@@ -28,6 +28,9 @@ class AttentionMask:
             keys (the earlier keys come from a cache). By default keys equals queries.
         document_ids: (batch or 1, keys) integers. A query sees only keys of its own document.
         padding_mask: (batch or 1, keys), 0 or False for padding. No query sees padding.
+        padding_at_ends: whether the tokens of each row have padding only before and after them.
+            Then the varlen kernel may take them as documents, and padding sees other padding. The
+            kernel would compute something else for padding between tokens: see `fault`.
         cu_seqlens, max_seqlen: (documents + 1,) int, the starts of the documents in a single row,
             and the length of the longest one. The varlen kernel reads these instead of
             document_ids.
@@ -41,6 +44,11 @@ class AttentionMask:
     `dense` makes the mask for scaled_dot_product_attention, `block_mask` makes it for
     FlexAttention, and `varlen_seqlens` for the varlen kernel. Each result is computed once per rule
     and cached.
+
+    Attributes:
+        fault: a scalar, NaN if padding_at_ends is not true of the padding mask, and else 0. It is
+            None unless the varlen kernel has needed it. Who passes padding_at_ends adds it to the
+            result, because a look at the values would be a host synchronisation.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class AttentionMask:
         *,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        padding_at_ends: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         prefix_lengths: Tensor | None = None,
@@ -72,6 +81,8 @@ class AttentionMask:
             )
         self.document_ids = document_ids
         self.padding_mask = None if padding_mask is None else padding_mask.bool()
+        self.padding_at_ends = padding_at_ends
+        self.fault: Tensor | None = None
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.prefix_lengths = prefix_lengths
@@ -203,10 +214,22 @@ class AttentionMask:
     def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
         """Return cu_seqlens (documents + 1,) int32 of all rows joined, and the longest length.
 
-        If the mask was made without cu_seqlens, every row is one document.
+        If the mask was made without cu_seqlens, every row is one document. With padding it is
+        three, some of which may be empty: padding, tokens and padding.
         """
         if self._varlen_seqlens is None:
-            if self.cu_seqlens is None:
+            if self.padding_mask is not None:
+                tokens = self.padding_mask.expand(batch, -1)
+                first = tokens.int().argmax(1)
+                last = first + tokens.sum(1)
+                position = torch.arange(self.keys, device=device)
+                together = (position >= first[:, None]) & (position < last[:, None])
+                self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
+                rows = torch.arange(batch + 1, device=device) * self.keys
+                starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
+                ends = torch.cat([starts.flatten(), rows[-1:]])
+                self._varlen_seqlens = ends.to(torch.int32), self.keys
+            elif self.cu_seqlens is None:
                 total = batch * self.queries
                 rows = torch.arange(0, total + 1, self.queries, dtype=torch.int32, device=device)
                 self._varlen_seqlens = rows, self.queries
@@ -220,7 +243,13 @@ class AttentionMask:
         names = ("document_ids", "padding_mask", "cu_seqlens", "prefix_lengths", "mask")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in given.items()}
-        return AttentionMask(self.queries, self.keys, max_seqlen=self.max_seqlen, **moved)
+        return AttentionMask(
+            self.queries,
+            self.keys,
+            padding_at_ends=self.padding_at_ends,
+            max_seqlen=self.max_seqlen,
+            **moved,
+        )
 
 
 def _check_given(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
@@ -294,11 +323,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without fullgraph, torch.compile would run the function uncompiled beyond the recompile limit.
     made = torch.compile(function, fullgraph=True)
+    # Without specialize_float, a second scale or cap in the process would become a symbolic float,
+    # and FlexAttention does not accept one. `config.patch` does the same, but it makes a class at
+    # each call, in several times the time.
+    change = torch._dynamo.config._make_closure_patcher(
+        recompile_limit=_RECOMPILE_LIMIT, specialize_float=True
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Without specialize_float, a second scale or cap in the process would become a symbolic
-        # float, and FlexAttention does not accept one.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, specialize_float=True):
+        revert = change()
+        try:
             return made(*args, **kwargs)
+        finally:
+            revert()
 
     return call

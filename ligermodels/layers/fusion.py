@@ -3,6 +3,7 @@
 from typing import NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ligermodels import kernels
 from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
@@ -13,8 +14,9 @@ Kind = TypeVar("Kind", bound=nn.Module)
 def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether `module` behaves exactly like `kind`, so that a fused op may use only its weight.
 
-    It is False for a subclass or wrapper (LoRA, float8), for a module with hooks, and for an
-    instance whose `forward` was replaced (accelerate). It is also False if the weight is a DTensor
+    It is False for a subclass or wrapper (LoRA, float8), for a module with hooks, for every module
+    while hooks of all modules are registered (`register_module_forward_hook`), and for an instance
+    whose `forward` was replaced (accelerate). It is also False if the weight is a DTensor
     or another tensor subclass (tensor parallelism, `fully_shard` on the module itself). If it is
     False, the layer calls the module.
     """
@@ -25,6 +27,7 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
         and not module._forward_pre_hooks
         and not module._backward_hooks
         and not module._backward_pre_hooks
+        and not torch_module._has_any_global_hook()
         and type(module.weight) in (nn.Parameter, Tensor)
     )
 

@@ -1,7 +1,8 @@
 """The loss head: it turns hidden states into a loss. Only its method `logits` returns logits."""
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from ligermodels import kernels
+from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
+    check_request,
+    check_token_weights,
     reduce_tokens,
-    token_cross_entropy,
+    token_output,
+    token_values,
 )
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
+from ligermodels.kernels.linear_cross_entropy.groups import GroupLoss
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     gather,
     gather_targets,
@@ -28,6 +34,8 @@ from ligermodels.kernels.loss_options import (
     LOSS_OPTIONS,
     LogProbOptions,
     LossOptions,
+    TokenInputs,
+    TokenRequest,
     check_classes,
     loss_divisor,
     split_options,
@@ -35,7 +43,7 @@ from ligermodels.kernels.loss_options import (
 from ligermodels.layers.fusion import is_plain, is_sharded
 
 
-class HeadOptions(LossOptions, total=False):
+class HeadOptions(LossOptions, TokenInputs, total=False):
     """Keyword arguments of `LossHead.forward`, and of a model's forward if labels are given."""
 
     return_token_loss: bool
@@ -60,6 +68,12 @@ class HeadOutput(NamedTuple):
     # What a model's layers add to the loss, such as the balance of experts. With reduction "mean"
     # the loss includes it.
     auxiliary_loss: Tensor | None = None
+    # More that can be asked of each token, and is differentiable like the others.
+    token_sum_sq_probs: Tensor | None = None  # sum of the squared probabilities
+    token_mean_logits: Tensor | None = None  # mean of the logits over the vocabulary
+    token_alternative_log_probs: Tensor | None = None  # (..., k) of the option `alternatives`
+    token_top_ids: Tensor | None = None  # (..., top_k) int64, the likeliest classes
+    token_top_log_probs: Tensor | None = None  # (..., top_k) their log-probabilities
 
 
 class LossHead(nn.Module):
@@ -73,9 +87,9 @@ class LossHead(nn.Module):
             module is replaced, call `tie` again.
         loss_options: defaults for the keyword arguments of
             `ligermodels.kernels.linear_cross_entropy` (reduction, label_smoothing, z_loss, softcap,
-            logit_scale, class_weights, ignore_index, chunk_size, max_scratch_bytes, skip_ignored,
-            max_valid, return_token_stats). Any call may override them. class_weights become a
-            buffer that is not in the state_dict.
+            logit_scale, temperature, class_weights, ignore_index, chunk_size, max_scratch_bytes,
+            skip_ignored, max_valid, return_token_stats, top_k). Any call may override them.
+            class_weights become a buffer that is not in the state_dict.
 
     If the projection is not a plain `nn.Linear` (LoRA, float8, hooks, sharded), the head calls the
     module for each chunk, in forward and again in backward. max_scratch_bytes then covers the
@@ -91,6 +105,8 @@ class LossHead(nn.Module):
     """
 
     class_weights: Tensor | None
+    # The chunk of a memory plan, unless chunk_size or max_scratch_bytes is given.
+    planned_chunk_size: int | None = None
 
     def __init__(
         self,
@@ -104,6 +120,10 @@ class LossHead(nn.Module):
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
         split_options(loss_options)  # called for its checks only
+        # Python's numbers instead of numpy's, without the temperature, which calls apply later.
+        numbers = split_options({**loss_options, "temperature": 1.0})[0]._asdict()
+        for name in loss_options.keys() & numbers:
+            loss_options[name] = numbers[name]  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
@@ -129,6 +149,11 @@ class LossHead(nn.Module):
         self._tied = (embedding,)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the head computes with an embedding's weight."""
+        return len(self._tied) == 1
+
+    @property
     def weight(self) -> Tensor:
         """The projection's weight (vocab, hidden): the head's own or the tied embedding's."""
         return self._tied[0].weight if self._tied else self.proj.weight
@@ -140,6 +165,8 @@ class LossHead(nn.Module):
         *,
         return_token_loss: bool = False,
         num_items_in_batch: float | Tensor | None = None,
+        token_weights: Tensor | None = None,
+        alternatives: Tensor | None = None,
         **loss_options: Unpack[LossOptions],
     ) -> HeadOutput:
         """Compute the loss. Targets are aligned with hidden: the head does not shift them.
@@ -147,8 +174,13 @@ class LossHead(nn.Module):
         Args:
             hidden: (..., hidden).
             targets: (...) int64.
-            return_token_loss: whether to return token_loss. The option `return_token_stats`
-                returns all the token_* fields. Neither needs a second pass over the vocabulary.
+            return_token_loss: whether to return token_loss. The option `return_token_stats` returns
+                it as well, with token_log_probs, token_entropy and token_correct, or with the
+                fields that it names ("log_probs", "entropy", "correct", "sum_sq_probs",
+                "mean_logits"). None of them needs a second pass over the vocabulary.
+            token_weights: (...) factors of the tokens' losses.
+            alternatives: (..., k) int64 classes, whose log-probabilities are returned as
+                token_alternative_log_probs. They are aligned with hidden, like the targets.
             num_items_in_batch: another name of the option `normalizer`. HF's Trainer uses it.
             loss_options: the constructor's options, and `normalizer`: a number >= 0 (0 counts as 1)
                 or a 0-d tensor. The loss is the sum over tokens divided by it. (FSDP2's mixed
@@ -173,16 +205,45 @@ class LossHead(nn.Module):
             "class_weights": self.class_weights,
             **loss_options,
         }
+        num_valid = (targets != split_options(options)[0].ignore_index).sum()
+        if (
+            options.get("reduction", "mean") == "mean"
+            and options.get("normalizer") is None
+            and options["class_weights"] is None
+        ):
+            options["normalizer"] = num_valid  # otherwise the op would count the targets again
+        if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
+            options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
             weight, bias = self._parameters_here(hidden)
-            made = kernels.linear_cross_entropy(hidden, weight, targets, bias, **options)
+            made = kernels.linear_cross_entropy(
+                hidden,
+                weight,
+                targets,
+                bias,
+                token_weights=token_weights,
+                alternatives=alternatives,
+                **options,
+            )
         else:
-            made = self._module_loss(hidden, targets, **options)
-        num_valid = (targets != options.get("ignore_index", -100)).sum()
+            made = self._module_loss(hidden, targets, token_weights, alternatives, **options)
         loss, z_loss, token_loss, *stats = made
-        if not return_token_loss and made.log_probs is None:
+        if not return_token_loss and all(x is None for x in stats):
             return HeadOutput(loss, z_loss, num_valid)
-        return HeadOutput(loss, z_loss, num_valid, token_loss, *stats)
+        return HeadOutput(
+            loss,
+            z_loss,
+            num_valid,
+            token_loss,
+            made.log_probs,
+            made.entropy,
+            made.correct,
+            token_sum_sq_probs=made.sum_sq_probs,
+            token_mean_logits=made.mean_logits,
+            token_alternative_log_probs=made.alternative_log_probs,
+            token_top_ids=made.top_ids,
+            token_top_log_probs=made.top_log_probs,
+        )
 
     def log_probs(
         self,
@@ -216,22 +277,77 @@ class LossHead(nn.Module):
                 hidden, weight, targets, bias, entropy=entropy, **options
             )
         made = self._module_loss(
-            hidden, targets, reduction="none", return_token_stats=True, **options
+            hidden,
+            targets,
+            reduction="none",
+            return_token_stats=("log_probs", "entropy") if entropy else ("log_probs",),
+            **options,
         )
         assert made.log_probs is not None
-        return made.log_probs, made.entropy if entropy else None
+        return made.log_probs, made.entropy
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def from_log_probs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        loss_function: GroupLoss,
+        *,
+        group_size: int = 1,
+        return_token_stats: bool | Collection[str] = ("log_probs",),
+        alternatives: Tensor | None = None,
+        **options: Unpack[LogProbOptions],
+    ) -> Tensor:
+        """Return a loss that `loss_function` computes from the tokens of whole sequences.
+
+        This costs three matrix products, where a loss of `log_probs` costs four, if the budget
+        holds the logits of whole groups of sequences. `ligermodels.kernels.linear_group_loss`
+        explains the arguments and what loss_function may do.
+
+        Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
+        Raises: as `linear_group_loss` and `log_probs`.
+        """
+        _check_known("LossHead.from_log_probs", options, LOG_PROB_OPTIONS)
+        defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
+        given: dict[str, Any] = {**defaults, **options}
+        if self.is_linear and given.get("max_valid") is None:
+            given.pop("max_valid", None)
+            weight, bias = self._parameters_here(hidden)
+            return kernels.linear_group_loss(
+                hidden,
+                weight,
+                targets,
+                loss_function,
+                bias,
+                group_size=group_size,
+                return_token_stats=return_token_stats,
+                alternatives=alternatives,
+                **given,
+            )
+        given |= {"reduction": "none", "return_token_stats": return_token_stats}
+        made = self._module_loss(hidden, targets, None, alternatives, **given)
+        return loss_function(made, slice(0, len(targets)))
+
+    def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return softcap(logit_scale * projection(hidden)): (..., hidden) -> (..., vocab).
 
         It also works on a sharded model outside the model's forward. Every rank must then call it.
+
+        Args: dtype: the dtype of the logits, such as float32. A plain projection then computes
+            in this dtype, also under autocast; another one computes in its own, and its logits are
+            cast. The default is what the projection returns.
+        The option `temperature` does not change what this returns.
         """
-        if self._tied or is_sharded(getattr(self.proj, "weight", None)):
-            weight = _whole(self.weight).to(hidden.dtype)
+        sharded = is_sharded(getattr(self.proj, "weight", None)) if not self._tied else False
+        if self._tied or sharded or (dtype is not None and self.is_linear):
+            weight = _whole(self.weight)
             bias = None if self._tied or self.proj.bias is None else _whole(self.proj.bias)
-            logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+            kept = hidden.dtype if dtype is None else dtype
+            with nullcontext() if dtype is None else without_autocast(hidden):
+                bias = None if bias is None else bias.to(kept)
+                logits = F.linear(hidden.to(kept), weight.to(kept), bias)
         else:
             logits = self.proj(hidden)
+            logits = logits if dtype is None else logits.to(dtype)
         logits = logits * self.loss_options.get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -259,7 +375,12 @@ class LossHead(nn.Module):
         return weight, None if self._tied else self.proj.bias
 
     def _module_loss(
-        self, hidden: Tensor, targets: Tensor, **given: Unpack[LossOptions]
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None = None,
+        alternatives: Tensor | None = None,
+        **given: Unpack[LossOptions],
     ) -> CrossEntropyOutput:
         """Compute `linear_cross_entropy` with a swapped projection: call the module for each chunk.
 
@@ -269,46 +390,64 @@ class LossHead(nn.Module):
         """
         # These are read before the chunks: under torch.compile, a checkpointed function cannot use
         # a number that an earlier checkpointed function has made.
-        options, chunking = split_options(given)
-        ignore_index, with_stats = options.ignore_index, given.get("return_token_stats", False)
+        options, chunking, request = split_options(given)
+        ignore_index = options.ignore_index
         reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
         if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
                 f"{tuple(hidden.shape)}, without its last dimension"
             )
+        request = check_request(
+            request._replace(alternatives=alternatives), targets, self.vocab_size
+        )
         row_targets = targets.flatten()
         index = valid_rows(row_targets, ignore_index, chunking)
         rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
         row_targets = gather_targets(row_targets, index, ignore_index)
         chunk_size = chunking.chunk_size
         if chunk_size is None:
-            token_bytes = chunk_plan.TOKEN_BYTES * (1 + with_stats + chunking.skip_ignored)
+            token_bytes = chunk_plan.TOKEN_BYTES * (1 + chunking.skip_ignored)
+            token_bytes += request.bytes_per_token(chunk_plan.TOKEN_BYTES)
             copied = chunking.skip_ignored or not hidden.is_contiguous()
             fixed_bytes = rows.numel() * rows.element_size() if copied else 0
             fixed_bytes += token_bytes * targets.numel()
-            sizes = self._sizes(rows, fixed_bytes, with_stats, chunking.max_scratch_bytes)
+            sizes = self._sizes(rows, fixed_bytes, request, chunking.max_scratch_bytes)
             chunk_size = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
 
+        row_alternatives = request.alternatives
+        if row_alternatives is not None and index is not None:
+            row_alternatives = row_alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
+
         def chunk_outputs(
-            chunk: Tensor, chunk_targets: Tensor, class_weights: Tensor | None
-        ) -> tuple[Tensor | None, ...]:
+            chunk: Tensor,
+            chunk_targets: Tensor,
+            class_weights: Tensor | None,
+            chunk_alternatives: Tensor | None,
+        ) -> tuple[Tensor, ...]:
             logits = self.proj(chunk)
-            made = token_cross_entropy(logits, chunk_targets, class_weights, options, with_stats)
-            stats = (made.log_probs, made.entropy, made.correct) if with_stats else ()
-            return made.token_loss, made.z_loss, *stats
+            of_chunk = request._replace(alternatives=chunk_alternatives)
+            return token_values(logits, chunk_targets, class_weights, options, of_chunk)
 
         made = [
             # Autograd detects in-place changes before backward only in tensors that are arguments
             # of the checkpointed function, so all of them are arguments.
             checkpoint(
-                chunk_outputs, rows[chunk], row_targets[chunk], class_weights, use_reentrant=False
+                chunk_outputs,
+                rows[chunk],
+                row_targets[chunk],
+                class_weights,
+                None if row_alternatives is None else row_alternatives[chunk],
+                use_reentrant=False,
             )
             for chunk in chunk_plan.chunks(len(rows), chunk_size)
         ]
         tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
         loss, z_loss, *stats = tokens
-        out = CrossEntropyOutput(loss, z_loss.detach(), loss, *stats)
+        if token_weights is not None:
+            check_token_weights(token_weights, targets)
+            loss, z_loss = loss * token_weights.detach(), z_loss * token_weights.detach()
+        out = token_output(loss, z_loss.detach(), loss, request, stats)
         if reduction == "none":
             return out
         divisor = loss_divisor(
@@ -317,12 +456,12 @@ class LossHead(nn.Module):
         return reduce_tokens(out, divisor)
 
     def _sizes(
-        self, rows: Tensor, fixed_bytes: int, with_stats: bool, max_scratch_bytes: int | None
+        self, rows: Tensor, fixed_bytes: int, request: TokenRequest, max_scratch_bytes: int | None
     ) -> chunk_plan.Sizes:
         """Return the memory needs of calling a swapped projection on rows (rows, hidden)."""
         narrow = rows.element_size()
         wide = compute_dtype(rows).itemsize
-        copies, row_copies = chunk_plan.wide_copies(rows, with_stats)
+        copies, row_copies = chunk_plan.wide_copies(rows, request)
         # The larger of two peaks: in backward the logits, their gradient and float32 copies of
         # both; in the loss the logits and the copies that the loss makes.
         logit_bytes = max(2 * narrow + 16, narrow + wide * copies)

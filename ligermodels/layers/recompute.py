@@ -67,6 +67,7 @@ def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
     for module in layer.modules():
         if isinstance(module, Planned):
             module.keep, module.tile = keep, mlp_tile
+    vars(layer)["_level"] = keep, mlp_tile
 
 
 def run_layer(
@@ -96,7 +97,8 @@ def run_layer(
     def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
         # The recomputation has the level of its forward, although the plan may have changed.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            set_keep(layer, keep, mlp_tile)
+            if vars(layer).get("_level", ("all", None)) != (keep, mlp_tile):
+                set_keep(layer, keep, mlp_tile)
         out = layer(x, residual, context)
         _check_output(layer, out, x)
         return out

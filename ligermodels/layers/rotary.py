@@ -1,5 +1,6 @@
 """Rotary position embedding (rope): the angles for every rope type of HF configs."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
+    long_inv_freq: Tensor  # of "longrope": the frequencies beyond the original length
+    exponents: Tensor  # of "dynamic": 2i / head_dim
 
     def __init__(
         self,
@@ -45,7 +48,8 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = head_dim
         self.theta = theta
         self.max_position_embeddings = max_position_embeddings
-        self.scaling = scaling or {"rope_type": "default"}
+        # A copy: the frequencies are computed again later, and the caller may change its dict.
+        self.scaling = copy.deepcopy(scaling or {"rope_type": "default"})
         self.rope_type = self.scaling["rope_type"]
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(
@@ -55,14 +59,17 @@ class RotaryEmbedding(nn.Module):
             self.scaling.get("original_max_position_embeddings") or max_position_embeddings
         )
         self.attention_factor = self._attention_factor()
-        frequencies = self._frequencies()
-        self.register_buffer("inv_freq", frequencies.to(torch.empty(0).device), persistent=False)
+        # "dynamic" and "longrope" also compute with a second buffer. A forward makes no tensor from
+        # numbers of the host: that would be a synchronisation, which a CUDA graph cannot capture.
+        for name, values in self._tables().items():
+            self.register_buffer(name, values.to(torch.empty(0).device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         # The frequencies are computed again: `model.to(torch.bfloat16)` must not round them, and
         # `to_empty` must not leave them uninitialised.
-        self.inv_freq = self._frequencies().to(self.inv_freq.device)
+        for name, values in self._tables().items():
+            setattr(self, name, values.to(getattr(self, name).device))
         return self
 
     def forward(
@@ -83,25 +90,33 @@ class RotaryEmbedding(nn.Module):
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
         """Return the frequencies of "dynamic" or "longrope" for a sequence of this length."""
-        device = self.inv_freq.device
-        length = torch.as_tensor(length, device=device)
+        if not isinstance(length, Tensor):
+            length = torch.full((), length, device=self.inv_freq.device)
         if self.rope_type == "longrope":
-            exponents = self._exponents(device)
-            long = self._scaled_by("long_factor", exponents)
-            return torch.where(length > self.original_length, long, self.inv_freq)
+            beyond = length > self.original_length
+            return torch.where(beyond, self.long_inv_freq, self.inv_freq)
         factor = self.scaling["factor"]
         longest = self.max_position_embeddings
         ratio = factor * length.clamp(min=longest).to(torch.float32) / longest - (factor - 1)
         base = self.theta * ratio ** (self.head_dim / (self.head_dim - 2))
-        return 1.0 / base ** self._exponents(device)
+        return 1.0 / base**self.exponents
 
-    def _exponents(self, device: torch.device | str = "cpu") -> Tensor:
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device)
+    def _tables(self) -> dict[str, Tensor]:
+        """Return the buffers by name, each (head_dim / 2), float32 on CPU."""
+        tables = {"inv_freq": self._frequencies()}
+        if self.rope_type == "longrope":
+            tables["long_inv_freq"] = self._scaled_by("long_factor")
+        if self.rope_type == "dynamic":
+            tables["exponents"] = self._exponents()
+        return tables
+
+    def _exponents(self) -> Tensor:
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu")
         return pairs.to(torch.float32) / self.head_dim
 
-    def _scaled_by(self, key: str, exponents: Tensor) -> Tensor:
-        factors = torch.tensor(self.scaling[key], dtype=torch.float32, device=exponents.device)
-        return 1.0 / (factors * self.theta**exponents)
+    def _scaled_by(self, key: str) -> Tensor:
+        factors = torch.tensor(self.scaling[key], dtype=torch.float32, device="cpu")
+        return 1.0 / (factors * self.theta ** self._exponents())
 
     def _frequencies(self) -> Tensor:
         """Return the frequencies (head_dim / 2), float32 on CPU.
@@ -117,7 +132,7 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type == "yarn":
             return self._yarn(self.theta**exponents)
         if self.rope_type == "longrope":
-            return self._scaled_by("short_factor", exponents)
+            return self._scaled_by("short_factor")
         return plain
 
     def _llama3(self, plain: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from torch import nn
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
@@ -98,6 +100,7 @@ class Planner:
         gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
         dtype = autocast or next(gathered, next(model.parameters()).dtype)
         self._given_rates, self._dtype = rates, dtype
+        self._head_options = head_options or {}
         self._simulate = partial(
             simulate,
             device=self.device,
@@ -107,7 +110,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
         )
-        self._space = cache(self._new_space)
+        self._spaces = cache(self._new_spaces)
 
     @cached_property
     def rates(self) -> Rates:
@@ -127,7 +130,7 @@ class Planner:
         """
         return _from_rank_0(
             lambda: find_plan(
-                self._space(*_shape(batch, seq)),
+                *self._spaces(*_shape(batch, seq)),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -140,7 +143,7 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = self._space(*_shape(batch, seq)).least_bytes
+            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
             return least_budget(peak, self.optimizer_bytes, self.reserve)
 
         return _from_rank_0(least)
@@ -157,21 +160,39 @@ class Planner:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
 
         def needed(number: int) -> int:
-            space = self._space(*_shape(*shape(number)))
+            space = self._spaces(*_shape(*shape(number)))[-1]
             return space.peak(space.smallest)
 
         return _from_rank_0(lambda: largest(needed, usable, start))
 
-    def _new_space(self, batch: int, seq: int) -> Space:
+    def _new_spaces(self, batch: int, seq: int) -> list[Space]:
+        """Return the plans with each chunk of the loss head, from the largest to the smallest."""
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
-        return Space(
-            partial(self._simulated, batch, seq),
-            len(self.model.layers),
-            self.rates,
-            self.host_budget,
-            [tile for tile in tiles if tile >= _SMALLEST_TILE],
-            reserved=self._reserved,
-        )
+        return [
+            Space(
+                partial(self._simulated, batch, seq),
+                len(self.model.layers),
+                self.rates,
+                self.host_budget,
+                [tile for tile in tiles if tile >= _SMALLEST_TILE],
+                reserved=self._reserved,
+                head_chunk=head_chunk,
+            )
+            for head_chunk in self._head_chunks(batch * seq)
+        ]
+
+    def _head_chunks(self, tokens: int) -> list[int | None]:
+        """Return the head's default, and a smaller chunk if the default is all tokens at once."""
+        head = getattr(self.model, "head", None)
+        if not isinstance(head, LossHead):
+            return [None]
+        options = {**head.loss_options, **self._head_options}
+        if any(options.get(name) is not None for name in ("chunk_size", "max_scratch_bytes")):
+            return [None]
+        accumulator = 4 * head.weight.numel() if head.weight.requires_grad else 0
+        sizes = Sizes(tokens, head.vocab_size, self._dtype.itemsize, accumulator_bytes=accumulator)
+        chunk = smaller_chunk(sizes)
+        return [None] if chunk is None else [None, chunk]
 
     def _simulated(self, batch: int, seq: int, plan: MemoryPlan) -> Simulation:
         """Simulate a step under a plan, and give the model its own plan back."""

@@ -77,23 +77,29 @@ class Prediction:
 class MemoryPlan:
     """What each layer keeps for backward.
 
-    No plan changes a gradient, except that tiles change the order of the sums in the weight
-    gradients of a layer's MLP and of the norm before it.
+    No plan changes a gradient, but the order of two sums may change: with tiles, that of the weight
+    gradients of a layer's MLP and of the norm before it; with a smaller chunk of the head, that of
+    the head's weight gradient.
 
     Attributes:
         layers: one `LayerPlan` for each layer.
         host_budget: the most bytes of pinned host memory. By default there is no limit.
+        head_chunk: the tokens that the loss head handles at once, unless its chunk_size or its
+            max_scratch_bytes is given. None means the head's own default.
         prediction: what the planner says of the plan, or None if the plan was written by hand.
     """
 
     layers: tuple[LayerPlan, ...]
     host_budget: int = NO_LIMIT
+    head_chunk: int | None = None
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         if wrong := [layer for layer in self.layers if not isinstance(layer, LayerPlan)]:
             raise ConfigError(f"memory plan: layer {wrong[0]!r}; expected a LayerPlan")
         _check_integer("host_budget", self.host_budget, 0)
+        if self.head_chunk is not None:
+            _check_integer("head_chunk", self.head_chunk, 1)
 
     @classmethod
     def uniform(
@@ -137,6 +143,8 @@ class MemoryPlan:
         for index, layer in enumerate(self.layers):
             groups.setdefault(layer, []).append(index)
         lines = [f"{len(at):4} layers keep {plan}: {ranges(at)}" for plan, at in groups.items()]
+        if self.head_chunk is not None:
+            lines.append(f"the loss head handles {self.head_chunk} tokens at once")
         if (said := self.prediction) is not None:
             gib = 2**30
             lines += [

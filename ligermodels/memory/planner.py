@@ -241,6 +241,7 @@ class Space:
         tiles: tokens that a tiled MLP may handle at once, from many to few.
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
             that tensors take.
+        head_chunk: tokens that the loss head handles at once; None means its default.
     """
 
     def __init__(
@@ -252,8 +253,9 @@ class Space:
         tiles: Sequence[int] = (),
         *,
         reserved: bool = False,
+        head_chunk: int | None = None,
     ) -> None:
-        self.reserved = reserved
+        self.reserved, self.head_chunk = reserved, head_chunk
         self.simulate = cache(simulate)
         self.host_budget, self.uses_host = host_budget, host_budget >= MIB
         choices = [LayerPlan(keep) for keep in KEEPS]
@@ -265,7 +267,7 @@ class Space:
 
     def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
         """Return the plan with these layers."""
-        return MemoryPlan(tuple(layers), host_budget=self.host_budget)
+        return MemoryPlan(tuple(layers), self.host_budget, self.head_chunk)
 
     def peak(self, plan: MemoryPlan) -> int:
         """Return the simulated bytes of a plan that must fit."""
@@ -296,11 +298,16 @@ class Space:
         here = list(dict.fromkeys([*map(LayerPlan, KEEPS), *layers]))
         plans = [replace(plan, host=host) for host in (False, True) for plan in here]
         choices = self.task.choices(plans)
-        # The plan that keeps all is the first one to become smaller.
-        found = choices.improved(np.zeros(len(layers), int), budget, self.host_budget)
-        given = np.array([plans.index(layer) for layer in layers])
-        better = choices.scores(np.stack([found, given]), budget, self.host_budget).argmin() == 0
-        return [plans[number] for number in (found if better else given)]
+        # A search ends where no small change helps, so it begins in several places.
+        starts = [[LayerPlan()] * len(layers), layers]
+        starts += [[replace(plan, host=True)] * len(layers) for plan in map(LayerPlan, KEEPS[:2])]
+        budgets = budget, self.host_budget
+        found = [
+            choices.improved(np.array([*map(plans.index, start)]), *budgets, pairs=False)
+            for start in starts
+        ]
+        best = found[choices.scores(np.stack(found), *budgets).argmin()]
+        return [plans[number] for number in choices.improved(best, *budgets)]
 
     @cached_property
     def _least_layers(self) -> list[LayerPlan]:
@@ -366,8 +373,7 @@ class Space:
 
 
 def find_plan(
-    space: Space,
-    *,
+    *spaces: Space,
     budget: int,
     optimizer_bytes: int = 0,
     reserve: float = 0.0,
@@ -377,7 +383,7 @@ def find_plan(
     """Return the fastest plan that fits a budget, with its prediction.
 
     Args:
-        space: the plans to choose from.
+        spaces: the plans to choose from. Those of later spaces are slower if they keep as much.
         budget: bytes on the GPU.
         optimizer_bytes: the part of it that the optimizer's states take.
         reserve: the part of it that is left free, as a fraction.
@@ -386,14 +392,22 @@ def find_plan(
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
     usable = usable_bytes(budget, optimizer_bytes, reserve)
-    plan = space.fastest(usable)
-    if plan is None:
-        needed = least_budget(space.least_bytes, optimizer_bytes, reserve)
+    best: tuple[MemoryPlan, Space] | None = None
+    for space in spaces:
+        plan = space.fastest(usable)
+        if plan is not None and (best is None or space.time(plan) < best[1].time(best[0])):
+            best = plan, space
+        if plan == space.uniform[LayerPlan()]:
+            break
+    if best is None:
+        least_bytes = min(space.least_bytes for space in spaces)
+        needed = least_budget(least_bytes, optimizer_bytes, reserve)
         raise ConfigError(
             f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
             f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "
             "needed; raise the budget, or lower batch or seq"
         )
+    plan, space = best
     simulation = space.simulate(plan)
     prediction = Prediction(
         batch=batch,

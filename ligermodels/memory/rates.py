@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +50,11 @@ _SHEETS = {
     "L40S": (362e12, 0.864e12, 32e9, 44),
     "B200": (2250e12, 8.0e12, 64e9, 177),
 }
-_WARM_UP_RUNS = 3
 _RUNS = 10
 _ROUNDS = 3
+# A GPU that has computed for some tenths of a second reaches its power limit, and lowers its clock.
+# A training step runs at that clock.
+_WARM_UP_SECONDS = 0.6
 
 
 def data_sheet(name: str, dtype: torch.dtype) -> Rates:
@@ -87,8 +90,9 @@ def _known(name: str) -> str | None:
     return next((key for key in _SHEETS if key in name.upper()), None)
 
 
+@cache
 def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:
-    """Measure the rates on a GPU. It takes about a tenth of a second and 0.4 GiB of memory."""
+    """Measure the rates on a GPU. It takes about three seconds, once, and 0.4 GiB of memory."""
     with torch.cuda.device(device):
         # A generator of its own leaves that of the caller unchanged.
         generator = torch.Generator(device).manual_seed(0)
@@ -109,11 +113,9 @@ def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Ra
 
 
 def _time(run: Callable[[], object]) -> float:
-    """Return the seconds of a run on the current GPU, the median of several rounds."""
-    for _ in range(_WARM_UP_RUNS):
-        run()
-    times = []
-    for _ in range(_ROUNDS):
+    """Return the seconds of a run on the current GPU, the median of the last rounds."""
+    times: list[float] = []
+    while sum(times) * _RUNS < _WARM_UP_SECONDS or len(times) < 2 * _ROUNDS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(_RUNS):
@@ -121,7 +123,7 @@ def _time(run: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / _RUNS)
-    return sorted(times)[_ROUNDS // 2]
+    return sorted(times[-_ROUNDS:])[_ROUNDS // 2]
 
 
 def rates_of(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:

@@ -95,8 +95,8 @@ class Choices:
         seconds, peak, host = self.costs(plans)
         return seconds + np.maximum(peak - budget, 0) + np.maximum(host - host_budget, 0)
 
-    def improved(self, plan: Array, budget: int, host_budget: int) -> Array:
-        """Change one or two layers at a time, as long as the plan becomes faster.
+    def improved(self, plan: Array, budget: int, host_budget: int, *, pairs: bool = True) -> Array:
+        """Change one layer at a time, or with `pairs` two, as long as the plan becomes faster.
 
         The plan that is given may exceed the budgets, and is then first made smaller.
 
@@ -107,7 +107,8 @@ class Choices:
         first, second = np.triu_indices(len(where), 1)
         apart = where[first] != where[second]
         # Pairs take much longer, so they are tried where no single change helps.
-        kinds = (np.arange(len(where)),), (first[apart], second[apart])
+        kinds: list[tuple[Array, ...]] = [(np.arange(len(where)),)]
+        kinds += [(first[apart], second[apart])] * pairs
 
         def changed(moves: tuple[Array, ...]) -> tuple[float, Array]:
             plans = np.repeat(plan[None], len(moves[0]), 0)

@@ -34,7 +34,7 @@ _PRODUCTS = {
     "ligermodels::accumulate_product": 1,
 }
 _UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
-_UNWRITTEN |= {"aten::new_empty_strided"}
+_UNWRITTEN |= {"aten::new_empty_strided", "aten::set_"}
 _LOOKUPS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
 # Their floating point operations are counted apart.
 _ATTENTION = ("_scaled_dot_product_", "torch_attn::_varlen_attn")

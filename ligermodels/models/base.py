@@ -67,6 +67,8 @@ class DecoderModel(HFModel):
         self._is_complete = False
         self._memory_plan: MemoryPlan | None = None
         self._offloaders: dict[torch.device, Offloader] = {}
+        self._parts: list[nn.Module] = []  # the children of the layers, and
+        self._attentions: list[Attention] = []  # the attentions found in them
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a new layer for `build`.
@@ -157,7 +159,9 @@ class DecoderModel(HFModel):
                 the varlen kernel.
             attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
-                also covers the cached tokens.
+                also covers the cached tokens. A mask that is on the CPU, also for a model on a GPU,
+                costs nothing if it is all ones. What padding computes is not specified. In 16 bit
+                on a GPU, padding between tokens makes all hidden states NaN.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
             cache: a `ligermodels.KVCache`, for inference.
@@ -184,6 +188,9 @@ class DecoderModel(HFModel):
         )
         embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
         hidden, extras = self._hidden(embeds, contexts)
+        fault = next(iter(contexts.values())).mask.fault
+        if fault is not None:
+            hidden = hidden + fault.to(hidden.device)
         if cache is not None:
             cache.advance(seq)
         if labels is None:
@@ -361,6 +368,14 @@ class DecoderModel(HFModel):
                 f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
             )
 
+        if attention_mask is not None:
+            # On a GPU, a look at the values would be a host synchronisation.
+            looks = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+            if looks and type(attention_mask) is Tensor and attention_mask.all():
+                attention_mask = None  # as every tokenizer returns it for one text
+            else:
+                attention_mask = attention_mask.to(inputs.device, non_blocking=True)
+
         document_ids = None
         if position_ids is not None and cache is None:
             document_ids = document_ids_from_positions(position_ids)
@@ -369,6 +384,7 @@ class DecoderModel(HFModel):
             past + seq,
             document_ids=document_ids,
             padding_mask=attention_mask,
+            padding_at_ends=True,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             prefix_lengths=prefix_lengths,
@@ -388,21 +404,29 @@ class DecoderModel(HFModel):
         return contexts, document_ids
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
+        """Compute the forms of the mask that the layers will need, once for each kind of layer."""
         weight = self.embed_tokens.weight
         dtype = autocast_dtype(weight) or weight.dtype
-        for module in self.layers.modules():
-            if isinstance(module, Attention):
-                prepare(
-                    mask,
-                    module.sliding_window,
-                    module.softcap,
-                    batch,
-                    module.num_heads,
-                    device,
-                    dtype,
-                    module.head_dim,
-                    module.causal,
-                )
+        kinds = {
+            (layer.sliding_window, layer.softcap, layer.num_heads, layer.head_dim, layer.causal)
+            for layer in self._find_attentions()
+        }
+        for window, softcap, heads, head_dim, causal in kinds:
+            prepare(mask, window, softcap, batch, heads, device, dtype, head_dim, causal)
+
+    def _find_attentions(self) -> list[Attention]:
+        """Return the attentions in the layers.
+
+        A walk through all modules takes longer than the launch of a layer's kernels, so they are
+        looked up again only if a layer, or a child of one, was replaced.
+        """
+        parts = [part for layer in self.layers for part in layer.children()]
+        if torch.compiler.is_compiling() or parts != self._parts:
+            found = [x for x in self.layers.modules() if isinstance(x, Attention)]
+            if torch.compiler.is_compiling():
+                return found
+            self._parts, self._attentions = parts, found
+        return self._attentions
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -515,6 +539,7 @@ class DecoderModel(HFModel):
         for index, layer in enumerate(self.layers):
             choice = LayerPlan() if plan is None else plan.layers[index]
             set_keep(layer, choice.keep, choice.tile)
+        self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 
     def plan_memory(
         self,

@@ -1,5 +1,6 @@
 """The base class of all families' configs, and the checks of their fields."""
 
+import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -7,9 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import Self
 
-from ligermodels.converters import hf_config, hf_rope
+from ligermodels.converters import hf_config, hf_rope, hub
+from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.files import is_int
 from ligermodels.errors import ConfigError, shown
 
@@ -29,6 +32,7 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _LONGEST_WINDOW = 2**40
+_DERIVED = ("num_key_value_heads", "head_dim")
 
 # HF's name of the MLP's activation -> the name in `GatedMLP`.
 _ACTIVATIONS = {
@@ -44,8 +48,9 @@ _ACTIVATIONS = {
 class ModelConfig:
     """Sizes and settings of a decoder, under HF's field names.
 
-    The dataclass is not frozen: fields may be assigned before a model is built from it. `extra`
-    holds the whole config.json of the checkpoint, so that an export writes every key again.
+    The dataclass is not frozen: fields may be assigned before a model is built from it. A field
+    that was derived from another one follows it, until it is assigned itself. `extra` holds the
+    whole config.json of the checkpoint, so that an export writes every key again.
 
     Raises:
         ConfigError: a field has a value that no model can have.
@@ -91,8 +96,7 @@ class ModelConfig:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    # If these are None, __post_init__ sets them to num_attention_heads and to
-    # hidden_size / num_attention_heads.
+    # If these are None, they are num_attention_heads and hidden_size / num_attention_heads.
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 2048
@@ -112,18 +116,29 @@ class ModelConfig:
         cls.presets = {}  # A subclass must not inherit the sizes of another family.
 
     def __post_init__(self) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        # If one of these is not a valid size, `validate` raises an error that names it.
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        if self.head_dim is None and _is_size(hidden) and _is_size(heads):
-            if hidden % heads:
-                raise ConfigError(
-                    f"config: hidden_size {hidden} is not a multiple of num_attention_heads "
-                    f"{heads}; set head_dim"
-                )
-            self.head_dim = hidden // heads
+        self._derived = {name for name in _DERIVED if getattr(self, name) is None}
+        self._derive()
         self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a field, and derive again what follows from it. `validate` checks the value.
+
+        Numbers of numpy become those of Python, which config.json and torch's ops take.
+        """
+        super().__setattr__(name, value.item() if isinstance(value, np.generic) else value)
+        if "_derived" not in vars(self):  # while the constructor sets the fields
+            return
+        if name in _DERIVED:
+            (self._derived.discard if value is not None else self._derived.add)(name)
+        if name in (*_DERIVED, "hidden_size", "num_attention_heads"):
+            self._derive()
+
+    def _derive(self) -> None:
+        """Set the fields that were not given. `validate` names one that cannot be derived."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        divides = _is_size(heads) and _is_size(hidden) and hidden % heads == 0
+        values = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else None}
+        vars(self).update({name: values[name] for name in self._derived})
 
     def validate(self) -> None:
         """Check every field. It is called on construction and again when a model is built.
@@ -147,18 +162,25 @@ class ModelConfig:
         return [None] * self.num_hidden_layers
 
     @classmethod
-    def from_hf(cls, folder: str | os.PathLike[str]) -> Self:
-        """Read `folder`/config.json.
+    def from_hf(cls, path: str | os.PathLike[str], *, revision: str | None = None) -> Self:
+        """Read the config.json of a checkpoint. Of a hub id, this downloads no weights.
 
+        Args:
+            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
+            revision: branch, tag or commit of a hub id.
         Raises:
             ConfigError: a key is damaged, unknown or not implemented; the message names the file
                 and the key.
+            CheckpointError: there is no such folder or repository, or it has no config.json.
         """
-        raw = hf_config.read_config(folder)
+        folder = Path(path)
+        if revision is not None or not folder.is_dir():
+            folder = hub.resolve(path, revision=revision, weights=False)
+        raw = read_one_version(folder, hf_config.read_config)
         try:
             return cls(**hf_config.fields_from_hf(raw, cls))
         except ConfigError as error:
-            raise ConfigError(f"{Path(folder) / 'config.json'}: {error}") from None
+            raise ConfigError(f"{folder / 'config.json'}: {error}") from None
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
@@ -171,7 +193,7 @@ class ModelConfig:
             raise ConfigError(
                 f"preset {name!r} is unknown; the known presets are {', '.join(cls.presets)}"
             )
-        return cls(**{**cls.presets[name], **overrides})
+        return cls(**copy.deepcopy({**cls.presets[name], **overrides}))
 
     @classmethod
     def small(cls, **overrides: Any) -> Self:
@@ -179,7 +201,7 @@ class ModelConfig:
 
         Its sizes are small. The other fields have their defaults, or the values in `small_fields`.
         """
-        return cls(**{**_SMALL, **cls.small_fields, **overrides})
+        return cls(**copy.deepcopy({**_SMALL, **cls.small_fields, **overrides}))
 
     @property
     def rotary_dim(self) -> int:
@@ -236,6 +258,11 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     """
     for name, largest in config.largest.items():
         value = getattr(config, name)
+        if name == "head_dim" and value is None:
+            yield (
+                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads "
+                f"{config.num_attention_heads}; set head_dim"
+            )
         if not _is_size(value) or value > largest:
             yield f"{name} is {shown(value)}; expected an integer from 1 to {largest}"
     yield from hf_config.type_faults(config)

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
@@ -23,9 +24,12 @@ from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
+from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
 
 
 class HFModel(nn.Module):
@@ -40,6 +44,7 @@ class HFModel(nn.Module):
             source_folder when the weights were loaded. `save_hf` writes them.
         source_generation_config: the content of generation_config.json when the weights were
             loaded; {} without such a file.
+        tensor_shards: how tensor parallelism has cut parameters, by name; {} without it.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -54,6 +59,8 @@ class HFModel(nn.Module):
         self.source_dtype: torch.dtype | None = None
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
+        self.tensor_shards: dict[str, TensorShard] = {}
+        self._unread: Checkpoint | None = None  # the checkpoint of a model on the meta device
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
@@ -97,7 +104,7 @@ class HFModel(nn.Module):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         revision: str | None = None,
         allow_nonfinite: bool = False,
@@ -106,8 +113,11 @@ class HFModel(nn.Module):
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: dtype of the parameters. By default each keeps the dtype of the checkpoint.
-            device: device of the parameters. They are loaded onto it tensor by tensor.
+            dtype: dtype of the parameters, or its name, such as "bfloat16". By default, and with
+                "auto", each keeps the dtype of the checkpoint.
+            device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
+                names and shapes are checked, and no values are read: `ligermodels.shard` then gives
+                each rank its part of the parameters and reads only that.
             revision: branch, tag or commit of a hub id.
             allow_nonfinite: whether to accept NaN and infinite weights.
         Raises:
@@ -118,8 +128,7 @@ class HFModel(nn.Module):
                 a tokenizer or generation file is damaged, or the repository does not exist or
                 denies access. Names and shapes are checked before anything large is allocated.
         """
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ValueError(f"dtype is {dtype!r}; expected one of {[*DTYPES.values()]}")
+        dtype = _parameter_dtype(dtype)
         check_class(cls)
         folder = hub.resolve(path, revision=revision)
 
@@ -132,7 +141,9 @@ class HFModel(nn.Module):
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         model, weight_map = cls.on_meta(config)
         stored = checkpoint.plan(weight_map)
-        checkpoint.check_aliases(weight_map)
+        reads_now = torch.device(device).type != "meta"
+        if reads_now:
+            checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
             counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
             warnings.warn(
@@ -144,9 +155,12 @@ class HFModel(nn.Module):
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
         }
-        reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
-        for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
-            pass
+        if reads_now:
+            reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
+            for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
+                pass
+        else:
+            model._unread = checkpoint
         model.load_state_dict(weights, assign=True)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
@@ -159,11 +173,41 @@ class HFModel(nn.Module):
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether `from_hf(device="meta")` has made the model, and its values are not read yet."""
+        return self._unread is not None
+
+    def read_parts(self) -> None:
+        """Read this rank's parts of the parameters of a model that `from_hf(device="meta")` made.
+
+        Every rank must call it, after it has allocated the parameters.
+
+        Raises:
+            CheckpointError: on any rank, a value is NaN or infinite, a file was changed after its
+                header was read, or a tied head differs from the embedding. All ranks raise.
+        """
+        checkpoint, self._unread = self._unread, None
+        assert checkpoint is not None, "from_hf was not called with device='meta'"
+        weight_map, weights = self.weight_map(self.built_from), dict(self.named_parameters())
+        silent = True if rank() else None
+        with error_on_all_ranks(CheckpointError):
+            checkpoint.check_aliases(weight_map, share=(rank(), num_ranks()))
+            for entry in tqdm(weight_map.entries, "Loading weights", disable=silent):
+                shard = self.tensor_shards.get(entry.name)
+                for part in local_parts(weights[entry.name], shard):
+                    checkpoint.read(entry, part.values, part.row, part.column)
+
+    def whole_parameter(self, name: str) -> Tensor:
+        """Return a parameter whole on this rank. Every rank of a sharded model must call it."""
+        reshard(self)
+        return whole_tensor(self.get_parameter(name), self.tensor_shards.get(name))
+
     def save_hf(
         self,
         folder: str | os.PathLike[str],
         *,
-        max_shard_size: int = 5 * 10**9,
+        max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
     ) -> None:
@@ -174,35 +218,58 @@ class HFModel(nn.Module):
         was loaded. Other files in the folder stay. Several threads and processes may save to one
         folder and load from it: each load gets one whole checkpoint.
 
+        Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
+        Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
+        whole parameter.
+
         Args:
-            max_shard_size: largest size of a weight file, in bytes.
+            max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
         Raises:
+            ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
-                built, a weight is NaN or infinite, or a parameter cannot be saved: it belongs to a
-                wrapper, is sharded, sparse or on the meta device, or does not have the config's
-                shape. The old content of the folder is unchanged.
+                built, a weight is NaN or infinite, a head is tied to an embedding that is no
+                longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
+                sparse, quantised or on the meta device, or does not have the config's shape. The
+                old content of the folder is unchanged.
         """
         config = self.config
+        shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
         _check_config(self, folder)
+        reshard(self)
         dtype = self.embed_tokens.weight.dtype
         if dtype != self.source_dtype:
             config = dataclasses.replace(config, dtype=_name(dtype))
         weight_map = self.weight_map(config)
         # With an untied config, a weight that the user has tied by hand is saved under both names.
         weights = dict(self.named_parameters(remove_duplicate=False))
-        _check_savable(weights, {entry.name: entry.shape for entry in weight_map}, folder)
-        export.save(
-            folder,
-            hf_config.to_hf(config),
-            weight_map,
-            lambda name: weights[name].detach(),
-            source_files=self.source_files,
-            max_shard_size=max_shard_size,
-            allow_nonfinite=allow_nonfinite,
-            overwrite=overwrite,
-        )
+        shards = self.tensor_shards
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
+        _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        _check_tied(self, folder)
+
+        def save(get_tensor: Callable[[str], Tensor]) -> None:
+            export.save(
+                folder,
+                hf_config.to_hf(config),
+                weight_map,
+                get_tensor,
+                source_files=self.source_files,
+                max_shard_size=shard_bytes,
+                dtypes={name: weight.dtype for name, weight in weights.items()},
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+            )
+
+        def whole(name: str) -> Tensor:
+            return whole_tensor(weights[name], shards.get(name))
+
+        if shards or any(map(is_sharded, weights.values())):
+            led_by_rank_0(save, whole, SaveError)
+        else:
+            save(whole)
 
 
 def check_class(cls: type[HFModel]) -> None:
@@ -314,6 +381,7 @@ def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
 
 def _check_savable(
     weights: dict[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
     expected: dict[str, tuple[int, ...]],
     folder: str | os.PathLike[str],
 ) -> None:
@@ -326,15 +394,23 @@ def _check_savable(
         )
     for name, shape in expected.items():
         weight = weights[name]
-        if is_sharded(weight):
+        # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
+        status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
+        if hasattr(weight, "ds_id") and status != "AVAILABLE":
             raise SaveError(
-                f"{where}: parameter {name!r} is sharded; gather the weights first "
-                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "full_state_dict=True) and load them into a model on one rank"
+                f"{where}: parameter {name!r} is divided among the ranks by DeepSpeed's ZeRO-3; "
+                "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
+                "on every rank"
             )
-        if tuple(weight.shape) != shape:
+        if type(weight) is not nn.Parameter and not is_sharded(weight):
             raise SaveError(
-                f"{where}: parameter {name!r} has shape {tuple(weight.shape)}, but the config needs"
+                f"{where}: parameter {name!r} is a {type(weight).__name__}, not a plain tensor, "
+                "such as one that was quantised; replace it by its values in a float dtype, as an "
+                "nn.Parameter"
+            )
+        if shapes[name] != shape:
+            raise SaveError(
+                f"{where}: parameter {name!r} has shape {shapes[name]}, but the config needs"
                 f" {shape}; change model.config so that it matches the model"
             )
         if weight.layout is not torch.strided:
@@ -347,11 +423,30 @@ def _check_savable(
                 f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
                 "initialise the weights first"
             )
-        if weight.layout is not torch.strided:
+
+
+def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Raise if a tied head computes with a weight that the checkpoint would not hold."""
+    weights = {id(weight) for weight in model.parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, LossHead) and module.is_tied and id(module.weight) not in weights:
             raise SaveError(
-                f"{where}: parameter {name!r} is a sparse tensor or has another special layout "
-                f"({str(weight.layout).removeprefix('torch.')}); make it dense first (to_dense)"
+                f"{Path(folder)}: {name!r} is tied to an embedding that is no longer in the model, "
+                "because another one has replaced it (peft: modules_to_save), and a checkpoint "
+                f"holds one weight for both; call model.{name}.tie(embedding) with the new one, if "
+                "the head shall compute with it"
             )
+
+
+def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that parameters shall have, or None if they keep theirs."""
+    if dtype is None or dtype == "auto":
+        return None
+    names = {_name(known): known for known in DTYPES.values()}
+    found = names.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in names.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -89,7 +89,7 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
             "documents given by cu_seqlens and max_seqlen: ": AttentionMask(
                 length, document_ids=documents, max_seqlen=length
             ),
-            "padding: ": AttentionMask(length, padding_mask=documents),
+            "padding: ": AttentionMask(length, padding_mask=documents, padding_at_ends=True),
         }
         key = "attention" if module.causal else "attention in both directions"
         key += "" if module.sliding_window is None else f", window {module.sliding_window}"

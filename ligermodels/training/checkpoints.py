@@ -1,8 +1,9 @@
 """The checkpoints of a run: the weights and the optimizer's state, under a checksum.
 
-The header of a file holds the step, a hash that tells the run from others, and a SHA-256 of these
-two and of all tensors. A flipped bit, a renamed file or a file of another run is therefore found
-before anything is computed with it.
+One process writes a file, and several write a folder: see `sharded_checkpoints`. Any number of
+processes resumes from either. The header of a file holds the step, a hash that tells the run from
+others, and a SHA-256 of these two and of all tensors. A flipped bit, a renamed file or a file of
+another run is therefore found before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch import Tensor
 from ligermodels.converters.files import names_if_present, parse_json
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, shown
+from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
+from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
+from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
 
 _FACTS = "ligermodels"  # the key of the file's metadata
-_NAME = re.compile(r"step-(\d{8,18})\.safetensors")
+_NAME = re.compile(r"step-(\d{8,18})(\.safetensors)?")
 
 
 class Checkpoints:
@@ -44,8 +48,10 @@ class Checkpoints:
         """
         found = {}
         for name in names_if_present(self.folder, CheckpointError) or ():
-            if match := _NAME.fullmatch(name):
-                found[int(match[1])] = self.folder / name
+            path = self.folder / name
+            match = _NAME.fullmatch(name)
+            if match and (match[2] or sharded_checkpoints.is_whole(path)):
+                found[int(match[1])] = path
         return dict(sorted(found.items()))
 
     def latest(self) -> int | None:
@@ -53,7 +59,7 @@ class Checkpoints:
         return max(self.files(), default=None)
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Write the state after `step` steps.
+        """Write the state after `step` steps. Of several ranks, every one calls it.
 
         Raises:
             LigerError: a value is not finite, so that nobody could go on from this state.
@@ -64,9 +70,13 @@ class Checkpoints:
                 f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
                 "written; try a lower learning rate or a longer warm-up"
             )
+        facts = {"step": step, "run": self.run}
+        if is_distributed():
+            folder = self.folder / f"step-{step:08d}"
+            sharded_checkpoints.write(folder, _stored(model, optimizer), facts)
+            return folder
         file = self.folder / f"step-{step:08d}.safetensors"
         tensors = {name: tensor.cpu() for name, tensor in named_state(model, optimizer)}
-        facts = {"step": step, "run": self.run}
         facts["sha256"] = _seal(facts, digests(tensors, lambda name: [tensors[name]]))
         # safetensors writes several keys in an order that changes from process to process.
         metadata = {_FACTS: json.dumps(facts)}
@@ -78,13 +88,19 @@ class Checkpoints:
     def load(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Copy the state after `step` steps into the model and a fresh, fused AdamW.
 
+        Of several ranks, every one calls it.
+
         Raises:
             CheckpointError: the file is damaged, or belongs to another model, step or run. Nothing
                 was changed, unless the file was changed while it was read.
         """
-        path = self.files()[step]
+        path = from_rank_0(self.files()[step] if rank() == 0 else None)
         try:
-            self._load(step, path, model, optimizer)
+            if path.suffix:
+                with error_on_all_ranks(CheckpointError):
+                    self._load(step, path, model, optimizer)
+            else:
+                self._load_folder(step, path, model, optimizer)
         except CheckpointError as error:
             first, *rest = str(error).split("\n")
             first += "; remove the file to resume from an earlier checkpoint"
@@ -105,22 +121,32 @@ class Checkpoints:
                 f"{path}: the name says step {step}, but the file holds step "
                 f"{shown(facts.get('step'))}"
             )
+        self._check_run(path, facts)
+        _allocate(model, optimizer, step)
+        for name, stored in _stored(model, optimizer).items():
+            for part in stored.parts:
+                _copy(file, name, part, stored.shape)
+        file.close()
+
+    def _load_folder(
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        with error_on_all_ranks(CheckpointError):
+            facts = sharded_checkpoints.facts_of(path)
+            if facts.get("step") != step:
+                raise CheckpointError(
+                    f"{path}: the name says step {step}, but the folder holds step "
+                    f"{shown(facts.get('step'))}"
+                )
+            self._check_run(path, facts)
+        _allocate(model, optimizer, step)
+        sharded_checkpoints.read(path, _stored(model, optimizer))
+
+    def _check_run(self, path: Path, facts: Mapping[str, Any]) -> None:
         if facts.get("run") != self.run:
             raise CheckpointError(
                 f"{path}: the file belongs to a run with another model, other data or options"
             )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                _copy(file, f"model.{name}", parameter)
-                state = optimizer.state[parameter]
-                for key in ("exp_avg", "exp_avg_sq"):
-                    # Allocate as the optimizer does: a kernel may round differently on memory
-                    # with another alignment.
-                    state[key] = torch.empty_like(parameter)
-                    _copy(file, f"optimizer.{key}.{name}", state[key])
-                # A fused optimizer keeps its step count on the parameter's device.
-                state["step"] = _value(file, f"{_COUNT}{name}").to(parameter.device)
-        file.close()
 
     def prune(self, keep: int) -> None:
         """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
@@ -128,8 +154,13 @@ class Checkpoints:
         for old in files[: max(0, len(files) - keep)]:
             _remove(old)
         for name in names_if_present(self.folder, CheckpointError) or ():
-            if name.endswith(PART) and _NAME.fullmatch(name.removesuffix(PART)):
-                _remove(self.folder / name)
+            path = self.folder / name
+            match = _NAME.fullmatch(name.removesuffix(PART))
+            whole = not name.endswith(PART) and (
+                match is None or match[2] is not None or sharded_checkpoints.is_whole(path)
+            )
+            if match and not whole:
+                _remove(path)
 
     def clear(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it."""
@@ -138,9 +169,12 @@ class Checkpoints:
             self.folder.rmdir()
 
 
-def _remove(file: Path) -> None:
-    with writing(file):
-        file.unlink()
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        sharded_checkpoints.remove(path)
+    else:
+        with writing(path):
+            path.unlink()
 
 
 def named_state(
@@ -159,15 +193,19 @@ def first_not_finite(
     """Return the first name whose tensor has a value that is not finite (in `dtype`), or None.
 
     This takes no memory for a mask: NaN and infinite values show in the extremes. Reads the device
-    once.
+    once. Each of several ranks looks at its shards, and all return the first name of any.
     """
     names, ends = [], []
     for name, tensor in tensors:
+        tensor = local_tensor(tensor)
+        if not tensor.numel():
+            continue
         low, high = tensor.aminmax()
         names.append(name)
         ends.append(torch.stack([low, high]).to(dtype or tensor.dtype).isfinite().all())
     finite = torch.stack(ends).tolist() if ends else []
-    return next((name for name, fine in zip(names, finite) if not fine), None)
+    first = next((name for name, fine in zip(names, finite) if not fine), None)
+    return next((name for name in gathered(first) if name is not None), None)
 
 
 def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> dict[str, str]:
@@ -197,14 +235,50 @@ def _seal(facts: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
 
 
 _COUNT = "optimizer.step."
+_MOMENTS = {"optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
+
+
+def _cuts(model: torch.nn.Module) -> dict[str, TensorShard]:
+    return getattr(model, "tensor_shards", {})
+
+
+def _allocate(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Give a fresh AdamW the state that it has after `step` steps, without its values."""
+    for parameter in model.parameters():
+        # Allocate as the optimizer does: a kernel may round differently on memory with another
+        # alignment.
+        state = optimizer.state[parameter]
+        for key in _MOMENTS.values():
+            state[key] = torch.empty_like(parameter)
+        # A fused optimizer keeps its step count on the parameter's device.
+        state["step"] = torch.tensor(float(step), device=parameter.device)
+
+
+def _stored(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, sharded_checkpoints.Stored]:
+    """Return this rank's parts of the weights and of AdamW's moments, by name."""
+    cuts, found = _cuts(model), {}
+    for name, parameter in model.named_parameters():
+        cut = cuts.get(name)
+        shape = tuple(parameter.shape) if cut is None else cut.shape
+        tensors = {"model": parameter.detach()}
+        state = optimizer.state.get(parameter, {})
+        tensors |= {kind: state[key] for kind, key in _MOMENTS.items() if key in state}
+        for kind, tensor in tensors.items():
+            parts = local_parts(tensor, cut)
+            found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
+    return found
 
 
 def _expected(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and the shape of each tensor of a checkpoint."""
     found = {}
+    cuts = _cuts(model)
     for name, parameter in model.named_parameters():
-        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-            found[f"{kind}.{name}"] = (parameter.dtype, tuple(parameter.shape))
+        shape = cuts[name].shape if name in cuts else tuple(parameter.shape)
+        for kind in ("model", *_MOMENTS):
+            found[f"{kind}.{name}"] = (parameter.dtype, shape)
         found[f"{_COUNT}{name}"] = (torch.float32, ())
     return found
 
@@ -238,9 +312,14 @@ def _value(file: SafetensorsFile, name: str) -> Tensor:
     return part.reshape(()).clone()
 
 
-def _copy(file: SafetensorsFile, name: str, into: Tensor) -> None:
-    at = 0
-    rows = into.view(into.shape or (1,))
-    for part in file.read(name):
-        rows[at : at + len(part)].copy_(part)
-        at += len(part)
+def _copy(file: SafetensorsFile, name: str, part: Part, shape: tuple[int, ...]) -> None:
+    rows, at = part.values.view(part.values.shape or (1,)), 0
+    last = part.row + len(rows)
+    if rows.shape[1:] == shape[1:]:
+        pieces = file.read(name, part.row, last)
+    else:
+        columns = part.column, part.column + rows.shape[1]
+        pieces = file.read_columns(name, part.row, last, columns)
+    for piece in pieces:
+        rows[at : at + len(piece)].copy_(piece)
+        at += len(piece)

@@ -206,6 +206,13 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
+    rank_timeout: int = _free_option(
+        600,
+        "on several GPUs, seconds after which a process that does not answer ends the run",
+        at_least=1,
+        at_most=10**6,
+    )
+
     save_steps: int = _free_option(
         500, "steps between checkpoints; 0 writes one only if the run is interrupted", at_least=0
     )

@@ -6,11 +6,13 @@ This module runs all stages, from the options to the export. `data` and `packing
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    from_rank_0,
+    is_distributed,
+    num_ranks,
+    rank,
+)
+from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints, digests, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
@@ -34,7 +44,8 @@ from ligermodels.training.memory import planner, summary, weight_dtype
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.processes import is_restarted, joined, local_device, losing_ranks, meet
+from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
@@ -98,22 +109,29 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
         LigerError: the output folder holds another run, or a loss or weight is no longer finite.
         Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
-    run_dir = RunDir(config.output_dir)
-    with Interrupts(verbose=progress) as interrupts:
+    device = local_device(pick_device(config.device))
+    with joined(device, config.rank_timeout), Interrupts(verbose=progress) as interrupts:
+        if is_restarted():
+            config = replace(config, resume=True, overwrite_output_dir=False)
+        progress = progress and rank() == 0
+        run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
         run = None
         try:
-            inputs = [("model", Path(config.model))]
-            inputs += [("training data", file) for file in check_files(config.train_files)]
-            inputs += [("evaluation data", file) for file in check_files(config.eval_files or [])]
-            run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-            device = pick_device(config.device)
+            with error_on_all_ranks():
+                inputs = [("model", Path(config.model))]
+                inputs += [("training data", file) for file in check_files(config.train_files)]
+                evaluated = check_files(config.eval_files or [])
+                inputs += [("evaluation data", file) for file in evaluated]
+                run_dir.check(config.resume, config.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []
             # fork_rng restores the random generators of the caller.
-            with run_dir.locked(), torch.random.fork_rng(devices=gpus):
-                # Another process may have written a run since the first check.
-                run_dir.check(config.resume, config.overwrite_output_dir, inputs)
+            with _locked(run_dir), torch.random.fork_rng(devices=gpus):
+                with error_on_all_ranks():
+                    # Another process may have written a run since the first check.
+                    run_dir.check(config.resume, config.overwrite_output_dir, inputs)
                 run = _Run(config, run_dir, device, progress, interrupts)
-                return run.run()
+                with losing_ranks():
+                    return run.run()
         except LigerError:
             raise
         except BaseException as error:
@@ -122,6 +140,15 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 raise
             signum = interrupts.signum or signal.SIGINT
             raise Interrupted(_what_is_saved(run, config.output_dir), signum) from error
+
+
+@contextlib.contextmanager
+def _locked(run_dir: RunDir) -> Iterator[None]:
+    """Lock the folder of a run on rank 0. If that fails, it fails on all ranks."""
+    with contextlib.ExitStack() as stack:
+        with error_on_all_ranks():
+            stack.enter_context(run_dir.locked())
+        yield
 
 
 def _what_is_saved(run: _Run | None, output_dir: str) -> str:
@@ -191,33 +218,58 @@ class _Run:
         self.progress = progress
         self.notes: list[str] = []
         self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        if is_distributed():
+            self.objective.check_several_ranks()
 
     def run(self) -> FinetuneResult:
         config = self.config
-        saved = self.run_dir.read_settings() if config.resume else None
+        with error_on_all_ranks():
+            saved = self.run_dir.read_settings() if config.resume else None
+        saved = from_rank_0(saved)
         if saved is not None:
             self._check_settings(saved["settings"])
         self.began = saved is not None
-        source = Path(resolve(config.model, revision=config.revision))
-        files = _file_hashes(source)
-        rows, eval_rows = self._rows(source)
-        model = self._model(source, rows, eval_rows)
+        with error_on_all_ranks():
+            source = Path(resolve(config.model, revision=config.revision))
+            files = _file_hashes(source)
+            rows, eval_rows = self._rows(source)
+            model = self._model(source, rows, eval_rows)
+        if is_distributed():
+            self._shard(model)
         self._plan_memory(model, rows, eval_rows, saved)
+        # A run that is resumed by another number of ranks makes the same steps.
+        self.ranks = num_ranks() if saved is None else saved["ranks"]
         trainer = Trainer(
-            model, config, rows, eval_rows, self.device, self.precision, self.objective
+            model,
+            config,
+            rows,
+            eval_rows,
+            self.device,
+            self.precision,
+            self.ranks * self.objective.batches_per_step,
+            self.objective,
         )
-        _check_unchanged(source, files)
+        with error_on_all_ranks():
+            _check_unchanged(source, files)
         with self.interrupts.held():
             base = {**files, "weights": _weights_hash(model)}
-            self._start(source, base, rows, trainer, saved)
-            check = self.interrupts.check
+            with error_on_all_ranks():
+                self._start(source, base, rows, trainer, saved)
+
+            def check() -> None:
+                where = f"step {trainer.done}"
+                found = meet(where, self.interrupts.signum, config.rank_timeout)
+                self.interrupts.signum = found
+                self.interrupts.check()
+
             try:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
                 trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
-                # The export copies the tokenizer files from there.
-                _check_unchanged(source, files)
+                with error_on_all_ranks():
+                    # The export copies the tokenizer files from there.
+                    _check_unchanged(source, files)
                 check()
                 result = self._finish(trainer)
             except KeyboardInterrupt:
@@ -225,6 +277,13 @@ class _Run:
                     trainer.save(self.run_dir, self.checkpoints)
                 raise
         return result
+
+    def _shard(self, model: DecoderModel) -> None:
+        """Spread the model over the ranks, and read each rank's part of it."""
+        if self.config.compile:
+            for layer in model.layers:
+                layer.compile()
+        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -274,7 +333,9 @@ class _Run:
         return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=self.device)
+        # Sharding reads each rank's part onto its device.
+        device = "meta" if is_distributed() else self.device
+        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -300,7 +361,11 @@ class _Run:
         config = self.config
         if config.activation_checkpointing:
             model.activation_checkpointing_enable()
-        elif saved is not None and saved["settings"].get("memory") == config.memory:
+        elif (
+            saved is not None
+            and saved["settings"].get("memory") == config.memory
+            and saved["ranks"] == num_ranks()
+        ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
         elif (budget := self._budget()) != "off":
@@ -338,11 +403,13 @@ class _Run:
             "settings": settings,
             **facts,
             "memory_plan": None if in_use is None else in_use.to_dict(),
+            "ranks": self.ranks,
         }
         if saved is None:
             files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
             self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
-            self.interrupts.check()
+            if not is_distributed():
+                self.interrupts.check()
             self.run_dir.clear()
             self.run_dir.write_settings(self.saved)
             self.began = True
@@ -378,13 +445,13 @@ class _Run:
         config, model = self.config, trainer.model
         self._export(trainer)
         self.exported = True
-        metrics = self.run_dir.read_metrics()
-        if not plot_losses(metrics, self.run_dir.loss_plot):
+        metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
+        if rank() == 0 and not plot_losses(metrics, self.run_dir.loss_plot):
             self._note(
                 "loss.png was not drawn, because matplotlib is not installed "
                 "(pip install 'ligermodels[plot]')"
             )
-        if not config.save_steps:  # An interruption may have written some.
+        if not config.save_steps and rank() == 0:  # An interruption may have written some.
             self.checkpoints.clear()
         losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
         evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
@@ -447,9 +514,16 @@ def _check_unchanged(source: Path, files: dict[str, str]) -> None:
 
 
 def _weights_hash(model: DecoderModel) -> str:
-    """Return a SHA-256 of all weights."""
+    """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
     weights = dict(model.named_parameters())
-    return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
+    if not is_distributed():
+        return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
+    found: dict[str, str] = {}
+    for name in weights:
+        whole = [model.whole_parameter(name)]  # every rank helps to gather it
+        if rank() == 0:
+            found |= digests([name], lambda _, whole=whole: whole)  # type: ignore[misc]
+    return from_rank_0(fingerprint(found))
 
 
 def _count(number: int, noun: str) -> str:

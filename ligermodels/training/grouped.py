@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,11 @@ class GroupBatch(Batch):
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     kl: Tensor | None = None
+
+    def without_targets(self) -> GroupBatch:
+        """Return these rows as a batch that counts for nothing."""
+        bare = super().without_targets()
+        return replace(self, **vars(bare), mask=torch.zeros_like(self.mask))
 
 
 def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Batch, Tensor]:

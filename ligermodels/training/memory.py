@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
@@ -38,10 +39,12 @@ def planner(
         accumulates: whether gradients exist before forward, because a step has several batches.
         options: those of `Planner`, such as the rates.
     """
+    # Sharded weights are gathered in bfloat16 instead.
+    casts = precision == "bf16-mixed" and not any(map(is_sharded, model.parameters()))
     return Planner(
         model,
         budget,
-        autocast=torch.bfloat16 if precision == "bf16-mixed" else None,
+        autocast=torch.bfloat16 if casts else None,
         packed=True,
         gradients="kept" if accumulates else "new",
         **options,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.errors import ConfigError
 from ligermodels.layers import HeadOutput
 from ligermodels.losses import (
     LossOutput,
@@ -29,6 +30,15 @@ from ligermodels.losses import (
     token_metrics,
 )
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    from_rank_0,
+    gathered,
+    is_distributed,
+    num_ranks,
+    rank,
+    sum_over_ranks,
+)
 from ligermodels.models.reference import frozen_copy
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
@@ -68,6 +78,14 @@ class Objective:
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
+
+    def check_several_ranks(self) -> None:
+        """Raise ConfigError if the run works only in one process."""
+        if self.config.reference not in (None, "file"):
+            raise ConfigError(
+                "reference: a sharded model has no frozen copy; leave the option out, and the "
+                "reference's log-probabilities are computed into a file"
+            )
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return the items of data files.
@@ -163,9 +181,14 @@ class PairObjective(Objective):
         for each in rows:
             assert isinstance(each, GroupedRows)
             path = reference_path(folder, base, each.fingerprint(), str(self.config.seq_len))
-            each.reference = stored_log_probs(
-                path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
-            )
+            made = torch.empty(0)
+            if from_rank_0(rank() == 0 and not path.exists()):
+                made = _all_log_probs(call, each, self.batch_size)
+            stored = None
+            with error_on_all_ranks():
+                if rank() == 0:
+                    stored = stored_log_probs(path, each.num_targets, made.clone)
+            each.reference = from_rank_0(stored)
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
         """Count pairs, and the tokens of the chosen completions' likelihood."""
@@ -217,7 +240,7 @@ class JudgedObjective(PairObjective):
 
     def begin(self, call: Call, batches: list[GroupBatch]) -> tuple[list[Any], dict[str, Mean]]:
         """Estimate the KL of the whole step, and keep only the rows of the loss."""
-        rows = sum(len(batch.groups) for batch in batches)
+        rows = sum_over_ranks(sum(len(b.groups) for b in batches if b.num_targets))
         halves = [(_part(batch, 0), _part(batch, 1)) for batch in batches]
         if self.config.loss_type == "apo_zero_unpaired":
             return [first for first, _ in halves], {}
@@ -228,6 +251,8 @@ class JudgedObjective(PairObjective):
                 reference = reference_log_probs(call, other, self.reference_model, log_probs)
                 mask = other.mask.to(log_probs.device)
                 kl = kl.to(log_probs) + kto_kl(log_probs, reference, mask, normalizer=rows)
+        if is_distributed():
+            dist.all_reduce(kl)
         return [replace(first, kl=kl) for first, _ in halves], {}
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
@@ -277,16 +302,19 @@ def reference_log_probs(
 
 @torch.no_grad()
 def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
-    """Return the log-probabilities of all targets, in the order of the groups."""
-    found: list[Tensor] = []
-    for start in range(0, len(rows), batch_size):
-        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+    """Return the log-probabilities of all targets, in the order of the groups, on all ranks."""
+    chunks = [range(at, min(at + batch_size, len(rows))) for at in range(0, len(rows), batch_size)]
+    found: dict[int, list[Tensor]] = {}
+    # All ranks call the model equally often, because a sharded model waits for all.
+    for number in range(rank(), -(-len(chunks) // num_ranks()) * num_ranks(), num_ranks()):
+        chunk = min(number, len(chunks) - 1)
+        batch = rows.batch(chunks[chunk])
         log_probs = log_probs_of(call(batch, reduction="none")).cpu()
         count = len(batch.groups)
-        for i in range(count):
-            for row in range(i, count * rows.per_group, count):
-                found.append(log_probs[row, batch.mask[row]])
-    return torch.cat(found)
+        order = [row for i in range(count) for row in range(i, count * rows.per_group, count)]
+        found[chunk] = [log_probs[row, batch.mask[row]] for row in order]
+    every = {chunk: parts for each in gathered(found) for chunk, parts in each.items()}
+    return torch.cat([part for chunk in sorted(every) for part in every[chunk]])
 
 
 def _part(batch: GroupBatch, number: int) -> GroupBatch:

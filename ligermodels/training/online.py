@@ -63,6 +63,10 @@ class GroupObjective(Objective):
         self.reference_model: DecoderModel | None = None
         self.tokenizer: Tokenizer | None = None
 
+    def check_several_ranks(self) -> None:
+        """Raise ConfigError: a rank that has sampled its texts would not wait for the others."""
+        raise ConfigError("loss: grpo samples in one process; run it without --gpus and torchrun")
+
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return prompts."""
         self.tokenizer = tokenizer

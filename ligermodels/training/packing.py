@@ -36,6 +36,11 @@ class Batch:
     num_tokens: int
     num_targets: int
 
+    def without_targets(self) -> Batch:
+        """Return these rows as a batch that counts for nothing."""
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        return Batch(self.input_ids, labels, self.position_ids, 0, 0)
+
 
 def hold_out(
     documents: list[Document], fraction: float, seed: int

@@ -63,6 +63,7 @@ _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "steps": (int,),  # number of steps of the whole run
     "memory_plan": (dict, type(None)),
     "exported": (bool,),  # whether the run has begun to write model/
+    "ranks": (int,),  # number of processes that the run was started with
     "ligermodels": (str,),  # the version
 }
 
@@ -227,6 +228,7 @@ class RunDir:
         found = read_json_if_present(file, CheckpointError)
         if found is None:
             return None
+        found.setdefault("ranks", 1)  # runs of older versions had one process
         for key, kind in _RUN_KEYS.items():
             if key not in found:
                 raise CheckpointError(
@@ -285,6 +287,30 @@ class RunDir:
         atomic_write(
             self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
         )
+
+
+class ReadOnlyRunDir(RunDir):
+    """The folder of a run for the ranks that write nothing to it, because rank 0 does."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Do nothing: rank 0 has the lock."""
+        yield
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def log(self, entry: Metrics) -> None:
+        """Do nothing."""
+
+    def sync_metrics(self) -> None:
+        """Do nothing."""
+
+    def cut_metrics(self, step: int) -> None:
+        """Do nothing."""
 
 
 def _is_within(path: Path, folder: Path) -> bool:

@@ -2,9 +2,9 @@
 
 A step's loss is a sum over all its micro-batches, divided by a number that counts all of them: the
 valid targets, for example. One big batch gives the same loss, however the targets are spread over
-the micro-batches. What the loss is, and what is counted, says an `Objective`. A step
-depends only on the weights, the optimizer's state, the seed and the step's number. A checkpoint
-therefore holds only the weights and the optimizer's state.
+the micro-batches, and the micro-batches over ranks. What the loss is, and what is counted, says an
+`Objective`. A step depends only on the weights, the optimizer's state, the seed and the step's
+number. A checkpoint therefore holds only the weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -16,13 +16,24 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.layers import HeadOutput
-from ligermodels.losses import Mean
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import reshard
+from ligermodels.models.ranks import (
+    from_rank_0,
+    gathered,
+    is_distributed,
+    num_ranks,
+    rank,
+    sum_over_ranks,
+)
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
@@ -54,6 +65,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
     """Return the number of optimizer steps that the config asks for with `num_rows` rows.
 
+    Args: rows_per_step, on all ranks together.
     Raises:
         ConfigError: the run would never end.
     """
@@ -66,6 +78,11 @@ def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -
             f"steps; the most is {MAX_STEPS}"
         )
     return max(1, math.ceil(steps))
+
+
+def _up(count: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not less than `count`."""
+    return -(-count // step) * step
 
 
 def perplexity(loss: float) -> float:
@@ -92,8 +109,11 @@ class Step(NamedTuple):
 class Trainer:
     """The model, the optimizer and the rows of one run.
 
-    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
-    says what the run minimises, by default the loss of the next token.
+    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16".
+    `micro_batches` is the number of batches of the data in one step. The ranks share them out, and
+    those that get one less compute a batch that counts for nothing instead. By default each rank
+    has as many as the config says. `objective` says what the run minimises, by default the loss of
+    the next token.
     """
 
     def __init__(
@@ -104,6 +124,7 @@ class Trainer:
         eval_rows: Rows | None,
         device: torch.device,
         precision: str,
+        micro_batches: int | None = None,
         objective: Objective | None = None,
     ) -> None:
         self.model = model
@@ -113,7 +134,10 @@ class Trainer:
         self.eval_rows = eval_rows
         self.device = device
         self.precision = precision
-        self.forward = torch.compile(model) if config.compile else model
+        self.is_sharded = any(map(is_sharded, model.parameters()))
+        # The layers of a sharded model are compiled before they are sharded.
+        compiles = config.compile and not self.is_sharded
+        self.forward = torch.compile(model) if compiles else model
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, config.weight_decay),
             lr=config.learning_rate,
@@ -121,7 +145,12 @@ class Trainer:
             eps=config.adam_epsilon,
             fused=True,
         )
-        per_step = self.objective.batch_size * self.objective.batches_per_step
+        self.num_micro_batches = (
+            num_ranks() * self.objective.batches_per_step
+            if micro_batches is None
+            else micro_batches
+        )
+        per_step = self.objective.batch_size * self.num_micro_batches
         self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
@@ -132,24 +161,28 @@ class Trainer:
         self._row = row_order(len(rows), config.seed)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context of a forward pass."""
-        mixed = self.precision == "bf16-mixed"
+        """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""
+        mixed = self.precision == "bf16-mixed" and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
     def head_options(self, batch: Batch) -> dict[str, Any]:
         """Return options that make the head skip rows without a target, if that saves time."""
         few = batch.num_targets < 0.9 * batch.labels.numel()
         # torch.compile would trace the model again for every new number of targets.
-        if few and not self.config.compile:
+        if few and batch.num_targets and not self.config.compile:
             return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return the batches of a step, on the CPU."""
-        size, count = self.objective.batch_size, self.objective.batches_per_step
+        """Return this rank's batches of a step, on the CPU. All ranks have as many."""
+        size, count = self.objective.batch_size, self.num_micro_batches
         first = step * size * count
-        indices = [self._row(i) for i in range(first, first + size * count)]
-        return [self.rows.batch(indices[i * size : (i + 1) * size]) for i in range(count)]
+        batches = []
+        for number in range(rank(), _up(count, num_ranks()), num_ranks()):
+            at = first + min(number, count - 1) * size
+            batch: Batch = self.rows.batch([self._row(i) for i in range(at, at + size)])
+            batches.append(batch if number < count else batch.without_targets())
+        return batches
 
     def step(self, step: int, batches: list[Batch]) -> Step:
         """Run one optimizer step on the batches of the data that `micro_batches` returns."""
@@ -158,16 +191,22 @@ class Trainer:
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches)
-        normalizers = self._normalizers(batches)
+        # The gradients of ranks are averaged, not summed.
+        normalizers = {k: n / num_ranks() for k, n in self._normalizers(batches).items()}
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            part, found = self.objective.loss(self.call, batch, **normalizers)
+            part, found = self._loss(batch, normalizers)
             part.backward()
             loss += part.detach()
             metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if is_sharded(norm):
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
+        if is_distributed():
+            dist.all_reduce(loss)
+            loss /= num_ranks()
         rate = learning_rate(
             step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
         )
@@ -175,9 +214,9 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(batch.num_tokens for batch in batches)
-        targets = sum(batch.num_targets for batch in batches)
-        return Step(loss, norm, rate, metrics, tokens, targets)
+        tokens = sum_over_ranks(sum(batch.num_tokens for batch in batches))
+        targets = sum_over_ranks(sum(batch.num_targets for batch in batches))
+        return Step(loss, norm, rate, _over_ranks(metrics), tokens, targets)
 
     def call(
         self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
@@ -193,13 +232,28 @@ class Trainer:
             )
 
     def _normalizers(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
-        """Return the sums of what the objective counts in each batch."""
+        """Return the sums, over all ranks, of what the objective counts in each batch."""
         counts: dict[str, int] = {}
         for batch in batches:
-            for name, count in self.objective.counts(batch).items():
-                counts[name] = counts.get(name, 0) + count
+            if batch.num_targets:
+                for name, count in self.objective.counts(batch).items():
+                    counts[name] = counts.get(name, 0) + count
+        every = gathered(counts)
+        names = sorted({name for each in every for name in each})
         # torch.compile would compile again for every new Python number, so these are tensors.
-        return {k: torch.tensor(float(count), device=self.device) for k, count in counts.items()}
+        return {
+            name: torch.tensor(float(sum(each.get(name, 0) for each in every)), device=self.device)
+            for name in names
+        }
+
+    def _loss(self, batch: Batch, normalizers: dict[str, Tensor]) -> LossOutput:
+        """Return loss and metrics of a batch. One without targets counts for nothing."""
+        loss, metrics = self.objective.loss(self.call, batch, **normalizers)
+        if batch.num_targets:
+            return LossOutput(loss, metrics)
+        # Its backward still runs, because the other ranks wait for it to gather the weights.
+        nothing = {k: Mean(mean.total * 0, mean.count * 0) for k, mean in metrics.items()}
+        return LossOutput(loss * 0, nothing)
 
     @torch.no_grad()
     def evaluate(self, check: Callable[[], None] = lambda: None) -> Metrics:
@@ -214,20 +268,27 @@ class Trainer:
         size = self.objective.batch_size
         chunks = [range(at, min(number, at + size)) for at in range(0, number, size)]
         with_loss = self.objective.evaluates_loss
-        normalizers = self._normalizers(map(self.eval_rows.batch, chunks)) if with_loss else {}
+        mine = chunks[rank() :: num_ranks()]
+        normalizers = self._normalizers(map(self.eval_rows.batch, mine)) if with_loss else {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         metrics: dict[str, Mean] = {}
         targets = 0
-        for chunk in chunks:
+        for index in range(rank(), _up(len(chunks), num_ranks()), num_ranks()):
             check()
-            batches, found = self.objective.begin(self.call, [self.eval_rows.batch(chunk)])
+            batch = self.eval_rows.batch(chunks[min(index, len(chunks) - 1)])
+            batch = batch if index < len(chunks) else batch.without_targets()
+            batches, found = self.objective.begin(self.call, [batch])
             metrics = _sums(metrics, found)
             targets += sum(batch.num_targets for batch in batches)
             for batch in batches if with_loss else ():
-                part, found = self.objective.loss(self.call, batch, **normalizers)
+                part, found = self._loss(batch, normalizers)
                 total += part.double()
                 metrics = _sums(metrics, found)
-        found_metrics = {f"eval_{k}": float(mean.value) for k, mean in metrics.items()}
+        reshard(self.model)
+        if is_distributed():
+            dist.all_reduce(total)
+        targets = sum_over_ranks(targets)
+        found_metrics = {f"eval_{k}": float(m.value) for k, m in _over_ranks(metrics).items()}
         if not with_loss:
             return {**found_metrics, "targets": targets}
         loss = float(total)
@@ -254,7 +315,7 @@ class Trainer:
             SaveError: the disk is full, for example.
         """
         config = self.config
-        saved = checkpoints.latest()
+        saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
         if saved is not None:
             if saved > self.total_steps:
                 raise CheckpointError(
@@ -262,11 +323,13 @@ class Trainer:
                     "remove the file to resume from an earlier checkpoint"
                 )
             checkpoints.load(saved, self.model, self.optimizer)
-            checkpoints.prune(config.save_total_limit)
+            if rank() == 0:
+                checkpoints.prune(config.save_total_limit)
         self.done = saved or 0
         run_dir.cut_metrics(-1 if saved is None else saved)
+        metrics = run_dir.read_metrics() if rank() == 0 else []
         shown = self.objective.shown[0]
-        evaluated = {entry["step"] for entry in run_dir.read_metrics() if shown in entry}
+        evaluated = from_rank_0({entry["step"] for entry in metrics if shown in entry})
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -321,11 +384,13 @@ class Trainer:
             return
         if self._waiting:
             self._log(run_dir, time.perf_counter(), None)
-        if not self.done or checkpoints.latest() == self.done:
+        latest = from_rank_0(checkpoints.latest() if rank() == 0 else None)
+        if not self.done or latest == self.done:
             return
         run_dir.sync_metrics()
         checkpoints.save(self.done, self.model, self.optimizer)
-        checkpoints.prune(self.config.save_total_limit)
+        if rank() == 0:
+            checkpoints.prune(self.config.save_total_limit)
 
     def _evaluates(self, done: int) -> bool:
         return done == self.total_steps or done % self.eval_steps == 0
@@ -379,3 +444,12 @@ class Trainer:
 def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:
     """Return the means over two sets of things."""
     return {**metrics, **{k: metrics[k] + v if k in metrics else v for k, v in more.items()}}
+
+
+def _over_ranks(metrics: dict[str, Mean]) -> dict[str, Mean]:
+    """Return the means over all ranks, which have the same names."""
+    if not is_distributed() or not metrics:
+        return metrics
+    sums = torch.stack([x.double() for mean in metrics.values() for x in (mean.total, mean.count)])
+    dist.all_reduce(sums)
+    return {name: Mean(*pair) for name, pair in zip(metrics, sums.view(-1, 2))}

@@ -12,7 +12,9 @@ import argparse
 import importlib
 import json
 import os
+import random
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", default=list(GROUPS))
     parser.add_argument("--runs", type=int, default=1000, help="runs of each group")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="start no run after this time")
     parser.add_argument("--only", help="run only attacks with this text in their name")
     parser.add_argument("--package", help="attack the ligermodels in this folder")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
@@ -59,8 +62,13 @@ def main() -> int:
         for one, seed in plan(group, options.runs, options.seed)
         if not options.only or options.only in one.name
     ]
+    if options.seconds is not None:  # What there is no time for is then of all attacks alike.
+        random.Random(options.seed).shuffle(runs)
     print(f"ligermodels from {Path(ligermodels.__file__).parent}, {len(ATTACKS)} attacks")
+    began = time.monotonic()
     for one, seed in tqdm(runs, unit="run"):
+        if options.seconds is not None and time.monotonic() - began > options.seconds:
+            break
         count = counts[one.group, one.fault, one.name]
         count.runs += 1
         broken = run_one(one, seed)

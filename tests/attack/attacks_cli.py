@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import ligermodels
 from ligermodels import cli
-from tests.attack.harness import Case, Fault, attack
+from tests.attack.harness import Case, Fault, attack, renew_threads
 from tests.training.tiny_run import make_checkpoint, make_text
 
 # SIGINT comes at an import of ours or of a library, counted from that of argparse, which is the
@@ -128,6 +129,47 @@ def links_that_lead_nowhere_are_no_traceback(case: Case) -> None:
         "verify": ["convert", loop, "--verify"],
     }[place]
     case.cli(*command).fine_or_one_line()
+
+
+@attack("B", 14, weight=2, seconds=60.0)
+def a_command_can_be_interrupted(case: Case) -> None:
+    """Ctrl-C at any moment is one line and exit code 130, and the next save leaves nothing else."""
+    model, parent = make_checkpoint(case.folder / "model"), case.folder / "new"
+    parent.mkdir()
+    command: list[Any] = case.draw.choice(
+        [
+            ["convert", model, parent / "out"],
+            ["convert", model, parent / "out", "--verify"],
+            ["convert", model, "--verify"],
+            ["generate", model, "the cat", "--device", "cpu", "--max-new-tokens", "30"],
+            ["inspect", model, "--batch", "2", "--seq", "8", "--budget", "1GiB"],
+        ]
+    )
+    seconds = case.draw.uniform(0, 0.15)
+    said = case.folder / "stderr"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", closefd=False)
+            renew_threads(2)
+            tempfile.tempdir = str(case.folder)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            code = cli.main([os.fspath(word) for word in command])
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    text = said.read_text() if said.exists() else ""
+    # With exit code 0 it was done already.
+    if code not in (0, 130) or (code == 130 and text != "ligermodels: interrupted\n"):
+        raise Fault(f"{command[0]} after {seconds:.3f} s: exit code {code}: {text[-800:]}")
+    again = case.cli("convert", model, parent / "out", "--verify", "--overwrite")
+    if again.code != 0 or os.listdir(parent) != ["out"]:
+        raise Fault(f"after that, {os.listdir(parent)} is there: {again.err}")
 
 
 # What users write, and what they mean.

@@ -22,7 +22,7 @@ from torch import nn
 import ligermodels
 from ligermodels import AutoLiger, LigerError, LigerLlama, LigerQwen2, SaveError
 from tests import sandbox
-from tests.attack.harness import Case, Fault, attack
+from tests.attack.harness import Case, Fault, attack, renew_threads
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -137,6 +137,7 @@ def process(work: Callable[[], None]) -> Iterator[int]:
     child = os.fork()
     if child == 0:
         os.close(reading)
+        renew_threads()
         try:
             work()
         except BaseException:

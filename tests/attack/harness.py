@@ -139,11 +139,19 @@ def run_one(one: Attack, seed: int) -> str | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def renew_threads(number: int = 1) -> None:
+    """Let a fork make torch's pool of threads anew; the first operations of two threads race to."""
+    import torch
+
+    torch.set_num_threads(number)
+
+
 def _attempt(one: Attack, seed: int, folder: Path) -> str | None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     os.chdir(folder)
+    renew_threads()
     try:
         one.run(Case(random.Random(f"{one.name}:{seed}"), folder))
     except Fault as fault:

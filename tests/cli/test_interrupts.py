@@ -1,4 +1,4 @@
-"""Ctrl-C while the program starts: one line and exit code 130, wherever it comes."""
+"""Ctrl-C while the program starts and works: one line and exit code 130, wherever it comes."""
 
 import os
 import signal
@@ -8,8 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from ligermodels.cli.interrupts import quit_on_interrupt
+from ligermodels import cli
+from ligermodels.cli.interrupts import quit_on_interrupt, raise_on_interrupt
+from ligermodels.converters import export
+from ligermodels.converters.checkpoint import Checkpoint
 
 # Send SIGINT at the import of a number, counted from that of argparse.
 PROGRAM = """
@@ -53,6 +57,59 @@ def test_a_block_exits_at_once():
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+def interrupted(arguments, holder, name, folder):
+    """Run a command in a fork; press Ctrl-C within a function. Return exit code and stderr."""
+    said = folder / "stderr"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", closefd=False)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            torch.set_num_threads(2)
+            original = getattr(holder, name)
+
+            def press(*args, **options):
+                os.kill(os.getpid(), signal.SIGINT)
+                return original(*args, **options)
+
+            setattr(holder, name, press)
+            code = cli.main([str(argument) for argument in arguments])
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()
+
+
+def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
+    command = ["generate", checkpoint, "a", "--device", "cpu"]
+    assert interrupted(command, Checkpoint, "read", tmp_path) == (130, "ligermodels: interrupted\n")
+
+
+def test_a_save_is_cleaned_up(checkpoint, tmp_path):
+    command = ["convert", checkpoint, tmp_path / "new" / "out"]
+    said = interrupted(command, export, "_write_shard", tmp_path)
+    assert said == (130, "ligermodels: interrupted\n")
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_within_the_other_block_the_signal_raises():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with quit_on_interrupt():
+            quits = signal.getsignal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt), raise_on_interrupt():
+                os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) == quits
+        with raise_on_interrupt():
+            pass
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_handlers_of_others_stay(monkeypatch):

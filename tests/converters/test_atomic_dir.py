@@ -348,6 +348,72 @@ def test_what_others_do_to_the_new_folder_after_the_swap_is_kept(tmp_path, way, 
     assert content(target) == NEW | expected and os.listdir(tmp_path) == ["out"]
 
 
+def test_a_call_that_found_the_old_folder_before_the_swap_loses_nothing(tmp_path, way, monkeypatch):
+    """It changes that folder while the files that came late are added to the new one."""
+    target, late = tmp_path / "out", []
+    fill(target, OLD)
+    over = atomic._Carry.over
+
+    def others(carry, old, new):
+        changed = over(carry, old, new)
+        if new == target and len(late) < 3:
+            late.append(f"late {len(late)}")
+            (old / late[-1]).write_text("mine")
+        return changed
+
+    monkeypatch.setattr(atomic._Carry, "over", others)
+    replace(target)
+    assert content(target) == NEW | dict.fromkeys(late, "mine") and len(late) == 3
+
+
+def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeypatch):
+    target, writable = tmp_path / "out", atomic._is_writable
+    fill(target, OLD)
+    looks = []
+
+    def others(path):
+        looks.append(path)
+        if len(looks) > 1:
+            return writable(path)
+        shutil.rmtree(path)  # the folder is absent during this look, and another one after it
+        absent = writable(path)
+        (tmp_path / "holds the old inode number").mkdir()
+        fill(path, OLD)
+        return absent
+
+    monkeypatch.setattr(atomic, "_is_writable", others)
+    atomic.check_replaceable(target)
+    assert len(looks) == 2
+
+
+def test_a_file_that_is_written_before_the_swap_and_moved_after_it_has_one_name(
+    tmp_path, way, monkeypatch
+):
+    target = tmp_path / "out"
+    fill(target, OLD | {"aside": "m"})
+    swap = atomic._swap
+
+    def others(fresh, target):
+        (target / "aside").write_text("mine")
+        old = swap(fresh, target)
+        os.replace(target / "aside", target / "log")
+        return old
+
+    monkeypatch.setattr(atomic, "_swap", others)
+    replace(target)
+    assert content(target) == NEW | {"log": "mine"}
+
+
+def test_the_new_folder_of_a_killed_save_inside_does_not_come_along(tmp_path):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    left, lock = atomic._new_folder(target / "best")
+    lock.close()
+    (target / ".file.saving-0123456789abcdef").write_text("mine")
+    replace(target)
+    assert not left.exists() and (target / ".file.saving-0123456789abcdef").exists()
+
+
 def test_another_save_inside_the_folder_is_an_error(tmp_path, before_the_swap):
     target, inner = tmp_path / "out", tmp_path / "out" / "best"
     fill(target, OLD)

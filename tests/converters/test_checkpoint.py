@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal, is_finite
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 from tests.pairwise import pairwise
@@ -76,11 +77,31 @@ def test_a_slice_touches_only_its_rows(make, monkeypatch):
     monkeypatch.setattr(
         Checkpoint,
         "_rows",
-        lambda self, *args, out: read.append(args) or original(self, *args, out=out),
+        lambda self, *args, **options: read.append(args) or original(self, *args, **options),
     )
     Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
     attention = "model.layers.0.self_attn"
     assert read == [(f"{attention}.q_proj.weight", 14, 16), (f"{attention}.k_proj.weight", 0, 2)]
+
+
+def test_columns_are_read_alone(make, monkeypatch):
+    folder, config = make()
+    entry = next(
+        e for e in LigerLlama.weight_map(config) if e.name == "layers.0.mlp.gate_up_proj.weight"
+    )
+    whole = torch.empty(entry.shape)
+    Checkpoint(folder).read(entry, whole)
+    sizes = []
+    fill = SafetensorsFile._fill
+    monkeypatch.setattr(
+        SafetensorsFile,
+        "_fill",
+        lambda self, *args: sizes.append(len(args[-1])) or fill(self, *args),
+    )
+    part = torch.empty(3, 5, dtype=torch.float64)
+    Checkpoint(folder).read(entry, part, start=2, column=4)
+    assert part.equal(whole[2:5, 4:9].double())
+    assert sizes == [5 * 2] * 3  # stored in 2 bytes each
 
 
 def test_one_error_lists_everything_wrong(make):

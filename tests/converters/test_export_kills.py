@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace
 
 every = pytest.mark.parametrize(
     "every",
-    [pytest.param(3, id="sample"), pytest.param(1, id="long", marks=pytest.mark.long)],
+    [pytest.param(6, id="sample"), pytest.param(1, id="long", marks=pytest.mark.long)],
 )
 
 

@@ -30,7 +30,7 @@ from ligermodels.models.auto import families
 from . import fuzzing, second_opinion
 from .seeds import seeds
 
-SAMPLE = 100
+SAMPLE = 50
 CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000")) // len(families())
 REPORT = os.environ.get("LIGERMODELS_FUZZ_REPORT")
 SECONDS = 60  # a load takes milliseconds, so one that takes a minute hangs

@@ -136,6 +136,7 @@ def test_packed_documents_are_computed_apart(model, data):
     torch.testing.assert_close(packed, alone)
 
 
+@pytest.mark.long
 def test_torch_compile_equals_eager(model, data):
     ids = data[:64].view(2, 32)
     labels = ids.masked_fill(ids == ord("e"), -100)

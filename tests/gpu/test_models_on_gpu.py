@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ligermodels.layers import AttentionMask
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import DECODERS
@@ -153,7 +154,7 @@ INPUTS = [("whole", family) for family in DECODERS] + [
 
 def inputs_of(given: str) -> dict[str, torch.Tensor]:
     """Return the inputs that make one row of 200 tokens whole, packed or padded."""
-    padding = torch.ones(1, 200, device="cuda")
+    padding = torch.ones(1, 200, dtype=torch.int64, device="cuda")
     padding[:, 150:] = 0
     return {
         "whole": {},
@@ -217,3 +218,32 @@ def test_a_target_outside_the_vocabulary_is_nan_in_its_row():
     targets = torch.tensor([1, 32003, -5, -100], device="cuda")
     loss = model.head(hidden, targets, reduction="none").loss
     assert loss.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_a_mask_of_ones_takes_no_flex_attention(family, monkeypatch):
+    """Every tokenizer returns one, and to look at it would be a host synchronisation."""
+    window = {"sliding_window": 50} if family != "llama" else {}
+    model = make(torch.bfloat16, family, num_hidden_layers=2, **window)
+    ids, labels = batch()
+    loss, grads = gradients(model, model, ids, labels=labels)
+
+    def block_mask(*args, **kwargs):
+        raise AssertionError("FlexAttention")
+
+    monkeypatch.setattr(AttentionMask, "block_mask", block_mask)
+    for mask in (torch.ones_like(ids), torch.ones_like(ids, device="cpu")):
+        masked_loss, masked = gradients(model, model, ids, labels=labels, attention_mask=mask)
+        assert abs(masked_loss - loss) < 1e-2 * loss
+        for name, grad in grads.items():
+            assert relative(masked[name], grad) < 5e-2, name
+
+
+def test_padding_between_tokens_is_nan():
+    model = make(torch.bfloat16)
+    ids, labels = batch()
+    mask = torch.ones_like(ids)
+    mask[0, 7] = 0
+    assert model(ids, labels=labels, attention_mask=mask).loss.isnan()
+    mask[0, :7] = 0
+    assert model(ids, labels=labels, attention_mask=mask).loss.isfinite()

@@ -202,3 +202,50 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
     return cross_entropy(F.linear(hidden, weight, bias), targets, **options)
+
+
+def linear_divergence(
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    bias=None,
+    teacher_bias=None,
+    *,
+    beta=0.5,
+    mask=None,
+    token_weights=None,
+    reduction="mean",
+    normalizer=None,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    teacher_softcap=None,
+    teacher_scale=1.0,
+) -> Tensor:
+    def log_probs(logits: Tensor, cap: float | None, scale: float) -> Tensor:
+        t = widened(logits) * scale
+        t = t if cap is None else cap * torch.tanh(t / cap)
+        return torch.log_softmax(t / temperature, -1)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+
+    log_p = log_probs(F.linear(hidden, weight, bias), softcap, logit_scale)
+    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)
+    log_q = log_probs(teacher, teacher_softcap, teacher_scale)
+    if beta is None:
+        each = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    elif beta in (0, 1):
+        each = kl(log_q, log_p) if beta == 0 else kl(log_p, log_q)
+    else:
+        log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
+        each = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    if mask is not None:
+        each = torch.where(mask, each, torch.zeros_like(each))
+    if token_weights is not None:
+        each = each * token_weights
+    if reduction != "mean":
+        return each if reduction == "none" else each.sum()
+    count = each.numel() if mask is None else int(mask.sum())
+    return each.sum() / (normalizer or max(count, 1))

@@ -59,25 +59,27 @@ class Recorded(NamedTuple):
         return f"{self.kernel.__name__} {self.constants} {self.options} {self.signature}"
 
 
-def pairs_of_features(launches: list[Recorded]) -> list[Recorded]:
-    """Return launches of one kernel that hold every pair of two features that occurs in any.
+def sample_of_features(launches: list[Recorded], together: int) -> list[Recorded]:
+    """Return launches of one kernel that hold every feature that occurs in any.
 
-    The choice is greedy: each time the launch with the most new pairs, the first of equals.
+    The choice is greedy: each time the launch with the most new features, the first of equals.
+
+    Args: together is 1, or 2 to hold every pair of two features, or more.
     """
     features = [launch.features() for launch in launches]
     names = sorted(set().union(*features))
     varying = [name for name in names if len({str(x.get(name)) for x in features}) > 1]
-    pairs = [
+    groups = [
         # A launch that is alone has no features that vary; it is chosen for this entry.
-        {(), *combinations([(name, str(x.get(name))) for name in varying], 2)}
+        {(), *combinations([(name, str(x.get(name))) for name in varying], together)}
         for x in features
     ]
-    missing = set().union(*pairs)
+    missing = set().union(*groups)
     chosen = []
     while missing:
-        best = max(range(len(launches)), key=lambda i: len(pairs[i] & missing))
+        best = max(range(len(launches)), key=lambda i: len(groups[i] & missing))
         chosen.append(launches[best])
-        missing -= pairs[best]
+        missing -= groups[best]
     return chosen
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.kernels.loss_options import TOKEN_STATS
 from tests.kernels import formulas
 from tests.kernels.checks import as_tuple, random
 
@@ -169,6 +170,8 @@ def cross_entropy(
         "targets": targets(leading, vocab),
         **options,
     }
+    if "alternatives" in options:  # how many
+        made["alternatives"] = torch.arange(options["alternatives"]).expand(*leading, -1) % vocab
     return made | {k: value for k, value in loss_options(vocab).items() if k in given}
 
 
@@ -186,6 +189,22 @@ def linear_cross_entropy(
 def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
     made = linear_cross_entropy(leading, vocab, **options)
     return made | linear(made["hidden"].shape[-1], vocab)
+
+
+def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
+    """Make the inputs of a student and of a narrower teacher."""
+    head, teacher = linear(32, vocab, bias="softcap" in options), linear(16, vocab)
+    masked = {"mask": targets(leading, vocab) >= 0} if options.pop("masked", False) else {}
+    return {
+        "hidden": random(*leading, 32, seed=12),
+        "weight": head["weight"],
+        "bias": head["bias"],
+        "teacher_hidden": random(*leading, 16, seed=13),
+        "teacher_weight": teacher["weight"] * 1.5,
+        "chunk_size": 2,
+        **masked,
+        **options,
+    }
 
 
 def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,6 +249,24 @@ TOKEN_FLAGS = tuple(
     {"reduction": reduction, "return_token_stats": True, "given": given}
     for given in ((), LOSS_OPTIONS)
     for reduction in ("none", "mean")
+)
+# What can be asked of each token by name, one at a time and all at once.
+ASKED_FLAGS = (
+    *({"reduction": "none", "return_token_stats": (name,)} for name in TOKEN_STATS[3:]),
+    {"reduction": "none", "alternatives": 3},
+    {
+        "reduction": "none",
+        "return_token_stats": TOKEN_STATS,
+        "alternatives": 3,
+        "top_k": 1,
+        "given": LOSS_OPTIONS,
+    },
+)
+TEACHER = ("teacher_hidden", "teacher_weight")
+DIVERGENCE_FLAGS = tuple(
+    {"beta": beta, **options}
+    for options in ({}, {"softcap": 4.0, "teacher_softcap": 5.0, "masked": True})
+    for beta in (0.0, 1.0, None, 0.3)
 )
 LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
 LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
@@ -322,7 +359,7 @@ CASES = {
         cross_entropy,
         VOCAB,
         outputs=2,
-        flags=LOSS_FLAGS + TOKEN_FLAGS,
+        flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
     "cross_entropy of each row": Case(
         "cross_entropy",
@@ -338,7 +375,7 @@ CASES = {
         linear_cross_entropy,
         VOCAB,
         outputs=2,
-        flags=LOSS_FLAGS + TOKEN_FLAGS,
+        flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
     "linear_cross_entropy with options": Case(
         "linear_cross_entropy",
@@ -365,8 +402,25 @@ CASES = {
     "linear_log_probs without entropy": Case(
         "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
     ),
+    "linear_divergence": Case(
+        "linear_divergence",
+        without_chunks(formulas.linear_divergence),
+        linear_divergence,
+        VOCAB,
+        TEACHER,
+        flags=DIVERGENCE_FLAGS,
+    ),
+    "linear_divergence of each token": Case(
+        "linear_divergence",
+        without_chunks(formulas.linear_divergence),
+        partial(linear_divergence, reduction="none", masked=True, softcap=4.0),
+        VOCAB[-1:],
+        TEACHER,
+    ),
 }
-NOT_FUSED = {"split_qkv"}  # returns views and computes nothing
+# split_qkv returns views and computes nothing. linear_group_loss takes a function; test_groups.py
+# tests it.
+NOT_FUSED = {"split_qkv", "linear_group_loss"}
 
 # Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {

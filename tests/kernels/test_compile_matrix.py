@@ -1,9 +1,9 @@
 """Every kernel, every flag that is used and every launch config, compiled for GPUs.
 
 This needs no GPU: the ops of the table run on meta tensors, which records what they would launch.
-Triton compiles the launches for sm_90 and gfx942, reduced to those that hold each pair of two
-features (a constant, an option, a pointer's dtype). For sm_80, sm_100 and gfx90a it compiles the
-largest launch of each kernel.
+Triton compiles the launches for sm_90 and gfx942, reduced to those that hold each feature (a
+constant, an option, a pointer's dtype); the long tests compile each pair of two features. For
+sm_80, sm_100 and gfx90a it compiles the largest launch of each kernel.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.kernels.launches import (
     kernels_of,
     launch_configs,
     modules,
-    pairs_of_features,
     recorder,
+    sample_of_features,
 )
 from tests.kernels.ops_table import CASES, Case, Inputs, differentiable, leaves, upstreams
 
@@ -139,7 +139,7 @@ def every_flag(dtype: torch.dtype) -> None:
                 launch(case, dtype, size, frozen=frozen)
         for flags in ({}, *case.flags):
             launch(case, dtype, size | flags)
-            for used in range(4):
+            for used in range(8):
                 launch(case, dtype, size | flags, used=used)
 
 
@@ -236,9 +236,10 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("vendor, arch", ARCHES)
-def test_each_pair_of_features(vendor, arch, kernel) -> None:
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_each_feature(together, vendor, arch, kernel) -> None:
     """Threads, shared memory and spills are within the limits of sm_90 and of gfx942."""
-    chosen = pairs_of_features(launches_of(kernel, vendor, full=True))
+    chosen = sample_of_features(launches_of(kernel, vendor, full=True), together)
     found = [complaint(launch, vendor, arch) for launch in chosen]
     wrong = [str(x) for x in found if x is not None]
     assert not wrong, "\n".join(wrong)

@@ -8,19 +8,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels.loss_options import ChunkOptions, CrossEntropyOptions, split_options
+from ligermodels.kernels.loss_options import (
+    ChunkOptions,
+    CrossEntropyOptions,
+    TokenRequest,
+    split_options,
+    token_request,
+)
 
 
 def test_defaults() -> None:
-    assert split_options({}) == (CrossEntropyOptions(), ChunkOptions())
+    assert split_options({}) == (CrossEntropyOptions(), ChunkOptions(), TokenRequest())
 
 
 def test_each_option_is_in_one_group() -> None:
-    options, chunks = split_options(
-        {"z_loss": 0.1, "softcap": 3.0, "chunk_size": 8, "skip_ignored": True, "max_valid": 5}
+    options, chunks, request = split_options(
+        {
+            "z_loss": 0.1,
+            "softcap": 3.0,
+            "chunk_size": 8,
+            "skip_ignored": True,
+            "max_valid": 5,
+            "top_k": 2,
+        }
     )
     assert options == CrossEntropyOptions(z_loss=0.1, softcap=3.0)
     assert chunks == ChunkOptions(chunk_size=8, skip_ignored=True, max_valid=5)
+    assert request == TokenRequest(top_k=2)
+
+
+def test_a_temperature_divides_scale_and_cap() -> None:
+    options, _, _ = split_options({"temperature": 2.0, "softcap": 3.0})
+    assert options == CrossEntropyOptions(softcap=1.5, logit_scale=0.5)
+
+
+def test_statistics_by_name() -> None:
+    assert token_request(True, 0).stats == ("log_probs", "entropy", "correct")
+    assert token_request(["mean_logits", "entropy"], 0).stats == ("entropy", "mean_logits")
+    assert token_request(False, 0).is_empty and not token_request(False, 1).is_empty
 
 
 def test_what_no_call_accepts_is_refused() -> None:

@@ -20,6 +20,11 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
     reason="a launch in the interpreter cannot be traced",
 )
+# The default run compiles two cases of the loss head; these share their code.
+SHARING = (
+    *("linear_cross_entropy", "linear_cross_entropy of each row"),
+    "linear_log_probs without entropy",
+)
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, FLOAT32: 1e-5, torch.float64: 1e-12}
 
 
@@ -44,14 +49,16 @@ def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None
 
 # test_registered_operators checks the other dtypes of what is traced.
 @pytest.mark.parametrize("place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in SHARING else []) for name in CASES],
+)
 def test_equals_eager(place, name) -> None:
     """The second length makes torch.compile trace the length as a symbol."""
     check(CASES[name], place, ((2, 3), 24), ((2, 5), 24))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("reduction", "dynamic"), [("mean", None), ("none", True)])
 def test_one_graph_for_one_number_of_chunks(reduction, dynamic) -> None:
     """All lengths of two chunks share one graph; the first length may have one of its own."""
     torch._dynamo.reset()

@@ -16,6 +16,7 @@ from ligermodels.layers.attention_backend import (
     prepare,
 )
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
+from tests.gpu.synchronisation import no_synchronisation
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
@@ -27,6 +28,7 @@ ENDS = {"document_ids": DOCUMENTS, "cu_seqlens": torch.tensor([0, 600]), "max_se
 
 BOTH = {"causal": False}
 PREFIX = {"prefix_lengths": torch.tensor([9])}
+PADDING = {"padding_mask": TOKENS, "padding_at_ends": True}
 
 # What the mask and the layer are given, window, cap, dtype, head_dim, and the backend on a GPU.
 CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, str]] = [
@@ -44,6 +46,13 @@ CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, 
     (ENDS, 100, None, torch.bfloat16, 64, "varlen"),
     (ENDS, 100, 50.0, torch.bfloat16, 64, "flex"),
     ({"padding_mask": TOKENS}, None, None, torch.bfloat16, 64, "flex"),
+    (PADDING, None, None, torch.bfloat16, 64, "varlen"),
+    (PADDING, 100, None, torch.float16, 64, "varlen"),
+    (PADDING, None, None, torch.float32, 64, "flex"),
+    (PADDING, None, 50.0, torch.bfloat16, 64, "flex"),
+    (PADDING | ENDS, None, None, torch.bfloat16, 64, "flex"),
+    (PADDING | PREFIX, None, None, torch.bfloat16, 64, "flex"),
+    (PADDING | BOTH, None, None, torch.bfloat16, 64, "varlen"),
     ({"keys": 900}, None, None, torch.bfloat16, 64, "flex"),
     (
         {"mask": torch.ones(1, 1, 600, 600, dtype=torch.bool)},
@@ -328,3 +337,35 @@ def test_no_scores_at_length_with_grouped_heads(dtype: torch.dtype, head_dim: in
     before = torch.cuda.memory_allocated()
     attend(q, k, k, AttentionMask(length), scale=0.1).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 * length * length
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_at_the_ends_of_rows_takes_the_varlen_kernel(
+    window: int | None, causal: bool
+) -> None:
+    batch, length, heads, groups, head_dim = 4, 300, 4, 2, 64
+    tokens = torch.ones(batch, length, dtype=torch.bool, device="cuda")
+    tokens[0, :20] = tokens[1, -15:] = tokens[2, :70] = tokens[2, -1:] = False
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int) -> Tensor:
+        made = torch.randn(batch, length, rows, head_dim, generator=generator)
+        return made.to("cuda", torch.bfloat16).transpose(1, 2).requires_grad_()
+
+    q, k, v = random(heads), random(groups), random(groups)
+    mask = AttentionMask(length, padding_mask=tokens, padding_at_ends=True)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        out = attend(q, k, v, mask, scale=0.2, window=window, causal=causal)
+    shown = tokens[:, None, :, None]
+    upstream = random(heads).detach() * shown
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    sees = AttentionMask(length, padding_mask=tokens).dense(window, q.device, causal=causal)
+    expected = formula(*wide, sees, 0.2, None)
+    assert mask.fault is not None and mask.fault == 0
+    assert relative(out * shown, expected * shown) <= 1e-2
+    for grad, want in zip(grads, torch.autograd.grad(expected, wide, upstream.double())):
+        assert relative(grad, want) <= 1e-2

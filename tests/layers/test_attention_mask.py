@@ -8,6 +8,7 @@ import torch
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
+    compiled,
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
@@ -135,3 +136,46 @@ def test_malformed_cu_seqlens() -> None:
         tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
         with pytest.raises(ValueError, match=complaint):
             check_cu_seqlens(tensor, 8, longest)
+
+
+def test_the_options_of_the_compiler_hold_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`config.patch` would make a class at each call, which takes longer than the launch."""
+    config = torch._dynamo.config
+    before = config.recompile_limit, config.specialize_float
+
+    def function(fails: bool) -> tuple[int, bool]:
+        if fails:
+            raise RuntimeError("no")
+        return config.recompile_limit, config.specialize_float
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    call = compiled(function)
+    monkeypatch.setattr(type(config), "patch", None)
+    assert call(False) == (256, True)
+    with pytest.raises(RuntimeError, match="no"):
+        call(True)
+    assert (config.recompile_limit, config.specialize_float) == before != (256, True)
+
+
+def test_padding_at_the_ends_of_rows_divides_them_into_documents() -> None:
+    rows = ["0011", "1110", "0110", "1111", "0000"]
+    tokens = torch.tensor([[int(x) for x in row] for row in rows])
+    mask = AttentionMask(4, padding_mask=tokens, padding_at_ends=True)
+    ends, longest = mask.varlen_seqlens(len(rows), tokens.device)
+    assert longest == 4 and ends.dtype == torch.int32 and mask.fault == 0
+    documents = torch.searchsorted(ends.long(), torch.arange(tokens.numel()), right=True)
+    same = AttentionMask(4, document_ids=documents.view_as(tokens))
+    for window, causal in product((None, 2), (True, False)):
+        for row, expected in enumerate(mask.dense(window, tokens.device, causal=causal)):
+            found = same.dense(window, tokens.device, causal=causal)[row]
+            queries = tokens[row].bool()  # what padding sees is not specified
+            assert torch.equal(found[:, queries], expected[:, queries]), (row, window, causal)
+
+
+def test_padding_between_tokens_is_a_fault_for_documents() -> None:
+    for row in ("1011", "0101", "1001"):
+        tokens = torch.tensor([[1, 1, 1, 1], [int(x) for x in row]])
+        mask = AttentionMask(4, padding_mask=tokens, padding_at_ends=True)
+        mask.varlen_seqlens(2, tokens.device)
+        assert mask.fault is not None and mask.fault.isnan(), row
+        assert mask.to(torch.device("cpu")).padding_at_ends

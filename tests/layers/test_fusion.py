@@ -125,3 +125,22 @@ def test_no_module_travels_in_a_pending_norm() -> None:
     """Tools that move arguments to a device would also move the module's weights."""
     for part in pre_norm(RMSNorm(6), torch.ones(2, 6), torch.ones(2, 6)):
         assert not isinstance(part, nn.Module)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_module_forward_hook",
+        "register_module_forward_pre_hook",
+        "register_module_full_backward_hook",
+        "register_module_full_backward_pre_hook",
+    ],
+)
+def test_no_module_is_while_a_hook_of_all_modules_is_registered(register: str) -> None:
+    linear = nn.Linear(2, 3)
+    handle = getattr(torch.nn.modules.module, register)(lambda *args: None)
+    try:
+        assert not is_plain(linear, nn.Linear)
+    finally:
+        handle.remove()
+    assert is_plain(linear, nn.Linear)

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ligermodels import kernels
 from ligermodels.layers import HeadOutput, LossHead
 from tests.layers.heads import (
     BATCH,
@@ -142,6 +144,27 @@ def test_the_result_does_not_depend_on_the_chunk(kind: str) -> None:
             assert relative(a, b) <= 1e-6
 
 
+def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[Any] = []
+    real = kernels.linear_cross_entropy
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        used.append((options.get("chunk_size"), options.get("max_scratch_bytes")))
+        return real(*args, **options)
+
+    monkeypatch.setattr(kernels, "linear_cross_entropy", recorded)
+    head, _, _ = build("own")
+    hidden, targets = data()
+    wanted = head(hidden, targets).loss
+    head.planned_chunk_size = 3
+    assert relative(head(hidden, targets).loss, wanted) <= 1e-6
+    head(hidden, targets, chunk_size=4)
+    head(hidden, targets, max_scratch_bytes=2**20)
+    assert used == [(None, None), (3, None), (4, None), (None, 2**20)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_with_a_normalizer_equals_one_batch(kind: str) -> None:
     head, weight, _ = build(kind)
@@ -206,5 +229,25 @@ def test_compiled_equals_eager(kind: str) -> None:
     if "swapped" in kind:
         head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
-    options = {"chunk_size": 10, "label_smoothing": 0.1, "z_loss": 0.01}
+    options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
     assert_compiled_equals_eager(head, weight, hidden, targets, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_targets_are_counted_once(kind: str) -> None:
+    class Sums(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.overloadpacket is torch.ops.aten.sum and args[0].dtype == torch.bool:
+                self.count += 1
+            return func(*args, **kwargs or {})
+
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    with Sums() as sums:
+        output = head(hidden, targets)
+    assert sums.count == 1
+    assert output.num_valid == (targets != -100).sum()

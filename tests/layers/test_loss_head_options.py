@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS
+from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS, TOKEN_INPUTS
 from ligermodels.layers import LossHead
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
@@ -42,12 +44,17 @@ WRONG: dict[str, tuple[Any, str]] = {
     "max_scratch_bytes": ("1GB", "max_scratch_bytes='1GB'; expected an integer"),
     "skip_ignored": ("no", "skip_ignored='no'; expected True or False"),
     "max_valid": (3, "max_valid=3 bounds the rows taken under skip_ignored"),
-    "return_token_stats": (2, "return_token_stats=2; expected True or False"),
+    "temperature": (0.0, "temperature=0.0 must be positive and finite"),
+    "top_k": (-1, "top_k=-1; expected an integer of 0 or more"),
+    "return_token_stats": (2, "return_token_stats=2; expected True, False or"),
 }
 
 
 def test_the_options_are_the_keywords_of_the_ops() -> None:
-    ops = ((linear_cross_entropy, LOSS_OPTIONS), (linear_log_probs, LOG_PROB_OPTIONS | {"entropy"}))
+    ops = (
+        (linear_cross_entropy, LOSS_OPTIONS | TOKEN_INPUTS),
+        (linear_log_probs, LOG_PROB_OPTIONS | {"entropy"}),
+    )
     for op, options in ops:
         parameters = inspect.signature(op).parameters.values()
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == options
@@ -75,7 +82,9 @@ def test_the_constructor_takes_every_option(device: str) -> None:
         "max_scratch_bytes": 2**20,
         "skip_ignored": True,
         "max_valid": 5,
-        "return_token_stats": True,
+        "return_token_stats": ("entropy",),
+        "temperature": 0.7,
+        "top_k": 2,
     }
     assert good.keys() == LOSS_OPTIONS
     with torch.device(device):
@@ -86,6 +95,9 @@ def test_the_constructor_takes_every_option(device: str) -> None:
 BAD_VALUES = [
     ("skip_ignored", 1),
     ("return_token_stats", 2),
+    ("return_token_stats", "entropy"),
+    ("return_token_stats", ["entropy", "p"]),
+    ("temperature", "hot"),
     ("ignore_index", 1.5),
     ("ignore_index", True),
     ("ignore_index", None),
@@ -123,7 +135,7 @@ def check_refused_alike(option: str, value: Any) -> None:
         calls.append(lambda: cross_entropy(logits, targets, **given))
     messages = set()
     for call in calls:
-        with pytest.raises(ValueError, match=f"{option}={value!r}") as error:
+        with pytest.raises(ValueError, match=re.escape(f"{option}={value!r}")) as error:
             call()
         messages.add(str(error.value))
     assert len(messages) == 1, messages
@@ -232,3 +244,27 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, chunk_size=0)
     with pytest.raises(ValueError, match="max_scratch_bytes"):
         head(hidden, targets, max_scratch_bytes=10)
+
+
+@pytest.mark.parametrize("kind", ["own", "swapped"])
+def test_numbers_of_numpy_are_numbers(kind: str) -> None:
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    targets = targets.masked_fill(targets == -100, 2)
+    numbers = {
+        "label_smoothing": 0.25,
+        "z_loss": 0.5,
+        "softcap": 2.0,
+        "logit_scale": 0.5,
+        "normalizer": 3.0,
+        "ignore_index": 2,
+        "chunk_size": 5,
+    }
+    for name, value in numbers.items():
+        made = np.int64(value) if isinstance(value, int) else np.float32(value)
+        expected, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
+        assert torch.equal(found, expected), name
+        if name != "normalizer":
+            options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
+            assert options == {name: value}
+            assert type(options[name]) is type(value) or name == "chunk_size"

@@ -40,6 +40,93 @@ def test_token_stats(kind: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip_ignored", [False, True])
+def test_what_can_be_asked_by_name(kind: str, skip_ignored: bool) -> None:
+    """All projections return it, in the shape of the targets and with gradients."""
+    head, weight, bias = build(kind, softcap=3.0, logit_scale=1.3, temperature=0.7)
+    hidden, targets = data()
+    alternatives = torch.stack((targets.clamp(min=0), targets * 0 + 5, targets * 0 - 1), -1)
+    out = head(
+        hidden,
+        targets,
+        reduction="none",
+        chunk_size=5,
+        return_token_stats=["sum_sq_probs", "mean_logits"],
+        alternatives=alternatives,
+        top_k=2,
+        skip_ignored=skip_ignored,
+    )
+    assert out.token_log_probs is out.token_entropy is out.token_correct is None
+    logits = 1.3 * F.linear(hidden, weight, bias)
+    t = 3.0 * torch.tanh(logits / 3.0) / 0.7
+    valid, log_p = targets != -100, t.log_softmax(-1)
+    wanted = {
+        "sum_sq_probs": log_p.exp().square().sum(-1) * valid,
+        "mean_logits": t.mean(-1) * valid,
+        "alternative_log_probs": log_p.gather(-1, alternatives.clamp(min=0))
+        * (valid[..., None] & (alternatives >= 0)),
+        "top_log_probs": log_p.topk(2).values * valid[..., None],
+    }
+    got = {name: getattr(out, f"token_{name}") for name in wanted}
+    for name, want in wanted.items():
+        assert relative(got[name], want) <= 1e-6, name
+        grads = torch.autograd.grad(got[name].square().sum(), [hidden, weight], retain_graph=True)
+        exact = torch.autograd.grad(want.square().sum(), [hidden, weight], retain_graph=True)
+        for grad, other in zip(grads, exact):
+            assert relative(grad, other) <= 1e-5, name
+    assert torch.equal(out.token_top_ids[valid], t.topk(2).indices[valid])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_weights(kind: str) -> None:
+    head, weight, _ = build(kind)
+    hidden, targets = data()
+    weights = torch.linspace(-1, 1, targets.numel()).view_as(targets)
+    each = head(hidden, targets, reduction="none").loss
+    out = head(hidden, targets, token_weights=weights, return_token_loss=True)
+    wanted = (each * weights).sum() / out.num_valid
+    assert relative(out.loss, wanted) <= 1e-6
+    assert relative(out.token_loss, each * weights) <= 1e-6
+    grads = torch.autograd.grad(out.loss, [hidden, weight])
+    for grad, want in zip(grads, torch.autograd.grad(wanted, [hidden, weight])):
+        assert relative(grad, want) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_in_another_dtype(kind: str) -> None:
+    """A plain projection computes them in this dtype; the weights need not have it."""
+    head, weight, bias = build(kind, softcap=3.0)
+    hidden, _ = data()
+    exact = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    logits = head.logits(hidden, dtype=torch.float64)
+    assert logits.dtype == torch.float64 and head.logits(hidden).dtype == torch.float32
+    error = relative(logits, 3.0 * torch.tanh(exact / 3.0))
+    assert error <= (1e-6 if "swapped" in kind else 1e-14)
+
+
+def test_the_outputs_of_trl() -> None:
+    """The values that TRL's trainers take from a model, against TRL's own code."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    head, weight, bias = build("own, bias", softcap=3.0, logit_scale=1.3, temperature=0.7)
+    hidden, targets = data()
+    names = ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits")
+    out = head(hidden, targets, reduction="none", return_token_stats=names)
+    valid = targets != -100
+    theirs = kernels.ChunkedLogProbFunction.apply(
+        hidden[valid], weight, bias, targets[valid], 0.7, 16, 3.0, 1.3
+    )
+    ours = (
+        out.token_log_probs,
+        out.token_entropy,
+        out.token_sum_sq_probs.clamp(min=1e-30).log(),
+        out.token_mean_logits,
+    )
+    for a, b in zip(ours, theirs):
+        assert relative(a[valid], b) <= 1e-6
+    assert torch.equal(out.token_correct[valid], theirs[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs(kind: str, entropy: bool) -> None:
     """The head's options apply, except those that only change the loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -234,8 +235,7 @@ def test_autocast(keep: str) -> None:
         assert_same(make("llama"), MemoryPlan.uniform(3, keep))
 
 
-@pytest.mark.parametrize("per_block", [False, True], ids=["whole", "per block"])
-@pytest.mark.parametrize("keep", RECOMPUTED)
+@pytest.mark.parametrize(("keep", "per_block"), zip(RECOMPUTED, cycle([False, True])))
 def test_compiled(keep: str, per_block: bool) -> None:
     model = make("llama")
     _, expected = run(model, None)

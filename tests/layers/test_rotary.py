@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -144,3 +145,42 @@ def test_nothing_to_save_or_to_train() -> None:
 def test_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="rope_type='spiral'"):
         RotaryEmbedding(HEAD_DIM, scaling={"rope_type": "spiral"})
+
+
+def test_the_callers_dict_is_copied() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    rope = RotaryEmbedding(HEAD_DIM, scaling=scaling)
+    exact = rope.inv_freq.clone()
+    scaling["factor"] = 4.0
+    assert torch.equal(rope.to(torch.float16).inv_freq, exact)
+
+
+class NoHostData(TorchFunctionMode):
+    """Refuse to make a tensor from numbers of the host: on a GPU this is a synchronisation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+        return func(*args, **kwargs or {})
+
+
+def test_a_forward_makes_no_tensor_from_host_data() -> None:
+    for name, scaling in SCALINGS.items():
+        rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, scaling)
+        for length in (None, 8, 500):
+            with NoHostData():
+                assert rope(torch.arange(8)[None], length)[0].shape == (1, 8, HALF), name
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_captures_every_type() -> None:
+    positions = torch.arange(500, device="cuda")[None]
+    for name, scaling in SCALINGS.items():
+        rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, scaling).cuda()
+        for length in (None, 8, 500):
+            expected, _ = rope(positions, length)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                cos, _ = rope(positions, length)
+            graph.replay()
+            assert torch.equal(cos, expected), (name, length)

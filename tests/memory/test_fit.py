@@ -27,7 +27,7 @@ def small(layers: int = 3) -> LigerLlama:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_least_bytes_are_enough_and_one_byte_less_is_not(family: str) -> None:
-    model = random_model(family, num_hidden_layers=4)
+    model = random_model(family, num_hidden_layers=2)
     planner = Planner(model, 10**9)
     planner.budget = least = planner.least_bytes(4, 64)
     plan = planner.plan(4, 64)
@@ -131,6 +131,12 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
     assert said is not None and 0 < said.host_bytes <= 16 * 2**30
     assert 70 * 2**30 < said.peak_bytes < 80 * 2**30
     assert plan.uses_host and said.gains
+    assert plan.head_chunk == 4096 and "the loss head handles 4096 tokens" in str(plan)
+    assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    model.apply_memory_plan(plan)
+    assert model.head.planned_chunk_size == 4096
+    model.set_memory_plan(None)
+    assert model.head.planned_chunk_size is None
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, MemoryError])

@@ -144,6 +144,31 @@ def test_only_the_layers_that_set_the_peak_have_tiles() -> None:
     assert counts[0] and not counts[-1] and {1, 2} <= set(counts)
 
 
+def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_faster() -> None:
+    def simulate(plan: MemoryPlan) -> Simulation:
+        made = fake(KEPT, COST)(plan)
+        head = made.phases["forward of head"]
+        if plan.head_chunk is None:
+            peak, cost = head.after + 60, 0.0
+        else:
+            peak, cost = head.after + 5, 8.0
+        made.phases["forward of head"] = Phase(
+            head.before, peak, head.after, Work(product_flops=cost)
+        )
+        made.peak_bytes = max(phase.peak for phase in made.phases.values())
+        return made
+
+    spaces = [Space(simulate, 4, RATES, 0, head_chunk=chunk) for chunk in (None, 64)]
+    chunks = []
+    for budget in range(spaces[1].least_bytes, 620, 5):
+        plan = find_plan(*spaces, budget=budget, batch=1, seq=1)
+        chunks.append(plan.head_chunk)
+        if budget >= spaces[0].least_bytes:
+            alone = find_plan(spaces[0], budget=budget, batch=1, seq=1)
+            assert spaces[0].time(alone) >= plan.prediction.seconds  # type: ignore[union-attr]
+    assert chunks[0] == 64 and chunks[-1] is None
+
+
 def test_further_bytes_are_priced() -> None:
     big = {keep: size * 2**26 for keep, size in KEPT.items()}
     whole = Space(fake(big, COST), 4, RATES, 0)

@@ -76,26 +76,26 @@ SHARED = (
 TWO_ROPES = "gemma3_text"
 
 
-# "all biases", "basic" and "no caps" of the same family compile these as well.
-PARTS = ("mlp_bias", "score cap alone", "logit cap alone")
+# These take other branches of a model's forward than "basic".
+COMPILED = ("packed", "left padding", "dynamic rope", "window, packed")
 
 
 def sampled(column: str, family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
-    Every feature of a family's own code is compared, and a feature of shared code in three
+    Every feature of a family's own code is compared, and a feature of shared code in two
     families, which change from feature to feature. A compilation takes seconds, so each family
-    compiles "basic", and each other feature is compiled in one family.
+    compiles "basic", and each of `COMPILED` is compiled in one family.
     """
     having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
     if column == "compile":
         names = list(dict.fromkeys(n for f in zoo.FAMILIES for n in zoo.features(f, scale)))
         chosen = having[names.index(name) % len(having)]
-        return name == "basic" or (name not in PARTS and family == chosen)
+        return name == "basic" or (name in COMPILED and family == chosen)
     if name not in SHARED or (family == TWO_ROPES and "rope" in name):
         return True
     first = SHARED.index(name)
-    return family in {having[(first + step) % len(having)] for step in (0, 3, 6)}
+    return family in {having[(first + step) % len(having)] for step in (0, 4)}
 
 
 def cases_of(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
-from ligermodels.layers import HeadOutput, RMSNorm, RotaryEmbedding
+from ligermodels.layers import AttentionMask, HeadOutput, RMSNorm, RotaryEmbedding
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.models.base import next_token_targets
 from tests.models.pairs import PAD, TINY, gradients, relative, step, tiny_model, tokens
@@ -179,14 +180,14 @@ def test_meta_model_materialises_with_exact_frequencies() -> None:
 
 # test_parity compiles plain inputs, documents and the tied head without checkpointing.
 @pytest.mark.parametrize(
-    ("inputs", "checkpointing"), [("options", False), ("packed", True), ("tied", True)]
+    ("inputs", "checkpointing"), [("options", False), ("packed and tied", True)]
 )
 def test_compiled_equals_eager(inputs: str, checkpointing: bool) -> None:
-    model = tiny_model(num_hidden_layers=2, tie_word_embeddings=inputs == "tied")
+    model = tiny_model(num_hidden_layers=2, tie_word_embeddings="tied" in inputs)
     ids, labels = tokens()
     assert (labels == -100).any()
     options: dict[str, Any] = {}
-    if inputs == "packed":
+    if "packed" in inputs:
         positions = torch.cat([torch.arange(7), torch.arange(13)])
         options = {"position_ids": positions.expand(2, -1)}
     elif inputs == "options":
@@ -304,3 +305,57 @@ def test_parameters_that_a_module_holds_itself_are_initialised() -> None:
     assert model.layers[0].own.matrix.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(model.layers[0].own.scale, torch.full((3,), 7.0))
     assert torch.equal(model.layers[1].own.matrix, torch.full((50, 40), 2.0))
+
+
+def test_a_hook_of_all_modules_sees_each_module() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    ids = tokens()[0]
+    expected = model(ids, labels=ids).loss
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: seen.append(type(module).__name__)
+    )
+    try:
+        found = model(ids, labels=ids).loss
+    finally:
+        handle.remove()
+    layers = model.config.num_hidden_layers
+    assert (seen.count("Linear"), seen.count("RMSNorm")) == (4 * layers + 1, 2 * layers + 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_of_ones_on_the_cpu_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model(), tokens()[0]
+
+    def dense(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a mask of every pair is made")
+
+    expected = model(ids)
+    monkeypatch.setattr(AttentionMask, "dense", dense)
+    for dtype in (torch.int64, torch.bool):
+        mask = torch.ones(ids.shape, dtype=dtype)
+        assert torch.equal(model(ids, attention_mask=mask), expected)
+        mask[0, 0] = 0
+        with pytest.raises(AssertionError, match="of every pair"):
+            model(ids, attention_mask=mask)
+
+
+def test_a_forward_does_not_walk_through_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk takes as long as several kernels of each layer."""
+    model, ids = tiny_model(), tokens()[0]
+    expected = model(ids)
+
+    def walk(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a walk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "named_modules", walk)
+        model(ids, labels=ids).loss.backward()
+    # Another window is seen at once, and so is another attention.
+    attention = model.layers[1].self_attn
+    attention.sliding_window = 2
+    assert not torch.equal(model(ids), expected)
+    attention.sliding_window = None
+    model.layers[1].self_attn = copy.deepcopy(attention)
+    assert torch.equal(model(ids), expected)
+    assert model._find_attentions()[1] is model.layers[1].self_attn

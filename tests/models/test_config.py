@@ -1,11 +1,16 @@
 """Config fields: which are derived, which are refused, and by which message."""
 
+import copy
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ligermodels import (
+    CheckpointError,
     ConfigError,
     Gemma2Config,
     Gemma3Config,
@@ -16,6 +21,7 @@ from ligermodels import (
     Qwen2Config,
     Qwen3Config,
 )
+from ligermodels.converters import hub
 from ligermodels.models.config import ModelConfig
 
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
@@ -163,3 +169,57 @@ def test_to_dict_names_the_family_and_leaves_out_extra() -> None:
     values = LlamaConfig(extra={"unknown": 1}).to_dict()
     assert values["model_type"] == "llama" and values["hidden_size"] == 4096
     assert "extra" not in values
+
+
+def test_presets_are_not_shared() -> None:
+    LlamaConfig.preset("llama-3.2-1b").rope_scaling["factor"] = 1.0
+    assert LlamaConfig.preset("llama-3.2-1b").rope_scaling["factor"] == 32.0
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    LlamaConfig.small(rope_scaling=scaling).rope_scaling["factor"] = 3.0
+    assert scaling["factor"] == 2.0
+
+
+def test_derived_fields_follow_the_fields_they_are_derived_from() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    config.hidden_size, config.num_attention_heads = 96, 6
+    assert (config.num_key_value_heads, config.head_dim) == (6, 16)
+    copied = copy.deepcopy(config)
+    copied.num_attention_heads = 3
+    assert (copied.num_key_value_heads, copied.head_dim) == (3, 32)
+    assert (config.num_key_value_heads, config.head_dim) == (6, 16)
+    config.num_key_value_heads, config.head_dim = 2, 8  # from now on they are given
+    config.hidden_size, config.num_attention_heads = 64, 4
+    assert (config.num_key_value_heads, config.head_dim) == (2, 8)
+    config.head_dim = None  # type: ignore[assignment]
+    assert config.head_dim == 16
+    config.num_attention_heads = 6
+    with pytest.raises(ConfigError, match=r"hidden_size 64 is not a multiple of .* 6; set"):
+        LigerLlama(config)
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    config = LlamaConfig(
+        hidden_size=np.int64(64), num_attention_heads=4, rms_norm_eps=np.float32(1)
+    )
+    config.rope_theta = np.float32(5e5)
+    config.validate()
+    assert (config.head_dim, config.rms_norm_eps, config.rope_theta) == (16, 1.0, 5e5)
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_a_config_is_read_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"model_type": "llama", "rope_theta": 77.0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    asked = []
+
+    def fetch(*args: Any) -> Path:
+        asked.append(args)
+        return tmp_path
+
+    monkeypatch.setattr(hub, "_fetch", fetch)
+    assert LlamaConfig.from_hf("some/model", revision="v1").rope_theta == 77.0
+    assert asked == [("some/model", "v1", False)]  # without the weights
+    assert LlamaConfig.from_hf(tmp_path).rope_theta == 77.0
+    assert len(asked) == 1
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        LlamaConfig.from_hf(tmp_path / "absent")

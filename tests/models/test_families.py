@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ SIZES: dict[str, Any] = {
 each_family = pytest.mark.parametrize("family", OWN)
 # One family of each kind of block: plain; with windows, caps and four norms; with two ropes.
 BLOCKS = ("llama", "gemma2", "gemma3_text")
+
+
+def in_the_default_run(*chosen: str, among: Collection[str] = tuple(OWN)) -> list[Any]:
+    """Return families as parameters; a compilation takes seconds, so the others are long."""
+    return [x if x in chosen else pytest.param(x, marks=pytest.mark.long) for x in among]
 
 
 def make(family: str, **changes: Any) -> DecoderModel:
@@ -138,7 +144,7 @@ def test_activation_checkpointing(family: str) -> None:
 
 
 # test_parity compiles every family without checkpointing.
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("family", in_the_default_run("gemma3_text", among=BLOCKS))
 def test_compiled_with_checkpointing_equals_eager(family: str) -> None:
     torch._dynamo.reset()
     model = make(family, num_hidden_layers=2)
@@ -156,14 +162,7 @@ def test_compiled_with_checkpointing_equals_eager(family: str) -> None:
         assert relative(grad, expected[name]) <= 1e-6, name
 
 
-# Symbolic shapes take dynamo 10 seconds and more, so the default run has one family of each kind.
-@pytest.mark.parametrize(
-    "family",
-    [
-        *BLOCKS,
-        *(pytest.param(name, marks=pytest.mark.long) for name in OWN if name not in BLOCKS),
-    ],
-)
+@pytest.mark.parametrize("family", in_the_default_run("gemma2"))
 def test_compiled_at_lengths_that_change(family: str) -> None:
     """Dynamo makes the shapes dynamic at the second length; the losses stay those of eager."""
     torch._dynamo.reset()

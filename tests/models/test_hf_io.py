@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import enum
 import json
 import shutil
 import threading
@@ -81,7 +82,7 @@ def test_a_dtype_that_no_parameter_has_is_refused(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     saved(tmp_path / "a")
-    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, "float32"):
+    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, "int8", "float"):
         with subtests.test(str(dtype)):
             with pytest.raises(ValueError, match=r"dtype is .*; expected one of \[torch.float64"):
                 LigerLlama.from_hf(tmp_path / "a", dtype=dtype)
@@ -389,3 +390,58 @@ def test_an_architecture_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) 
         with pytest.raises(ConfigError, match=complaint):
             made.save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_may_be_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("torch.float16", torch.float16),
+        ("auto", torch.bfloat16),
+    ):
+        assert AutoLiger.from_hf(tmp_path, dtype=name).norm.weight.dtype == dtype, name
+
+
+def test_the_size_of_shards_may_have_a_unit(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    for size, shards in (("20kB", 5), ("5GB", 1)):
+        model.save_hf(tmp_path / "b", max_shard_size=size)
+        assert len([*(tmp_path / "b").glob("*.safetensors")]) == shards, size
+    with pytest.raises(ConfigError, match="max_shard_size='5 apples': expected a number of bytes"):
+        model.save_hf(tmp_path / "c", max_shard_size="5 apples")
+
+
+def test_a_head_that_is_tied_to_a_replaced_embedding_is_not_saved(tmp_path: Path) -> None:
+    """peft's modules_to_save trains a copy of the embedding, which merging puts in its place."""
+    model = saved(tmp_path / "a", tie_word_embeddings=True)
+    model.embed_tokens = copy.deepcopy(model.embed_tokens)
+    with pytest.raises(SaveError, match=r"'head' is tied to an embedding .* no longer .*head.tie"):
+        model.save_hf(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    model.head.tie(model.embed_tokens)
+    model.save_hf(tmp_path / "b")
+
+
+def test_a_tensor_subclass_is_not_saved(tmp_path: Path) -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    model = saved(tmp_path / "a")
+    linear = model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    with pytest.raises(SaveError, match=r"'layers.0.mlp.down_proj.weight' is a Quantised, not a"):
+        model.save_hf(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_parameters_that_zero3_divides_are_not_saved(tmp_path: Path) -> None:
+    """DeepSpeed leaves an empty tensor, with the attributes ds_id and ds_status."""
+    status = enum.Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
+    model = saved(tmp_path / "a")
+    weight = model.norm.weight
+    whole, weight.ds_id = weight.data, 7
+    weight.data, weight.ds_status = torch.empty(0, dtype=whole.dtype), status.NOT_AVAILABLE
+    with pytest.raises(SaveError, match=r"'norm.weight' is divided .* ZeRO-3; .*GatheredParam"):
+        model.save_hf(tmp_path / "b")
+    weight.data, weight.ds_status = whole, status.AVAILABLE
+    model.save_hf(tmp_path / "b")

@@ -155,7 +155,7 @@ def test_smollm2_bfloat16_error(smollm2: Any) -> None:
     tokens = torch.tensor(Tokenizer.from_hf(smollm2).encode(text))
     ratios = []
     with torch.no_grad():
-        for ids in tokens[: 10 * 128].view(10, 1, 128):
+        for ids in tokens[: 4 * 128].view(4, 1, 128):
             reference = exact(ids).logits
             error = relative(ours.head.logits(ours(ids)), reference)
             ratios.append(error / relative(theirs(ids).logits, reference))

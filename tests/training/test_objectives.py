@@ -95,7 +95,7 @@ def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Tra
     objective = OBJECTIVES.get(loss, PairObjective)(config)
     model = AutoLiger.from_hf(folder / "model")
     rows = objective.rows(objective.read(config.train_files, Tokenizer.from_hf(folder / "model")))
-    trainer = Trainer(model, config, rows, rows, torch.device("cpu"), "float32", objective)
+    trainer = Trainer(model, config, rows, rows, torch.device("cpu"), "float32", None, objective)
     with torch.no_grad():  # so that the reference differs from the policy
         for parameter in model.parameters():
             parameter.mul_(1.1)
@@ -180,7 +180,7 @@ def test_sft_with_a_weighting(folder: Path, tmp_path: Path) -> None:
     objective = OBJECTIVES["sft"](config)
     rows = objective.rows(objective.read([file], Tokenizer.from_hf(folder / "model")))
     model = AutoLiger.from_hf(folder / "model")
-    trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
+    trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", None, objective)
     (batch,) = trainer.micro_batches(0)
     with torch.no_grad():
         log_probs = token_log_probs(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import choose
+from ligermodels.kernels.loss_options import TokenRequest
 from ligermodels.kernels.simulation import real_device
 
 DEFAULT_LOGITS_BYTES = 2**30
@@ -25,14 +26,15 @@ TOKEN_BYTES = 64
 copies that exist while the values of the chunks are concatenated."""
 
 
-def wide_copies(hidden: Tensor, with_stats: bool) -> tuple[int, int]:
+def wide_copies(hidden: Tensor, request: TokenRequest) -> tuple[int, int]:
     """Return how many copies of logits in `compute_dtype` exist at the peak of memory.
 
     The first number counts copies of a chunk's logits, the second one further copies of one row's.
     """
     if choose(hidden.device, hidden.dtype)[0] == "triton":
         return 0, 0  # the kernels overwrite the logits
-    most = 7 + 2 * with_stats  # the most that any set of options needs
+    # The most that any other options need.
+    most = 7 + 2 * (not request.is_empty) + 2 * ("sum_sq_probs" in request.stats)
     if real_device(hidden.device).type != "cpu" or torch.compiler.is_compiling():
         return most, 0
     # On a CPU the reference computes blocks of at most a sixteenth of the chunk, or of one row.
@@ -132,6 +134,16 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         block_rows = -(-block_rows // 2)
     chunk_size, vocab_block = _balanced(rows, free // row_bytes), _balanced(vocab, columns)
     return ChunkPlan(chunk_size, vocab_block, block_rows, grads_in_forward)
+
+
+def smaller_chunk(sizes: Sizes) -> int | None:
+    """Return the chunk whose logits take `DEFAULT_LOGITS_BYTES`, if the default plan's is larger.
+
+    It needs less memory and more time, because the weight gradient is accumulated chunk by chunk.
+    """
+    most = max(DEFAULT_LOGITS_BYTES // (sizes.vocab * sizes.logit_bytes), 1)
+    chunk = _balanced(sizes.rows, most)
+    return chunk if chunk < plan_chunks(sizes, None).chunk_size else None
 
 
 def _balanced(total: int, most: int) -> int:

@@ -7,14 +7,21 @@ budget; strategies.py has one autograd Function for each way to compute the grad
 computes losses and gradients chunk by chunk.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.checks import check_floating, check_linear_bias
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput, check_targets, reduce_tokens
+from ligermodels.kernels.cross_entropy import (
+    CrossEntropyOutput,
+    check_request,
+    check_targets,
+    check_token_weights,
+    reduce_tokens,
+    token_output,
+)
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.loops import Head, LossArgs, NeedsGrad
@@ -24,13 +31,20 @@ from ligermodels.kernels.linear_cross_entropy.strategies import (
     LogitsGradInForward,
     RecomputeInBackward,
 )
-from ligermodels.kernels.linear_cross_entropy.valid_rows import gather_targets, scatter, valid_rows
+from ligermodels.kernels.linear_cross_entropy.valid_rows import (
+    gather,
+    gather_targets,
+    scatter,
+    valid_rows,
+)
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
+    TokenRequest,
     check_chunk_options,
     check_options,
     loss_divisor,
+    token_request,
 )
 from ligermodels.kernels.simulation import real_device
 
@@ -48,12 +62,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
     max_valid: int | None = None,
-    return_token_stats: bool = False,
+    return_token_stats: bool | Collection[str] = False,
+    alternatives: Tensor | None = None,
+    top_k: int = 0,
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of a linear head within a memory budget.
 
@@ -72,7 +90,10 @@ def linear_cross_entropy(
             the number of targets that are not ignored, or the sum of their class weights. It gets
             no gradient.
         ignore_index: the target of tokens that do not count in the loss or the gradients.
+        temperature: divides the logits, after the softcap.
         class_weights: (vocab). They get no gradient.
+        token_weights: (...) factors of the loss of each token, such as advantages. They get no
+            gradient, and the normalizer does not depend on them.
         chunk_size: the number of rows whose logits exist at once; it overrides the budget.
         max_scratch_bytes: the most memory to use besides inputs, outputs and gradients. It must
             hold at least a row of logits and 64 bytes for each token (64 more for
@@ -91,11 +112,16 @@ def linear_cross_entropy(
         max_valid: for skip_ignored, an upper bound, known on the host, on the number of targets
             that are not ignored. The matrix products have this many rows. If the bound is too
             small, CPU eager mode raises an error; otherwise the loss is NaN.
-        return_token_stats: whether to return also the log-probability, the entropy and the
-            correctness of each token.
+        return_token_stats: what to return of each token, by name: "log_probs", "entropy",
+            "correct", "sum_sq_probs" and "mean_logits". True means the first three. What is not
+            asked for costs nothing.
+        alternatives: (..., k) int64 classes of each token whose log-probabilities to return. Where
+            one is negative, its log-probability is 0.
+        top_k: how many of each token's likeliest classes to return, with their log-probabilities.
+            Finding them reads the logits once more.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
-        "none" the log-probabilities and the entropy are also differentiable. If all targets are
-        ignored, the loss is 0 and the gradients are zero. The weight gradient is summed in float32.
+        "none" so are all floating point statistics. If all targets are ignored, the loss is 0 and
+        the gradients are zero. The weight gradient is summed in float32.
     Raises:
         ValueError: a shape, dtype or option is wrong, or the budget is too small.
         RuntimeError: skip_ignored without max_valid under torch.compile or CUDA graph capture.
@@ -103,23 +129,26 @@ def linear_cross_entropy(
             that row is NaN.
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_options(options, reduction, normalizer, return_token_stats=return_token_stats)
+    options = check_options(options, reduction, normalizer, temperature)
+    options = options.at_temperature(temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
+    request = token_request(return_token_stats, top_k, alternatives)
     one_loss = reduction != "none"
-    head = _head(
+    head = make_head(
         hidden,
         weight,
         targets,
         bias,
         class_weights,
+        token_weights,
         options,
         chunking,
-        return_token_stats,
+        request,
         one_loss,
     )
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
-        return _token_outputs(head, targets)
+        return token_outputs(head, targets)
     dtype = compute_dtype(head.hidden)
     divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
     if chunking.max_valid is not None:
@@ -129,7 +158,7 @@ def linear_cross_entropy(
     rows, plan = len(head.args.targets), head.args.plan
     if not plan.grads_in_forward:
         # The budget cannot hold gradients between the passes.
-        return reduce_tokens(_token_outputs(head, targets), divisor)
+        return reduce_tokens(token_outputs(head, targets), divisor)
     strategy: type[torch.autograd.Function] = GradsInForward
     if plan.vocab_block is not None:
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
@@ -139,7 +168,8 @@ def linear_cross_entropy(
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
         loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
-    return CrossEntropyOutput(loss, z, *_scattered(tokens, head, targets))
+    token_loss, *stats = _scattered(tokens, head, targets)
+    return token_output(loss, z, token_loss, head.args.request, stats)
 
 
 def linear_log_probs(
@@ -152,6 +182,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     chunk_size: int | None = None,
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
@@ -162,9 +193,10 @@ def linear_log_probs(
     Preference and policy losses are computed from these two. Backward recomputes the logits chunk
     by chunk; forward and backward together take four matrix products.
 
-    t = softcap(logit_scale * (hidden weight^T + bias)). d log p_y / d t_j = [j = y] - p_j. The
-    entropy is H = -sum p_j log p_j in nats, and d H / d t_j = -p_j (log p_j + H). A class whose
-    logit is -infinity has probability 0 and adds nothing to the entropy or the gradients.
+    t = softcap(logit_scale * (hidden weight^T + bias)) / temperature.
+    d log p_y / d t_j = [j = y] - p_j. The entropy is H = -sum p_j log p_j in nats, and
+    d H / d t_j = -p_j (log p_j + H). A class whose logit is -infinity has probability 0 and adds
+    nothing to the entropy or the gradients.
 
     Args:
         hidden: (..., in), floating point.
@@ -172,9 +204,8 @@ def linear_log_probs(
         targets: (...) int64. targets[i] is the class of hidden[i]: this function shifts nothing.
         bias: (vocab), in weight's dtype.
         entropy: whether to return the entropy.
-        logit_scale: as in `linear_cross_entropy`. For a sampling temperature pass its inverse.
-        ignore_index, softcap, chunk_size, max_scratch_bytes, skip_ignored, max_valid: as in
-            `linear_cross_entropy`.
+        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes,
+            skip_ignored, max_valid: as in `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
         inputs). Both are 0 if the target is ignored.
     Raises:
@@ -184,22 +215,32 @@ def linear_log_probs(
             of that row are NaN.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    check_options(options, entropy=entropy)
+    options = check_options(options, temperature=temperature, entropy=entropy)
+    options = options.at_temperature(temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
-    head = _head(hidden, weight, targets, bias, None, options, chunking, entropy, False)
-    out = _token_outputs(head, targets)
+    request = token_request(("log_probs", "entropy") if entropy else False, 0)
+    head = make_head(hidden, weight, targets, bias, None, None, options, chunking, request, False)
+    out = token_outputs(head, targets)
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
         return 0.0 - out.loss, None
     return out.log_probs, out.entropy
 
 
-def _token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
+def token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
     """Return loss and statistics of each token, differentiable with any upstream gradients."""
     with without_autocast(head.hidden):
         tokens = RecomputeInBackward.apply(*head)
         loss, z_loss, *stats = _scattered(tokens, head, targets)
-    return CrossEntropyOutput(loss, z_loss, loss, *stats)
+        if head.args.token_weights is not None:
+            weights = scatter(
+                head.args.token_weights,
+                head.args.row_index,
+                targets,
+                head.args.options.ignore_index,
+            )
+            loss, z_loss = loss * weights, z_loss * weights
+    return token_output(loss, z_loss, loss, head.args.request, stats)
 
 
 def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tensor]:
@@ -208,22 +249,25 @@ def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tens
     return [scatter(x, index, targets, ignore_index) for x in rows]
 
 
-def _head(
+def make_head(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
     class_weights: Tensor | None,
+    token_weights: Tensor | None,
     options: CrossEntropyOptions,
     chunking: ChunkOptions,
-    with_stats: bool,
+    request: TokenRequest,
     one_loss: bool,
+    may_save_logits_grad: bool = True,
 ) -> Head:
     """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
-    Args: as in `linear_cross_entropy`, with options and chunking already checked. with_stats:
-        whether to return log-probabilities, entropy and correctness; one_loss: whether forward may
-        compute gradients and save them for backward.
+    Args: as in `linear_cross_entropy`, with options and chunking already checked. request: what to
+        return of each token; one_loss: whether forward may compute gradients and save them for
+        backward; may_save_logits_grad: whether it may save the gradient of the logits instead of
+        those of hidden and weight.
     Raises: as `linear_cross_entropy`.
     """
     hidden, weight, bias = _checked(
@@ -235,8 +279,14 @@ def _head(
         weight=grad and weight.requires_grad,
         bias=grad and bias is not None and bias.requires_grad,
     )
+    request = check_request(request, targets, len(weight))
     row_targets = targets.flatten()
     index = valid_rows(row_targets, options.ignore_index, chunking)
+    if token_weights is not None:
+        token_weights = _row_weights(token_weights, targets, index, compute_dtype(hidden))
+    if index is not None and request.alternatives is not None:
+        inside = index.clamp(max=max(len(row_targets) - 1, 0))
+        request = request._replace(alternatives=request.alternatives[inside])
     row_targets = gather_targets(row_targets, index, options.ignore_index)
     rows = len(row_targets)
     if chunking.chunk_size is not None:
@@ -244,7 +294,15 @@ def _head(
     else:
         skip = chunking.skip_ignored
         sizes = _sizes(
-            hidden, weight, targets.numel(), rows, needs_grad, skip, with_stats, one_loss
+            hidden,
+            weight,
+            targets.numel(),
+            rows,
+            needs_grad,
+            skip,
+            request,
+            one_loss,
+            may_save_logits_grad,
         )
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
@@ -253,8 +311,19 @@ def _head(
         last = chunk_plan.chunks(rows, plan.chunk_size)[-1]
         if last.stop - last.start == 1:
             pass  # evaluating the condition is enough
-    args = LossArgs(row_targets, index, class_weights, None, options, plan, needs_grad, with_stats)
+    args = LossArgs(
+        row_targets, index, class_weights, token_weights, None, options, plan, needs_grad, request
+    )
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
+
+
+def _row_weights(
+    token_weights: Tensor, targets: Tensor, index: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Check the weights of tokens (...); return those of the gathered rows, in dtype."""
+    check_token_weights(token_weights, targets)
+    flat = token_weights.detach().flatten().to(dtype)
+    return flat if index is None else gather(flat[:, None], index)[:, 0]
 
 
 def _checked(
@@ -319,17 +388,18 @@ def _sizes(
     rows: int,
     needs_grad: NeedsGrad,
     skip_ignored: bool,
-    with_stats: bool,
+    request: TokenRequest,
     one_loss: bool,
+    may_save_logits_grad: bool,
 ) -> chunk_plan.Sizes:
     """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
     vocab, width = weight.shape
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
-    copies, row_copies = chunk_plan.wide_copies(hidden, with_stats)
+    copies, row_copies = chunk_plan.wide_copies(hidden, request)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32
-    elif one_loss and _saves_logits_grad(rows, weight, needs_grad):
+    elif one_loss and may_save_logits_grad and _saves_logits_grad(rows, weight, needs_grad):
         single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow
@@ -345,7 +415,8 @@ def _sizes(
         single_chunk_bytes=single_chunk,
         saved_weight_bytes=saved_weight,
         saved_hidden_bytes=saved_hidden,
-        fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + with_stats + skip_ignored)
+        fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + skip_ignored)
+        + request.bytes_per_token(chunk_plan.TOKEN_BYTES) * tokens
         + (3 * wide * vocab if needs_grad.bias else 0)
         + row_copies * wide * vocab
         + (0 if hidden.is_contiguous() else hidden.numel() * narrow),

@@ -17,7 +17,12 @@ from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOptions,
+    OutputGrads,
+    TokenRequest,
+    TokenStats,
+)
 
 
 class NeedsGrad(NamedTuple):
@@ -34,11 +39,12 @@ class LossArgs(NamedTuple):
     targets: Tensor  # (rows) int64
     row_index: Tensor | None  # (rows) from `valid_rows`: rows of hidden to gather; None takes all
     class_weights: Tensor | None  # (vocab)
+    token_weights: Tensor | None  # (rows) factors of the losses of the rows; None if there are none
     divisor: Tensor | None  # scalar that divides the summed loss; None for the loss of each row
     options: CrossEntropyOptions
     plan: ChunkPlan
     needs_grad: NeedsGrad
-    with_stats: bool
+    request: TokenRequest
 
 
 class Head(NamedTuple):
@@ -86,18 +92,70 @@ def chunk_logits_grad(
     _, weight, bias, args = head
     if block is not None:
         weight, bias = weight[block], None if bias is None else bias[block]
+    logits = F.linear(hidden, weight, bias)
+    if stats is not None:
+        stats = stats.rows(chunk)
+        stats.fill_likeliest(logits, args.request.top_k)
     return select("cross_entropy", hidden).cross_entropy_rows(
-        F.linear(hidden, weight, bias),
+        logits,
         args.targets[chunk],
         None if grad_output is None else grad_output.rows(chunk),
         None if lse is None else lse[chunk],
         args.class_weights,
         args.options,
         True,
-        stats=None if stats is None else TokenStats(*(x[chunk] for x in stats)),
+        stats=stats,
         first_column=0 if block is None else block.start,
         vocab=len(head.weight),
     )
+
+
+class GradSums:
+    """The gradients of a linear head: each chunk of tokens adds its own.
+
+    A gradient that is not needed stays None. The weight gradient of a single chunk has the weight's
+    dtype (float32 for float16); several chunks give a float32 sum. That of the bias is in float32.
+    (Both are in float64 for float64.)
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        row_index: Tensor | None,
+        needs_grad: NeedsGrad,
+        one_chunk: bool,
+    ) -> None:
+        self.head_weight, self.row_index = head_weight, row_index
+        self.needs_weight, self.positions = needs_grad.weight, len(hidden)
+        # Only backward divides a float16 gradient, so its sum over tokens could overflow.
+        self.narrow = one_chunk and hidden.dtype != torch.float16
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if needs_grad.hidden and row_index is None:
+            self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        elif needs_grad.hidden:
+            self.hidden = zeros_to_scatter_into(hidden)
+        if needs_grad.bias:
+            self.bias = head_weight.new_zeros(len(head_weight), dtype=compute_dtype(hidden))
+
+    def add(self, chunk: slice, chunk_hidden: Tensor, grad_logits: Tensor) -> None:
+        """Add the gradients of a chunk, given its hidden states and the gradient of its logits."""
+        if self.hidden is not None and self.row_index is None:
+            _product_into(self.hidden, chunk, grad_logits, self.head_weight)
+        elif self.hidden is not None and self.row_index is not None:
+            self.hidden.index_copy_(0, self.row_index[chunk], grad_logits @ self.head_weight)
+        if self.needs_weight and self.narrow:
+            self.weight = grad_logits.t() @ chunk_hidden
+        elif self.needs_weight:
+            self.weight = add_product(self.weight, grad_logits.t(), chunk_hidden)
+        if self.bias is not None:
+            self.bias = self.bias + grad_logits.sum(0, dtype=self.bias.dtype)
+
+    def of_hidden(self) -> Tensor | None:
+        """Return the gradient of all hidden states, without the row for padding."""
+        return None if self.hidden is None else self.hidden[: self.positions]
 
 
 def token_loop(
@@ -110,43 +168,23 @@ def token_loop(
     """Compute the loss and, given grad_output, the needed gradients, one chunk of tokens at a time.
 
     If lse of an earlier pass is given, the two losses are meaningless. If stats is given, this
-    function fills it. The weight gradient of a single chunk has the weight's dtype (float32 for
-    float16); several chunks give a float32 sum.
+    function fills it. `GradSums` says which dtypes the gradients have.
     """
     hidden, weight, _, args = head
-    index, chunk_size = args.row_index, args.plan.chunk_size
-    rows, dtype = len(args.targets), compute_dtype(hidden)
     if grad_output is None or not any(needs_grad):
         grad_output, needs_grad = None, NeedsGrad()
-    grad_hidden = grad_weight = grad_bias = None
-    if needs_grad.hidden and index is None:
-        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    elif needs_grad.hidden:
-        grad_hidden = zeros_to_scatter_into(hidden)
-    if needs_grad.bias:
-        grad_bias = torch.zeros(len(weight), dtype=dtype, device=weight.device)
+    pieces = chunks(len(args.targets), args.plan.chunk_size)
+    grads = GradSums(hidden, weight, args.row_index, needs_grad, len(pieces) == 1)
     made = []
-    for chunk in chunks(rows, chunk_size):
+    for chunk in pieces:
         chunk_hidden = head.rows(chunk)
         *losses, grad = chunk_logits_grad(head, chunk_hidden, chunk, grad_output, lse, stats)
         made.append(losses)
         if grad is not None:
-            if grad_hidden is not None and index is None:
-                _product_into(grad_hidden, chunk, grad, weight)
-            elif grad_hidden is not None and index is not None:
-                grad_hidden.index_copy_(0, index[chunk], grad @ weight)
-            # Only backward divides a float16 gradient, so its sum over tokens could overflow.
-            if needs_grad.weight and chunk_size >= rows and hidden.dtype != torch.float16:
-                grad_weight = grad.t() @ chunk_hidden
-            elif needs_grad.weight:
-                grad_weight = add_product(grad_weight, grad.t(), chunk_hidden)
-            if grad_bias is not None:
-                grad_bias = grad_bias + grad.sum(0, dtype=dtype)
+            grads.add(chunk, chunk_hidden, grad)
         del chunk_hidden, grad  # free them before the next chunk's logits
-    if grad_hidden is not None:
-        grad_hidden = grad_hidden[: len(hidden)]
     loss, z_loss, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made))
-    return TokenLoss(loss, z_loss, lse, grad_hidden, grad_weight, grad_bias)
+    return TokenLoss(loss, z_loss, lse, grads.of_hidden(), grads.weight, grads.bias)
 
 
 def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tensor, Tensor | None]:

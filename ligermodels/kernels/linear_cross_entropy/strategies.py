@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.cross_entropy import output_grads
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.loops import (
@@ -24,7 +23,12 @@ from ligermodels.kernels.linear_cross_entropy.loops import (
     vocab_loop,
 )
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.loss_options import OutputGrads, TokenStats, target_weights
+from ligermodels.kernels.loss_options import (
+    OutputGrads,
+    TokenStats,
+    output_grads,
+    target_weights,
+)
 
 
 class GradsInForward(torch.autograd.Function):
@@ -39,7 +43,7 @@ class GradsInForward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
         grad_output, late_scale = _forward_scale(head)
-        stats = _empty_stats(head)
+        stats = TokenStats.empty(len(args.targets), hidden, args.request)
         made = token_loop(head, args.needs_grad, grad_output, stats=stats)
         ctx.save_for_backward(made.grad_hidden, made.grad_weight, made.grad_bias, late_scale)
         ctx.dtype = hidden.dtype
@@ -52,7 +56,7 @@ class GradsInForward(torch.autograd.Function):
             return (None,) * 4
         *grads, late_scale = ctx.saved_tensors
         scale = grad_output if late_scale is None else grad_output * late_scale
-        return *(_scaled(grad, scale, ctx.dtype) for grad in grads), None
+        return *(scaled_grad(grad, scale, ctx.dtype) for grad in grads), None
 
 
 class LogitsGradInForward(torch.autograd.Function):
@@ -69,7 +73,7 @@ class LogitsGradInForward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
         grad_output, late_scale = _forward_scale(head)
-        stats = _empty_stats(head)
+        stats = TokenStats.empty(len(args.targets), hidden, args.request)
         everything = slice(0, len(args.targets))
         loss, z_loss, _, grad_logits = chunk_logits_grad(
             head, head.rows(everything), everything, grad_output, stats=stats
@@ -120,7 +124,7 @@ class HiddenGradInForward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
         grad_output, late_scale = _forward_scale(head)
-        stats = _empty_stats(head)
+        stats = TokenStats.empty(len(args.targets), hidden, args.request)
         needs_grad = NeedsGrad(hidden=args.needs_grad.hidden)
         made = token_loop(head, needs_grad, grad_output, stats=stats)
         _save_head(ctx, head, made.lse, made.grad_hidden, late_scale)
@@ -133,15 +137,15 @@ class HiddenGradInForward(torch.autograd.Function):
             return (None,) * 4
         head, lse, grad_hidden, late_scale = _saved_head(ctx)
         scale = grad_output if late_scale is None else grad_output * late_scale
-        grad_hidden = _scaled(grad_hidden, scale, head.hidden.dtype)
+        grad_hidden = scaled_grad(grad_hidden, scale, head.hidden.dtype)
         with without_autocast(head.hidden):
-            grads = OutputGrads((grad_output / head.args.divisor).view(1))
+            grads = OutputGrads(_weighted((grad_output / head.args.divisor).view(1), head.args))
             grad_weight, grad_bias = vocab_loop(head, grads, lse)
         return grad_hidden, grad_weight, grad_bias, None
 
 
 class RecomputeInBackward(torch.autograd.Function):
-    """Compute loss, log-probability and entropy of each token, for any upstream gradients.
+    """Compute the loss and the statistics of each token, for any upstream gradients.
 
     Backward recomputes the logits and computes all gradients. Both passes together take four matrix
     products, or five if `vocab_loop` computes the weight gradient.
@@ -152,28 +156,27 @@ class RecomputeInBackward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LossArgs
     ) -> tuple[Tensor, ...]:
         head = Head(hidden, weight, bias, args)
-        stats = _empty_stats(head)
+        stats = TokenStats.empty(len(args.targets), hidden, args.request)
         made = token_loop(head, NeedsGrad(), stats=stats)
-        _save_head(ctx, head, made.lse, None if stats is None else stats.entropy)
+        stats = TokenStats() if stats is None else stats
+        _save_head(ctx, head, made.lse, stats.entropy, stats.sum_sq_probs, stats.picked)
+        ctx.names = args.request.names
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(made.z_loss, *(() if stats is None else (stats.correct,)))
-        return made.loss, made.z_loss, *(stats or ())
+        ctx.mark_non_differentiable(made.z_loss, *stats.without_gradient())
+        return made.loss, made.z_loss, *stats.tensors()
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_loss: Tensor | None,
-        _: None,
-        grad_log_probs: Tensor | None = None,
-        grad_entropy: Tensor | None = None,
-        __: None = None,
+        ctx: Any, grad_loss: Tensor | None, _: None, *grad_stats: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("loss head")
-        if grad_loss is None and grad_log_probs is None and grad_entropy is None:
+        if grad_loss is None and all(grad is None for grad in grad_stats):
             return (None,) * 4
-        head, lse, entropy = _saved_head(ctx)
+        head, lse, entropy, sum_sq_probs, picked = _saved_head(ctx)
         needs_grad, dtype = head.args.needs_grad, head.weight.dtype
-        grad_output = output_grads(grad_loss, grad_log_probs, grad_entropy, entropy, lse)
+        values = TokenStats(entropy=entropy, sum_sq_probs=sum_sq_probs, picked=picked)
+        grad_output = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
+        assert grad_output is not None, "some output has a gradient"
         grad_hidden = grad_weight = grad_bias = None
         with without_autocast(head.hidden):
             if head.args.plan.vocab_block is None:
@@ -189,35 +192,39 @@ class RecomputeInBackward(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None
 
 
-def _empty_stats(head: Head) -> TokenStats | None:
-    args = head.args
-    return TokenStats.empty(len(args.targets), head.hidden) if args.with_stats else None
-
-
 def _mean(
     ctx: Any, head: Head, loss: Tensor, z_loss: Tensor, stats: TokenStats | None
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a strategy with one loss. Only this loss is differentiable."""
+    loss, z_loss = _weighted(loss, head.args), _weighted(z_loss, head.args)
     mean, z_mean, _ = select("cross_entropy", loss).mean_loss(loss, z_loss, head.args.divisor)
+    made = [] if stats is None else stats.tensors()
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z_mean, loss, *(stats or ()))
-    return mean, z_mean, loss, *(stats or ())
+    ctx.mark_non_differentiable(z_mean, loss, *made)
+    return mean, z_mean, loss, *made
+
+
+def _weighted(x: Tensor, args: LossArgs) -> Tensor:
+    """Multiply a number of each row, or one of all rows, by the rows' weights, if there are any."""
+    return x if args.token_weights is None else x * args.token_weights
 
 
 def _save_head(ctx: Any, head: Head, *others: Tensor | None) -> None:
     """Save the inputs of the logits, and other tensors, for `_saved_head` in backward."""
     # Autograd checks that saved tensors were not modified, and frees them after backward.
-    hidden, weight, bias, (targets, row_index, class_weights, divisor, *ctx.settings) = head
-    ctx.save_for_backward(hidden, weight, bias, targets, row_index, class_weights, divisor, *others)
+    hidden, weight, bias, args = head
+    *tensors, options, plan, needs_grad, request = args
+    ctx.settings = (options, plan, needs_grad, request._replace(alternatives=None))
+    ctx.save_for_backward(hidden, weight, bias, *tensors, *others)
 
 
 def _saved_head(ctx: Any) -> tuple[Any, ...]:
-    hidden, weight, bias, targets, index, class_weights, divisor, *others = ctx.saved_tensors
-    args = LossArgs(targets, index, class_weights, divisor, *ctx.settings)
+    hidden, weight, bias, targets, index, weights, factors, divisor, *others = ctx.saved_tensors
+    args = LossArgs(targets, index, weights, factors, divisor, *ctx.settings)
     return Head(hidden, weight, bias, args), *others
 
 
-def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+def scaled_grad(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Scale out of place, because backward may run twice over a retained graph."""
     return None if grad is None else select("cross_entropy", grad).scaled(grad, scale, dtype)
 
@@ -234,9 +241,9 @@ def _forward_scale(head: Head) -> tuple[OutputGrads | None, Tensor | None]:
     if not any(head.args.needs_grad):
         return None, None
     if head.hidden.dtype != torch.float16:
-        return OutputGrads((1 / divisor).view(1)), None
+        return OutputGrads(_weighted((1 / divisor).view(1), head.args)), None
     bound = _gradient_bound(head.args, divisor)
-    return OutputGrads((1 / bound).view(1)), bound / divisor
+    return OutputGrads(_weighted((1 / bound).view(1), head.args)), bound / divisor
 
 
 def _gradient_bound(args: LossArgs, like: Tensor) -> Tensor:
@@ -247,8 +254,12 @@ def _gradient_bound(args: LossArgs, like: Tensor) -> Tensor:
     """
     _, label_smoothing, _, _, logit_scale = args.options
     bound = torch.full_like(like, logit_scale)
-    if args.class_weights is None or len(args.targets) == 0:
+    if len(args.targets) == 0:
         return bound
+    if args.token_weights is not None:
+        bound = bound * args.token_weights.abs().amax()
+    if args.class_weights is None:
+        return torch.where(bound == 0, 1.0, bound)
     weights = args.class_weights.to(like.dtype).abs()
     largest = target_weights(args.targets, weights, args.options.ignore_index).amax()
     bound = bound * ((1 - label_smoothing) * largest + label_smoothing * weights.mean())

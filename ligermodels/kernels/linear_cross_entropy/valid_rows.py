@@ -57,18 +57,20 @@ def gather(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def scatter(values: Tensor, index: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
-    """Put the values of gathered rows back at their positions, in the targets' shape (...).
+    """Put the values (rows) or (rows, k) of gathered rows back: (...) or (..., k) as the targets.
 
     This is differentiable with respect to values. A row that was not gathered gets 0 if its target
     is ignored, and NaN otherwise.
     """
+    shape = targets.shape + values.shape[1:]
     if index is None:
-        return values.view(targets.shape)
+        return values.view(shape)
     flat = targets.flatten()
-    rows = values.new_zeros(len(flat) + 1)  # one more for the padding
+    rows = values.new_zeros(len(flat) + 1, *values.shape[1:])  # one more for the padding
     if values.is_floating_point():
-        rows[:-1].masked_fill_(flat != ignore_index, float("nan"))
-    return rows.index_copy(0, index, values)[:-1].view(targets.shape)
+        wanted = (flat != ignore_index).view(-1, *[1] * (values.dim() - 1))
+        rows[:-1].masked_fill_(wanted, float("nan"))
+    return rows.index_copy(0, index, values)[:-1].view(shape)
 
 
 def zeros_to_scatter_into(hidden: Tensor) -> Tensor:

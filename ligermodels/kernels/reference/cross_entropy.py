@@ -35,12 +35,13 @@ def cross_entropy_rows(
     Args:
         logits: (rows, vocab).
         targets: (rows) int64.
-        grad_output: float32 upstream gradients of loss, log_probs and entropy; None for no gradient
+        grad_output: float32 upstream gradients of the loss and of statistics; None for no gradient
             of the logits.
         lse: (rows, 2) from an earlier call, to save a pass over the logits.
         class_weights: (vocab).
         in_place: whether to overwrite logits with their gradient.
-        stats: if given, this function fills it. Do not pass it together with lse.
+        stats: if given, this function fills it, except `picked`, the classes of which it gives the
+            log-probabilities. Do not pass it together with lse.
         first_column, vocab: logits are (rows, columns), of the classes first_column, first_column +
             1, ... of `vocab` classes. Requires lse.
     Returns: loss (rows), which includes the z-loss; z-loss (rows); lse (rows, 2); gradient (rows,
@@ -70,7 +71,7 @@ def cross_entropy_rows(
             None if lse is None else lse[block],
             class_weights,
             options,
-            None if stats is None else TokenStats(*(x[block] for x in stats)),
+            None if stats is None else stats.rows(block),
             first_column,
             vocab,
         )
@@ -149,31 +150,58 @@ def _block(
         z = torch.where(valid, z + nan, 0.0)
         if stats is not None:
             log_p = t - top[:, None] - log_sum[:, None]
-            p = torch.exp(log_p)
-            entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
-            # Compare before the softcap, because it may round different logits to the same value.
-            best = scaled.gather(-1, index[:, None])
-            before = torch.arange(columns, device=t.device) < index[:, None]
-            beaten = ((scaled > best) | ((scaled == best) & before)).any(-1) | best[:, 0].isnan()
-            stats.log_probs.copy_(torch.where(valid, target_log_p + nan, 0.0))
-            stats.entropy.copy_(torch.where(valid, entropy + nan, 0.0))
-            stats.correct.copy_(valid & inside & ~beaten)
+
+            def fill(out: Tensor | None, values: Tensor) -> None:
+                if out is not None:
+                    out.copy_(torch.where(valid, values + nan, 0.0))
+
+            fill(stats.log_probs, target_log_p)
+            if stats.entropy is not None:
+                p = torch.exp(log_p)
+                fill(stats.entropy, -torch.where(p == 0, 0.0, p * log_p).sum(-1))
+            if stats.correct is not None:
+                # Compare before the softcap, because it may round different logits to one value.
+                best = scaled.gather(-1, index[:, None])
+                before = torch.arange(columns, device=t.device) < index[:, None]
+                beaten = ((scaled > best) | ((scaled == best) & before)).any(-1)
+                stats.correct.copy_(valid & inside & ~(beaten | best[:, 0].isnan()))
+            if stats.sum_sq_probs is not None:
+                fill(stats.sum_sq_probs, torch.exp(2 * log_p).sum(-1))
+            if stats.mean_logits is not None:
+                fill(stats.mean_logits, t.mean(-1))
+            if stats.picked is not None and stats.picked_log_probs is not None:
+                at, wrong = picked_index(stats.picked, vocab, t.dtype)
+                skipped = ~valid[:, None] | (stats.picked < 0)
+                found = log_p.gather(-1, at) + wrong + nan[:, None]
+                stats.picked_log_probs.copy_(torch.where(skipped, 0.0, found))
     if grad_output is None:
         return loss, z, lse, None
 
     scale = torch.where(valid, cast(grad_output.loss, t.dtype) + nan, 0.0)
     at_target = -target_weight * scale
     factor = (target_weight + smooth * weights.sum() + 2 * z_loss * (top + log_sum)) * scale
-    if grad_output.log_probs is not None:
-        at_target = at_target + grad_output.log_probs
-        factor = factor - grad_output.log_probs
-    of_entropy = None
-    if grad_output.entropy is not None:
-        assert grad_output.entropy_value is not None
+    grads, values = grad_output.stats, grad_output.values
+    if grads.log_probs is not None:
+        at_target = at_target + grads.log_probs
+        factor = factor - grads.log_probs
+    picked_grad = None
+    if grads.picked_log_probs is not None:
+        assert values.picked is not None
+        picked, wrong = picked_index(values.picked, vocab, t.dtype)
+        picked_grad = torch.where(values.picked < 0, 0.0, grads.picked_log_probs + wrong)
+        factor = factor - picked_grad.sum(-1)
+    others = None  # what is subtracted from the gradient of each logit
+    if grads.entropy is not None:
+        assert values.entropy is not None
         p = exp / exp_sum[:, None]
-        log_p = t - top[:, None] - (log_sum - grad_output.entropy_value)[:, None]
+        log_p = t - top[:, None] - (log_sum - values.entropy)[:, None]
         # p log p is 0 if p is 0, also if log p is -infinity.
-        of_entropy = grad_output.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+        others = grads.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
+    if grads.sum_sq_probs is not None:
+        assert values.sum_sq_probs is not None
+        p = exp / exp_sum[:, None]
+        of_squares = 2 * grads.sum_sq_probs[:, None] * p * (values.sum_sq_probs[:, None] - p)
+        others = of_squares if others is None else others + of_squares
     grad = exp.mul_((factor / exp_sum)[:, None])  # nothing reads `exp` after this
     here = index - first_column
     mine = (here >= 0) & (here < columns)
@@ -182,8 +210,14 @@ def _block(
     )
     if label_smoothing:
         grad = grad - (smooth * scale)[:, None] * weights[first_column : first_column + columns]
-    if of_entropy is not None:
-        grad = grad - of_entropy
+    if picked_grad is not None:
+        here = picked - first_column
+        mine = (here >= 0) & (here < columns)
+        grad.scatter_add_(-1, torch.where(mine, here, 0), torch.where(mine, picked_grad, 0.0))
+    if others is not None:
+        grad = grad - others
+    if grads.mean_logits is not None:
+        grad = grad + (grads.mean_logits / vocab)[:, None]
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     if logit_scale != 1:
@@ -192,6 +226,12 @@ def _block(
         # An ignored row gets exact zeros even if its logits are not finite.
         grad = torch.where(valid[:, None], grad, 0.0)
     return loss, z, lse, cast(grad, logits.dtype)
+
+
+def picked_index(picked: Tensor, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return picked with 0 in place of classes outside the vocabulary, and NaN there, else 0."""
+    inside = (picked >= 0) & (picked < vocab)
+    return torch.where(inside, picked, 0), cast(torch.where(inside, 0.0, float("nan")), dtype)
 
 
 def _known_to_hold(condition: Tensor) -> bool:

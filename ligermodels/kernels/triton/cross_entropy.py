@@ -1,5 +1,7 @@
 """Loss and gradient of rows of logits: one pass for the logsumexp, one for the gradient."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -66,8 +68,16 @@ def cross_entropy_kernel(
     log_prob_ptr,
     entropy_ptr,
     correct_ptr,
+    sum_sq_ptr,
+    mean_ptr,
     log_prob_scale_ptr,
     entropy_scale_ptr,
+    sum_sq_scale_ptr,
+    mean_scale_ptr,
+    picked_ptr,
+    picked_scale_ptr,
+    picked_sum_ptr,
+    num_picked,
     columns,
     first_column,
     vocab,
@@ -84,12 +94,13 @@ def cross_entropy_kernel(
 ):
     """Each program computes loss, z-loss, logsumexp, statistics and gradient of one row.
 
-    Pointers of inputs that are not given and of outputs that are not needed are None. Either all
-    three statistics are computed or none. The row has `columns` logits of the vocabulary, starting
-    at first_column; without an lse, it has all of them. The program reads tiles of PIECES x BLOCK
-    logits. A lane takes one maximum over its pieces, so an element costs little more than one
-    exponential, with base 2. If the row is read twice, the first pass asks the cache to keep it. An
-    ignored row is not read.
+    Pointers of inputs that are not given and of outputs that are not needed are None. The row has
+    `columns` logits of the vocabulary, starting at first_column; without an lse, it has all of
+    them. The program reads tiles of PIECES x BLOCK logits. A lane takes one maximum over its
+    pieces, so an element costs little more than one exponential, with base 2. If the row is read
+    twice, the first pass asks the cache to keep it. An ignored row is not read. picked_ptr has the
+    classes of the row, in ascending order, whose log-probabilities have an upstream gradient, and
+    picked_sum_ptr the sum of these gradients.
     """
     # torch.compile passes Python floats as float64.
     label_smoothing = tl.cast(label_smoothing, tl.float32)
@@ -107,10 +118,16 @@ def cross_entropy_kernel(
         if not HAS_LSE:
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
-        if log_prob_ptr is not None:
-            tl.store(log_prob_ptr + row, 0.0)
-            tl.store(entropy_ptr + row, 0.0)
-            tl.store(correct_ptr + row, 0)
+            if log_prob_ptr is not None:
+                tl.store(log_prob_ptr + row, 0.0)
+            if entropy_ptr is not None:
+                tl.store(entropy_ptr + row, 0.0)
+            if correct_ptr is not None:
+                tl.store(correct_ptr + row, 0)
+            if sum_sq_ptr is not None:
+                tl.store(sum_sq_ptr + row, 0.0)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + row, 0.0)
         if grad_ptr is not None:
             zeros = tl.zeros((PIECES, BLOCK), grad_ptr.dtype.element_ty)
             for start in range(0, columns, PIECES * BLOCK):
@@ -145,6 +162,8 @@ def cross_entropy_kernel(
         total = tl.zeros((1, BLOCK), tl.float32)
         weighted = tl.zeros((1, BLOCK), tl.float32)
         below = tl.zeros((1, BLOCK), tl.float32)  # sum of 2^gap * gap, gap = unit_2 (x - highest)
+        squares = tl.zeros((1, BLOCK), tl.float32)  # sum of 4^gap
+        sums = tl.zeros((1, BLOCK), tl.float32)
         beaten = tl.zeros((1, BLOCK), tl.int32)
         # Load this before the reductions: their barriers put it before all in-place writes.
         target_logit = tl.load(logits_ptr + index).to(tl.float32)
@@ -166,11 +185,17 @@ def cross_entropy_kernel(
             new = tl.maximum(highest, tl.max(x, 0, keep_dims=True))
             shift = tl.where(new == -infinity, 0.0, new)
             share = tl.exp2((x - shift) * unit_2)
-            if log_prob_ptr is not None:
+            if entropy_ptr is not None:
                 rise = tl.where(highest == -infinity, 0.0, (highest - shift) * unit_2)
                 gap = tl.where(x == -infinity, 0.0, (x - shift) * unit_2)
                 below = tl.exp2(rise) * (below + rise * total)
                 below += tl.sum(share * gap, 0, keep_dims=True)
+            if sum_sq_ptr is not None:
+                fall = tl.exp2((highest - shift) * unit_2)
+                squares = squares * fall * fall + tl.sum(share * share, 0, keep_dims=True)
+            if mean_ptr is not None:
+                sums += tl.sum(tl.where(mask, x, 0.0), 0, keep_dims=True)
+            if correct_ptr is not None:
                 # Compare before the softcap, because it may round different logits to equal ones.
                 raw = logits.to(tl.float32)
                 wins = (raw > target_logit) | ((raw == target_logit) & (at < index))
@@ -195,10 +220,18 @@ def cross_entropy_kernel(
         tl.store(z_loss_ptr + row, z + poison)
         if log_prob_ptr is not None:
             tl.store(log_prob_ptr + row, log_prob + poison)
+        if entropy_ptr is not None:
             rise = tl.where(highest == -infinity, 0.0, (highest - top) * unit_2)
             below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
             entropy = (log_sum - below_sum / total_sum) * LN_2
             tl.store(entropy_ptr + row, entropy + poison)
+        if sum_sq_ptr is not None:
+            fall = tl.exp2((highest - top) * unit_2)
+            sum_sq = tl.sum(squares * fall * fall) / (total_sum * total_sum)
+            tl.store(sum_sq_ptr + row, sum_sq + poison)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, tl.sum(sums) * unit / columns + poison)
+        if correct_ptr is not None:
             correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
             tl.store(correct_ptr + row, correct)
 
@@ -217,6 +250,16 @@ def cross_entropy_kernel(
         if entropy_scale_ptr is not None:
             entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
             entropy = tl.load(entropy_ptr + row)
+        if sum_sq_scale_ptr is not None:
+            sum_sq_scale = 2.0 * tl.load(sum_sq_scale_ptr + row).to(tl.float32) * logit_scale
+            sum_sq = tl.load(sum_sq_ptr + row)
+        if mean_scale_ptr is not None:
+            mean_grad = tl.load(mean_scale_ptr + row).to(tl.float32) * logit_scale / vocab
+        if picked_ptr is not None:
+            p_scale -= tl.load(picked_sum_ptr + row) * logit_scale
+            position = row * num_picked
+            end = position + num_picked
+            picked = tl.load(picked_ptr + position) - first_column
         here = index - first_column  # outside [0, columns) if another block has the target
         if class_weights_ptr is not None:
             class_weights_ptr += first_column
@@ -229,6 +272,15 @@ def cross_entropy_kernel(
             grad = p * p_scale
             if (here >= start) & (here < start + PIECES * BLOCK):
                 grad -= tl.where(at == here, target_scale, 0.0)
+            if picked_ptr is not None:
+                # One step for each class of this tile. A class may be there several times.
+                while picked < start + PIECES * BLOCK:
+                    picked_scale = tl.load(picked_scale_ptr + position) * logit_scale
+                    grad += tl.where(at == picked, picked_scale, 0.0)
+                    position += 1
+                    # After the last class comes a number that no tile reaches.
+                    picked = tl.load(picked_ptr + position, mask=position < end, other=2**62)
+                    picked -= first_column
             if HAS_SMOOTHING:
                 if class_weights_ptr is not None:
                     weights = tl.load(class_weights_ptr + at, mask=mask, other=0.0)
@@ -239,6 +291,10 @@ def cross_entropy_kernel(
                 # p log p is 0 if p is 0, also if log p is -infinity.
                 p_log_p = tl.where(p > 0.0, p * ((x - top) * unit - log_sum * LN_2 + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
+            if sum_sq_scale_ptr is not None:
+                grad += sum_sq_scale * p * (p - sum_sq)
+            if mean_scale_ptr is not None:
+                grad += mean_grad
             if HAS_SOFTCAP:
                 grad *= 1.0 - x * x
             grad = grad.to(grad_ptr.dtype.element_ty)
@@ -266,14 +322,25 @@ def cross_entropy_rows(
     if lse is None:
         lse = logits.new_empty((rows, 2), dtype=torch.float32)
     loss, z_loss = (lse, lse) if have_lse else (lse.new_empty(rows), lse.new_empty(rows))
-    grad = row_scale = log_prob_scale = entropy_scale = entropy = None
+    grad = row_scale = None
+    grads = values = TokenStats()
     if grad_output is not None:
-        row_scale, log_prob_scale, entropy_scale, entropy = grad_output
+        row_scale, grads, values = grad_output
         grad = logits if in_place else torch.empty_like(logits)
     if stats is not None:
-        entropy = stats.entropy
+        values = stats
     if rows == 0:
         return loss, z_loss, lse, grad
+    raw_picked = None
+    if stats is not None and stats.picked is not None:
+        # Read these before the kernel may overwrite the logits.
+        raw_picked = logits.gather(-1, stats.picked.clamp(0, columns - 1)).float()
+    picked = picked_scale = picked_sum = None
+    if grads.picked_log_probs is not None and values.picked is not None:
+        picked, order = values.picked.sort(-1)
+        factor = torch.where(picked < 0, 0.0, 1.0).masked_fill(picked >= vocab, float("nan"))
+        picked_scale = factor * grads.picked_log_probs.gather(-1, order)
+        picked_sum = picked_scale.sum(-1)
     weight_sum = None
     if class_weights is not None:
         class_weights = class_weights.contiguous()
@@ -300,10 +367,18 @@ def cross_entropy_rows(
         grad,
         0 if grad is None else grad.stride(0),
         None if stats is None else stats.log_probs,
-        entropy,
+        values.entropy,
         None if stats is None else stats.correct,
-        None if log_prob_scale is None else log_prob_scale.contiguous(),
-        None if entropy_scale is None else entropy_scale.contiguous(),
+        values.sum_sq_probs,
+        None if stats is None else stats.mean_logits,
+        grads.log_probs,
+        grads.entropy,
+        grads.sum_sq_probs,
+        grads.mean_logits,
+        picked,
+        picked_scale,
+        picked_sum,
+        0 if picked is None else picked.shape[1],
         columns,
         first_column,
         vocab,
@@ -320,4 +395,26 @@ def cross_entropy_rows(
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
+    if stats is not None and raw_picked is not None:
+        _fill_picked(stats, raw_picked, targets, lse, columns, options)
     return loss, z_loss, lse, grad
+
+
+def _fill_picked(
+    stats: TokenStats,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    vocab: int,
+    options: CrossEntropyOptions,
+) -> None:
+    """Compute the log-probabilities of the picked classes from their logits (rows, k) and lse."""
+    assert stats.picked is not None and stats.picked_log_probs is not None
+    x, unit = logits, options.logit_scale
+    if options.softcap is not None:
+        x, unit = torch.tanh(x * (options.logit_scale / options.softcap)), options.softcap
+    log_probs = (x - lse[:, :1]) * unit - lse[:, 1:] * math.log(2.0)
+    wrong = (targets < 0) | (targets >= vocab)
+    log_probs = log_probs.masked_fill((stats.picked >= vocab) | wrong[:, None], float("nan"))
+    ignored = (targets == options.ignore_index)[:, None] | (stats.picked < 0)
+    stats.picked_log_probs.copy_(log_probs.masked_fill(ignored, 0.0))

@@ -12,6 +12,7 @@ from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     ChunkPlan,
     Sizes,
     plan_chunks,
+    smaller_chunk,
 )
 
 MIB = 2**20
@@ -120,6 +121,17 @@ def test_default() -> None:
     # The logits take 3.9 GiB, less than twice the float32 sum of the 256000 x 2304 gradient.
     assert plan_chunks(head(8192, 2304, 256000), None) == ChunkPlan(8192)
     assert plan_chunks(head(16384, 2304, 256000), None).chunk_size < 8192
+
+
+def test_a_smaller_chunk_than_the_default() -> None:
+    """Of all rows at once; where the default is chunks already, or rows are few, there is none."""
+    assert plan_chunks(head(16384, 4096, 128256), None).chunk_size == 16384
+    chunk = smaller_chunk(head(16384, 4096, 128256))
+    assert chunk == 4096 and chunk * 128256 * 2 <= DEFAULT_LOGITS_BYTES
+    assert smaller_chunk(head(32768, 4096, 128256)) is None
+    assert smaller_chunk(head(2048, 4096, 128256)) is None
+    frozen = head(16384, 4096, 128256)._replace(accumulator_bytes=0)
+    assert smaller_chunk(frozen) is None
 
 
 def test_no_piece_is_much_shorter_than_the_rest() -> None:

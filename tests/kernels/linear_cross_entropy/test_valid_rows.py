@@ -14,7 +14,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     valid_rows,
 )
 from ligermodels.kernels.loss_options import ChunkOptions
-from tests.kernels.checks import check_repeatable, compare, random
+from tests.kernels.checks import as_tuple, check_repeatable, compare, random
 from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.test_functions import (
     CONSTANT,
@@ -116,7 +116,7 @@ def test_one_chunk_gives_the_same_tokens(float32_place) -> None:
         skipped = linear_cross_entropy(
             **made, return_token_stats=True, skip_ignored=True, max_valid=bound
         )
-        for a, b in zip(plain, skipped):
+        for a, b in zip(as_tuple(plain), as_tuple(skipped)):
             assert a.shape == b.shape and a.dtype == b.dtype, bound
             if a.dtype == torch.bool:
                 assert torch.equal(a, b), bound
@@ -265,7 +265,9 @@ def test_rows_out_and_back() -> None:
     assert valid_rows(targets, -100, ChunkOptions()) is None
     assert valid_rows(targets[:0], -100, ChunkOptions(skip_ignored=True)) is None
     assert gather(x, None) is x and gather_targets(targets, None, -100) is targets
-    assert scatter(x, None, x, -100).shape == x.shape
+    assert scatter(x, None, targets, -100).shape == x.shape
+    both = scatter(torch.stack((values, -values), -1), taken, targets, -100)
+    assert torch.equal(both[:, 0], back) and torch.equal(both[:, 1], -back)
 
 
 def test_an_ignored_row_may_hold_anything() -> None:

@@ -1,0 +1,116 @@
+"""Run a command in several processes, one for each GPU: `ligermodels finetune ... --gpus N`.
+
+The processes are those of `torchrun --nproc-per-node N -m ligermodels finetune ...`, started
+through the library behind torchrun. Of their errors only the first is printed, as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from ligermodels.cli.options import number
+
+OPTIONS = ("gpus", "max_restarts", "argv")
+_LAUNCHED = "LIGERMODELS_LAUNCHED"  # set in the processes that this module starts
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch: where a process leaves its error
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options that say how many processes run."""
+    group = command.add_argument_group("several GPUs")
+    group.add_argument(
+        "--gpus",
+        type=number(int, at_least=1),
+        metavar="N",
+        help="run on N GPUs of this machine, each with rows of its own (with --device cpu, in N "
+        "processes); the model is spread over them (FSDP2)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=number(int, at_least=0),
+        default=0,
+        metavar="N",
+        help="with --gpus, how often the run goes on from its last checkpoint by itself after a "
+        "process was killed (default: 0)",
+    )
+
+
+def is_worker() -> bool:
+    """Whether torchrun or this module has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process prints the result: the only one, or rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def report_error(line: str, code: int) -> bool:
+    """Leave an error for the process that has started this one to print; False if there is none."""
+    file = os.environ.get(_ERROR_FILE)
+    if _LAUNCHED not in os.environ or not file:
+        return False
+    extra = {"timestamp": str(int(time.time())), "py_callstack": "", "code": code}
+    with open(file, "w", encoding="utf-8") as out:
+        json.dump({"message": {"message": line, "extraInfo": extra}}, out)
+    return True
+
+
+def run(given: argparse.Namespace) -> None:
+    """Run this command line in several processes, and print the first error that ends them.
+
+    Raises:
+        SystemExit: a process failed; the code is that of the process with the first error.
+    """
+    import logging
+    import uuid
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # torch would log each failure with its own report.
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[_LAUNCHED] = "1"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // given.gpus)))
+    # An interrupted run writes a checkpoint before it ends.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=given.gpus,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=given.max_restarts,
+        monitor_interval=0.2,
+    )
+    arguments = ["-m", "ligermodels", *given.argv]
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except SignalException as stop:
+        raise SystemExit(128 + stop.sigval) from None
+    except ChildFailedError as error:
+        line, code = _first(error.failures)
+        print(f"ligermodels: {line}", file=sys.stderr)
+        raise SystemExit(code) from None
+
+
+def _first(failures: dict[int, Any]) -> tuple[str, int]:
+    """Return the line and the exit code of the failure that caused the others."""
+    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
+        if failure.exitcode < 0 and failure.signal_name() not in ("SIGTERM", "<N/A>"):
+            return f"rank {rank} was killed by {failure.signal_name()}", 1
+    for failure in sorted(failures.values(), key=lambda failure: failure.timestamp):
+        found = failure.error_file_data.get("message")
+        if isinstance(found, dict) and "code" in found.get("extraInfo", {}):
+            return found["message"], int(found["extraInfo"]["code"])
+    rank, failure = next(iter(failures.items()))
+    return f"rank {rank} ended with exit code {failure.exitcode}; its error is above", 1

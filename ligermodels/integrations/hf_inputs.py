@@ -1,0 +1,77 @@
+"""The arguments and hidden states of transformers' models, in terms of native models."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ligermodels.errors import shown
+from ligermodels.integrations.hf_cache import HFCache
+from ligermodels.models.base import DecoderModel
+
+# What tools pass to every model, and what needs no answer here.
+_WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}
+# A flattened batch; all of them say the same, and seq_idx is the number of each token's document.
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class LayerOutputs:
+    """Collects the hidden states between the layers of one forward pass, as transformers does."""
+
+    def __init__(self, native: DecoderModel) -> None:
+        self.outputs: list[Tensor] = []
+        self._handles = [
+            native.layers[0].register_forward_pre_hook(self._first),
+            *(layer.register_forward_hook(self._next) for layer in native.layers),
+        ]
+
+    def _first(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.outputs.append(inputs[0])
+
+    def _next(self, layer: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        x, residual = output[:2]
+        self.outputs.append(x if residual is None else x + residual)
+
+    def remove(self) -> None:
+        """End the collection."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def native_inputs(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    others: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of `DecoderModel.forward` for those of transformers' models.
+
+    Raises:
+        ValueError: an argument asks for something that the model does not compute.
+    """
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids,
+        "inputs_embeds": inputs_embeds,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "cache": None if past_key_values is None else HFCache(past_key_values),
+    }
+    flattened = {name: others.pop(name) for name in _FLATTENED if name in others}
+    if flattened.get("cu_seq_lens_q") is not None:
+        inputs |= {
+            "cu_seqlens": flattened["cu_seq_lens_q"],
+            "max_seqlen": flattened.get("max_length_q"),
+            "position_ids": None,
+        }
+    unknown = {
+        name: value
+        for name, value in others.items()
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False
+    }
+    if unknown:
+        name, value = next(iter(unknown.items()))
+        raise ValueError(
+            f"{name}={shown(value)}: the model cannot honour this argument; leave it out"
+        )
+    return inputs

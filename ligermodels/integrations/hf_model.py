@@ -1,0 +1,490 @@
+"""Native models behind the interface of transformers: `LigerForCausalLM` and its relatives.
+
+A shell is a `PreTrainedModel`. Its modules are those of a native model, so that both share the
+parameters, and its losses come from the loss head. There is one class per family, such as
+`LigerLlamaForCausalLM`; it is made when it is first asked for. Nothing is registered in
+transformers under HF's model types, and its Auto classes stay as they are.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing_extensions import Self
+
+from ligermodels.converters import hf_config
+from ligermodels.converters.in_memory import joined_rows
+from ligermodels.converters.weight_map import WeightMap
+from ligermodels.errors import ConfigError, SaveError, shown
+from ligermodels.integrations import projections
+from ligermodels.integrations.fused_head import FusedHead
+from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
+from ligermodels.integrations.hf_weights import conversions, pack_hf_names, shell_name
+from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers.fusion import is_plain
+from ligermodels.models.auto import families
+from ligermodels.models.base import DecoderModel
+
+
+class LigerPreTrainedModel(PreTrainedModel):
+    """The base class of all shells.
+
+    Attributes:
+        family: the class of the native model.
+        weight_map: the map from the native model's parameters to HF's tensors.
+    """
+
+    family: ClassVar[type[DecoderModel]]
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _skip_keys_device_placement = ("past_key_values",)
+
+    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+        super().__init__(config)
+        if native is None:
+            native = self.family(native_config(config, self.family))
+        # The tuple keeps nn.Module from registering the native model as a child.
+        self._native = (native,)
+        self.weight_map = self.family.weight_map(native.built_from)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in native.layers})
+        if not native.embed_tokens.weight.is_meta:
+            for module in native.modules():  # or transformers would draw the weights again
+                setattr(module, "_is_hf_initialized", True)  # noqa: B010
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RotaryEmbedding):
+            module.to(module.inv_freq.device)  # computes its buffer again
+        else:
+            super()._init_weights(module)
+
+    @property
+    def native(self) -> DecoderModel:
+        """The native model, which has this model's modules and parameters."""
+        native = self._native[0]
+        for name, child in self.base_model.named_children():
+            if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
+                setattr(native, name, child)
+        return native
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Let backward compute blocks again; see `DecoderModel.activation_checkpointing_enable`."""
+        self.native.activation_checkpointing_enable(
+            activation_checkpointing_kwargs, every_n_layers, offload
+        )
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep the activations of every block for backward."""
+        self.native.activation_checkpointing_disable()
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether backward recomputes some blocks."""
+        return self._native[0].is_activation_checkpointing
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Call `activation_checkpointing_enable`; this is its older name in transformers."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
+
+
+class LigerModel(LigerPreTrainedModel):
+    """The decoder of a shell, without the projection to the vocabulary."""
+
+    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+        super().__init__(config, native)
+        for name, child in self._native[0].named_children():
+            if name != "head":
+                self.add_module(name, child)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding."""
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the hidden states after the final norm, and the cache if there is one.
+
+        The arguments are those of transformers' models.
+
+        Raises:
+            ValueError: the model cannot honour an argument, or what `DecoderModel.forward` raises.
+        """
+        inputs = native_inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, others
+        )
+        if output_hidden_states is None:
+            output_hidden_states = getattr(self.config, "output_hidden_states", False)
+        native = self.native
+        seen = LayerOutputs(native) if output_hidden_states else None
+        try:
+            hidden = native(**inputs)
+        finally:
+            if seen is not None:
+                seen.remove()
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values,
+            hidden_states=None if seen is None else (*seen.outputs[:-1], hidden),
+        )
+
+
+class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
+    """A language model of any family, to be used like transformers' own.
+
+    `LigerForCausalLM.from_pretrained(path)` and `from_native(model)` choose the family's class.
+    With split_projections=True, the packed projections are split into HF's: see `projections`.
+
+    With labels, the loss comes from the loss head. In training no logits are made then; in
+    evaluation they are, unless `skip_logits=True` is passed. Without labels, logits are returned.
+    """
+
+    lm_head: nn.Module
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        native: DecoderModel | None = None,
+        *,
+        split_projections: bool = False,
+    ) -> None:
+        super().__init__(config, native)
+        native = self._native[0]
+        self.fused_head = FusedHead()
+        self.model = _class_of(type(native), LigerModel)(config, native)
+        if native.config.tie_word_embeddings:
+            weight = native.embed_tokens.weight
+            vocab, hidden = weight.shape
+            self.lm_head = nn.Linear(hidden, vocab, bias=False, device="meta")
+            self.lm_head.weight = weight
+            setattr(self.lm_head, "_is_hf_initialized", True)  # noqa: B010
+        else:
+            self.lm_head = native.head.proj
+        self.register_load_state_dict_pre_hook(pack_hf_names)
+        # transformers looks up the first when it loads and uses the second when it saves.
+        found = conversions(self.weight_map)
+        register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
+        self._weight_conversions = found
+        if native.source_generation_config:
+            self.generation_config = GenerationConfig(**native.source_generation_config)
+        if split_projections:
+            projections.split_projections(self)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
+        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
+
+        Raises:
+            ConfigError: no family is registered for the checkpoint's model_type.
+        """
+        if hasattr(cls, "family"):
+            return super().from_pretrained(path, *args, **options)
+        return _class_at(path, cls, options).from_pretrained(path, *args, **options)
+
+    @classmethod
+    def from_native(cls, model: DecoderModel) -> Self:
+        """Return a shell that shares the modules and parameters of a native model."""
+        shell = _class_of(type(model), cls)
+        raw = copy.deepcopy(hf_config.to_hf(model.config))
+        config = shell.config_class.from_dict(raw)
+        if model.source_folder is not None:
+            config._name_or_path = str(model.source_folder)
+        return shell(config, model).train(model.training)
+
+    @property
+    def native(self) -> DecoderModel:
+        """The native model, which has this model's modules and parameters."""
+        native = super().native
+        head, embedding = native.head, native.embed_tokens
+        lm_head = self.lm_head
+        head.vocab_size = native.config.vocab_size = self.config.vocab_size
+        weight = getattr(embedding, "weight", None)
+        if is_plain(lm_head, nn.Linear) and lm_head.weight is weight:
+            head._modules.pop("proj", None)
+            head.tie(embedding)
+        elif head._modules.get("proj") is not lm_head:
+            head._tied = ()
+            head.add_module("proj", lm_head)
+        return native
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each HF name and tensor, for example for the weight update of a serving engine."""
+        weights = {shell_name(e.name): e.name for e in self.weight_map}
+        own = dict(self.named_parameters())
+        packed = {native: own[name] for name, native in weights.items() if name in own}
+        for name, parts in self.weight_map.parts().items():
+            if all(entry.name in packed for entry, _ in parts):
+                yield name, joined_rows(parts, packed)
+            else:  # a split projection
+                yield name, own[name]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding."""
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the projection to the vocabulary."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the projection to the vocabulary."""
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        skip_logits: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return the loss, the logits or both, as transformers' models do.
+
+        Args:
+            labels: (batch, seq), shifted inside. The loss is their mean, or their sum divided by
+                num_items_in_batch.
+            skip_logits: whether to leave out the logits. By default they are left out in training
+                with labels.
+            others: the other arguments are those of transformers' models.
+        Returns: a `CausalLMOutputWithPast`; with `fused_lm_head=True`, what `FusedHead` describes.
+        Raises:
+            ValueError: the model cannot honour an argument.
+        """
+        # As arguments of their own, they would be labels to transformers' Trainer.
+        shift_labels = others.pop("shift_labels", None)
+        fused = others.pop("fused_lm_head", False)
+        as_tuple = others.get("return_dict") is False
+        made = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=self._cache(past_key_values, use_cache, fused or labels is not None),
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            **others,
+        )
+        hidden, head = made.last_hidden_state, self.native.head
+        if fused:
+            return self.fused_head(head, hidden, labels, shift_labels, num_items_in_batch)
+        loss = None
+        if labels is not None or shift_labels is not None:
+            targets = self.fused_head.targets(labels, shift_labels)
+            loss = head(hidden, targets, num_items_in_batch=num_items_in_batch).loss
+        if skip_logits is None:
+            skip_logits = loss is not None and self.training
+        logits = None
+        if not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = head.logits(hidden[:, kept])
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=made.past_key_values,
+            hidden_states=made.hidden_states,
+        )
+        return output.to_tuple() if as_tuple else output
+
+    @staticmethod
+    def _cache(given: Any, use_cache: bool | None, scores: bool) -> Any:
+        """Return the cache to fill, a new one if it is asked for outside of scoring."""
+        return DynamicCache() if given is None and use_cache and not scores else given
+
+    def _get_name(self) -> str:
+        """Return HF's name of the class, by which Trainer knows whose labels need a shift."""
+        name = architecture(self.family)
+        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else type(self).__name__
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Write HF's checkpoint; the arguments are those of transformers' `save_pretrained`.
+
+        The config names HF's model class, so that every tool opens the folder.
+
+        Raises:
+            SaveError: the config says that the head is tied, but its weight is not the embedding's.
+        """
+        self._check_tie(save_directory)
+        super().save_pretrained(save_directory, **options)
+        if not options.get("is_main_process", True):
+            return
+        self.config.architectures = [architecture(self.family)]
+        if (Path(save_directory) / "config.json").is_file():
+            self.config.save_pretrained(save_directory)
+        if push_to_hub:
+            known = ("commit_message", "private", "token", "revision", "create_pr")
+            given = {name: options[name] for name in known if name in options}
+            self.push_to_hub(options.get("repo_id", Path(save_directory).name), **given)
+
+    def _check_tie(self, folder: str | os.PathLike[str]) -> None:
+        embedding, lm_head = self.get_input_embeddings(), self.lm_head
+        if self.config.tie_word_embeddings and isinstance(lm_head, nn.Linear):
+            weight = getattr(embedding, "weight", None)
+            if weight is not lm_head.weight:
+                raise SaveError(
+                    f"{Path(folder)}: tie_word_embeddings is True, but the embedding was replaced "
+                    "and lm_head still has the old weight, so other programs would compute "
+                    "something else; set config.tie_word_embeddings = False to save both, or "
+                    "call tie_weights()"
+                )
+
+
+class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):
+    """A decoder of any family with a linear score of the last token, as in transformers.
+
+    `LigerForSequenceClassification.from_pretrained(path, num_labels=1)` is a reward model for
+    TRL's RewardTrainer.
+    """
+
+    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+        LigerPreTrainedModel.__init__(self, config, native)
+        native = self._native[0]
+        native.head.to("meta")  # it is not used
+        self.num_labels = config.num_labels
+        self.model = _class_of(type(native), LigerModel)(config, native)
+        self.score = nn.Linear(native.config.hidden_size, self.num_labels, bias=False)
+        self.register_load_state_dict_pre_hook(pack_hf_names)
+        entries = (e for e in self.weight_map if not e.name.startswith("head."))
+        self.weight_map = WeightMap(tuple(entries))
+        found = conversions(self.weight_map)
+        register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
+        self._weight_conversions = found
+        self._keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
+        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
+
+        Raises:
+            ConfigError: no family is registered for the checkpoint's model_type.
+        """
+        if hasattr(cls, "family"):
+            return super().from_pretrained(path, *args, **options)
+        return _class_at(path, cls, options).from_pretrained(path, *args, **options)
+
+
+def architecture(family: type[DecoderModel]) -> str:
+    """Return the name of transformers' class for a family."""
+    return hf_config.architecture(family.config_class)
+
+
+def native_config(config: PreTrainedConfig, family: type[DecoderModel]) -> Any:
+    """Return the native config for one of transformers.
+
+    Raises:
+        ConfigError: a key is not implemented or has a wrong value.
+    """
+    raw = config.to_dict()
+    raw.pop("quantization_config", None)  # transformers replaces the linears itself
+    return family.config_class(**hf_config.fields_from_hf(raw, family.config_class))
+
+
+def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
+    """Return the class of shells for the config.json at a path or hub id."""
+    known = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
+    given = {name: options[name] for name in known if name in options}
+    raw, _ = PreTrainedConfig.get_config_dict(path, **given)
+    found = families()
+    if raw.get("model_type") not in found:
+        raise ConfigError(
+            f"{path}: model_type {shown(raw.get('model_type'))} is not supported; these are "
+            f"supported: {', '.join(found)}"
+        )
+    return _class_of(found[raw["model_type"]], base)
+
+
+def _class_of(family: type[DecoderModel], base: type) -> Any:
+    """Return the subclass of a shell class for one family."""
+    if getattr(base, "family", family) is not family:
+        raise ConfigError(f"{base.__name__} is the class of another family than {family.__name__}")
+    if hasattr(base, "family"):
+        return base
+    if (family, base) not in _made:
+        _made[family, base] = _make_class(family, base)
+    return _made[family, base]
+
+
+_made: dict[tuple[type, type], Any] = {}
+
+
+def _make_class(family: type[DecoderModel], base: type) -> Any:
+    model_type = family.config_class.model_type
+    config_class: Any = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+    if config_class is None:
+        own = {"model_type": model_type, "__module__": __name__}
+        config_class = type(f"{family.__name__}Config", (PreTrainedConfig,), own)
+    members: dict[str, Any] = {
+        "family": family,
+        "config_class": config_class,
+        "__module__": __name__,
+        "__doc__": f"`{base.__name__}` of the family {family.__name__}.",
+    }
+    return type(family.__name__ + base.__name__.removeprefix("Liger"), (base,), members)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of a family by its name, such as LigerLlamaForCausalLM (for pickle)."""
+    for base in (LigerForCausalLM, LigerForSequenceClassification, LigerModel):
+        end = base.__name__.removeprefix("Liger")
+        for family in families().values():
+            if name == family.__name__ + end:
+                return _class_of(family, base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

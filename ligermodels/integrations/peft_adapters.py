@@ -1,0 +1,38 @@
+"""PEFT on the models of `hf_model`: adapters on HF's projections, under HF's names."""
+
+from typing import Any
+
+import peft
+
+from ligermodels.integrations.hf_model import LigerPreTrainedModel
+from ligermodels.integrations.projections import pack_projections, split_projections
+
+
+def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> Any:
+    """Return `peft.get_peft_model(model, peft_config, **options)`, also for a native shell.
+
+    Packed projections that get an adapter are split into HF's. The others stay packed.
+
+    Raises:
+        ConfigError: the projections cannot be split: see `split_projections`.
+    """
+    if not isinstance(model, LigerPreTrainedModel):
+        return peft.get_peft_model(model, peft_config, **options)
+    split_projections(model)
+    adapted = peft.get_peft_model(model, peft_config, **options)
+    pack_projections(model)
+    return adapted
+
+
+def load_peft_model(model: Any, path: str, **options: Any) -> Any:
+    """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
+
+    Raises:
+        ConfigError: the projections cannot be split: see `split_projections`.
+    """
+    if not isinstance(model, LigerPreTrainedModel):
+        return peft.PeftModel.from_pretrained(model, path, **options)
+    split_projections(model)
+    adapted = peft.PeftModel.from_pretrained(model, path, **options)
+    pack_projections(model)
+    return adapted

@@ -1,0 +1,112 @@
+"""Projections of a shell under HF's names: q_proj, k_proj and v_proj in place of qkv_proj.
+
+Adapters belong to the projections of HF's models. So that they can be trained, loaded and saved
+under HF's names, a packed projection can be split into modules of its own, and packed again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.converters.weight_map import Entry
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.hf_weights import shell_name
+from ligermodels.layers.fusion import is_plain
+
+
+class Concatenated:
+    """Stands where a packed projection was: the outputs of its parts, side by side.
+
+    It is no module, so that no tool looks for weights in it or gives it an adapter.
+
+    Args: owner, the module whose children the parts are; names, the parts in their order.
+    """
+
+    def __init__(self, owner: nn.Module, names: list[str]) -> None:
+        self.owner = owner
+        self.names = names
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the parts' outputs (..., rows of all) for x (..., inputs)."""
+        return torch.cat([getattr(self.owner, name)(x) for name in self.names], -1)
+
+
+def split_projections(model: Any) -> None:
+    """Replace each packed projection of a shell by modules of HF's names, with copies of its rows.
+
+    Raises:
+        ConfigError: a packed projection is not a plain linear: it is quantised or has an adapter.
+    """
+    for owner, name, parts in _packed(model):
+        packed = getattr(owner, name)
+        if isinstance(packed, Concatenated):
+            continue
+        if not is_plain(packed, nn.Linear):
+            raise ConfigError(
+                f"{name} is a {type(packed).__name__}, whose rows cannot be taken out; split the "
+                "projections before: from_pretrained(..., split_projections=True)"
+            )
+        row = 0
+        for part, rows in parts:
+            taken = slice(row, row + rows)
+            owner.add_module(part, _linear(packed.weight[taken], _rows(packed.bias, taken)))
+            row += rows
+        delattr(owner, name)
+        setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
+
+
+def pack_projections(model: Any) -> None:
+    """Pack the projections of a shell again, where all parts are plain linears."""
+    for owner, name, parts in _packed(model):
+        if not isinstance(getattr(owner, name), Concatenated):
+            continue
+        linears = [getattr(owner, part) for part, _ in parts]
+        if not all(is_plain(linear, nn.Linear) for linear in linears):
+            continue
+        biases = [linear.bias for linear in linears]
+        bias = None if biases[0] is None else torch.cat(biases)
+        packed = _linear(torch.cat([linear.weight for linear in linears]), bias)
+        packed.requires_grad_(any(linear.weight.requires_grad for linear in linears))
+        for old in (name, *(part for part, _ in parts)):
+            delattr(owner, old)
+        setattr(owner, name, packed)
+
+
+def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]]:
+    """Yield the packed projections that HF has beside each other in a module of the same name.
+
+    Yields: the module, the projection's name in it, and HF's names and rows of its parts.
+    """
+    for entry in model.weight_map:
+        path, _, name = shell_name(entry.name).removesuffix(".weight").rpartition(".")
+        parts = _parts(entry, path)
+        if parts is not None and entry.name.endswith(".weight"):
+            yield model.get_submodule(path), name, parts
+
+
+def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:
+    """Return HF's names and rows of the parts of a packed weight; None if it has no such parts."""
+    parts = []
+    for span in entry.spans:
+        home, _, part = span.source.removesuffix(".weight").rpartition(".")
+        if home != path or span.source_row != 0:
+            return None
+        parts.append((part, span.rows))
+    return parts if len(parts) > 1 else None
+
+
+def _rows(bias: Tensor | None, taken: slice) -> Tensor | None:
+    return None if bias is None else bias[taken]
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear with copies of a weight and a bias."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+    if not weight.is_meta:  # or transformers would draw the weight again
+        setattr(made, "_is_hf_initialized", True)  # noqa: B010
+    return made

@@ -1,0 +1,201 @@
+"""TRL's trainers on the models of `hf_model`, with the loss head in the place of TRL's own.
+
+In its constructor, a trainer of TRL gives its model a forward of its own, which answers calls with
+`fused_lm_head=True` by TRL's head. The trainers here take that forward away again and hand its
+settings to the model, whose `FusedHead` answers instead. On another model they are TRL's trainers.
+Nothing in TRL is changed.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import transformers
+import trl
+from peft import PeftModel
+from torch import nn
+from trl.trainer.callbacks import SyncRefModelCallback
+
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.hf_model import (
+    LigerForCausalLM,
+    LigerForSequenceClassification,
+    LigerPreTrainedModel,
+)
+from ligermodels.integrations.projections import pack_projections, split_projections
+
+
+def use_loss_head(model: nn.Module) -> bool:
+    """Let the loss head answer a model's calls with `fused_lm_head=True`, instead of TRL's head.
+
+    Args: model, which TRL's `add_fused_lm_head` was applied to.
+    Returns: whether it is a model of this package, which has a loss head.
+    Raises:
+        ConfigError: TRL's forward has other settings than those of the supported version.
+    """
+    shell = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(shell, LigerForCausalLM):
+        return False
+    # accelerate puts autocast around the forward of a reference model.
+    forward = shell.__dict__.pop("forward", None)
+    forward = shell.__dict__.pop("_original_forward", forward)
+    if forward is None:
+        return False
+    settings = inspect.getclosurevars(forward.__func__).nonlocals
+    try:
+        shell.fused_head.temperature = settings["temperature"]
+        shell.fused_head.cast_to_fp32 = settings["cast_lm_head_to_fp32"]
+        shell.fused_head.outputs = settings["outputs"]
+    except KeyError as error:
+        raise ConfigError(
+            f"TRL {trl.__version__}: its fused head has no setting {error}; install the version "
+            "that ligermodels[trainers] names"
+        ) from None
+    return True
+
+
+class _OnLossHead:
+    """What the trainers have in common; it comes before TRL's class."""
+
+    _model_class: Any = LigerForCausalLM
+    # Attributes of TRL's classes:
+    model: Any
+    ref_model: Any
+    accelerator: Any
+    args: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        if isinstance(given["model"], str):
+            given["model"] = self._load(given["model"], given)
+        reference = self._reference(given)
+        adapted = given["model"] if given.get("peft_config") is not None else None
+        if isinstance(adapted, LigerPreTrainedModel):
+            split_projections(adapted)
+        super().__init__(**given)
+        if isinstance(adapted, LigerPreTrainedModel):
+            pack_projections(adapted)
+        use_loss_head(self.model)
+        if reference is not None:
+            self._add(reference)
+        elif (reference := getattr(self, "ref_model", None)) is not None:
+            if use_loss_head(self.accelerator.unwrap_model(reference)):
+                self.ref_model = self._prepared(reference)
+
+    def _load(self, path: str, given: dict[str, Any]) -> Any:
+        """Return the model at a path or hub id, with the arguments that TRL would load it with."""
+        options = dict(getattr(given.get("args"), "model_init_kwargs", None) or {})
+        if given.get("quantization_config") is not None:
+            options["quantization_config"] = given.pop("quantization_config")
+        return self._model_class.from_pretrained(path, **options)
+
+    def _reference(self, given: dict[str, Any]) -> Any:
+        """Return a reference model for `_add`, or change the arguments of TRL's constructor."""
+        return None
+
+    def _add(self, reference: Any) -> None:
+        """Make use of a reference model, which TRL's constructor has not seen."""
+        self.ref_model = self._prepared(reference)
+
+    def _prepared(self, reference: Any) -> Any:
+        """Return a reference model on its device and under autocast."""
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            return reference  # TRL has sharded it
+        reference._is_accelerate_prepared = False
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+
+class _TakesReference(_OnLossHead):
+    """Its default reference model is a copy of the model, and not one that TRL loads."""
+
+    def _reference(self, given: dict[str, Any]) -> None:
+        model, args = given["model"], given.get("args")
+        precomputed = getattr(args, "precompute_ref_log_probs", False)
+        if given.get("ref_model") is None and not precomputed and not _is_adapted(given):
+            given["ref_model"] = copy.deepcopy(model).requires_grad_(False)
+
+
+class _LoadsReference(_OnLossHead):
+    """With a beta, its reference model is a copy of the model, and not one that TRL loads.
+
+    TRL's constructor has no argument for one. It loads none if beta is 0, so it gets that.
+    """
+
+    def _reference(self, given: dict[str, Any]) -> Any:
+        args = given.get("args")
+        if args is None or args.beta == 0.0 or _is_adapted(given):
+            return None
+        if args.deepspeed or args.fsdp or getattr(args, "cast_lm_head_to_fp32", False):
+            return None  # TRL's constructor has its own ways for these
+        self._kept = {"beta": args.beta, "sync_ref_model": args.sync_ref_model}
+        args.beta, args.sync_ref_model = 0.0, False
+        return copy.deepcopy(given["model"]).requires_grad_(False)
+
+    def _add(self, reference: Any) -> None:
+        super()._add(reference)
+        for name, value in self._kept.items():
+            setattr(self.args, name, value)
+        self.beta = self.args.beta
+        policy = self.accelerator.unwrap_model(self.model)
+        reference.fused_head = copy.copy(policy.fused_head)
+        reference.fused_head.outputs = ("log_probs",)
+        if self.args.sync_ref_model:
+            callback = SyncRefModelCallback(self.ref_model, self.accelerator)
+            self.add_callback(callback)  # type: ignore[attr-defined]
+
+
+def _is_adapted(given: dict[str, Any]) -> bool:
+    """Whether the reference is the model without its adapter, or not a model of this package."""
+    is_ours = isinstance(given["model"], LigerForCausalLM)
+    return given.get("peft_config") is not None or not is_ours
+
+
+class LigerSFTTrainer(_OnLossHead, trl.SFTTrainer):
+    """`trl.SFTTrainer`."""
+
+
+class LigerDPOTrainer(_TakesReference, trl.DPOTrainer):
+    """`trl.DPOTrainer`."""
+
+
+class LigerKTOTrainer(_TakesReference, trl.KTOTrainer):
+    """`trl.KTOTrainer`."""
+
+
+class LigerGRPOTrainer(_LoadsReference, trl.GRPOTrainer):
+    """`trl.GRPOTrainer`."""
+
+
+class LigerRLOOTrainer(_LoadsReference, trl.RLOOTrainer):
+    """`trl.RLOOTrainer`."""
+
+
+class LigerDistillationTrainer(_OnLossHead, trl.DistillationTrainer):
+    """`trl.DistillationTrainer`. Its loss is TRL's own, which takes both heads' weights."""
+
+
+class LigerRewardTrainer(_OnLossHead, trl.RewardTrainer):
+    """`trl.RewardTrainer` on a `LigerForSequenceClassification`."""
+
+    _model_class = LigerForSequenceClassification
+
+    def _load(self, path: str, given: dict[str, Any]) -> Any:
+        options = dict(getattr(given.get("args"), "model_init_kwargs", None) or {})
+        return self._model_class.from_pretrained(path, **(options | {"num_labels": 1}))
+
+
+class LigerTrainer(transformers.Trainer):
+    """`transformers.Trainer` that makes no logits in an evaluation without metrics."""
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        """Ask for the logits only where they are used."""
+        if prediction_loss_only and "labels" in inputs:
+            inputs = {**inputs, "skip_logits": True}
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)

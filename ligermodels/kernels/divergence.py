@@ -1,0 +1,286 @@
+"""The divergence of a student's next-token distribution from a teacher's, chunk by chunk.
+
+Both heads compute the logits of the same chunk of tokens, so that neither's logits exist whole.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels.autocast import cast_operands, without_autocast
+from ligermodels.kernels.checks import check_floating, check_linear_bias
+from ligermodels.kernels.dispatch import choose, refuse_double_backward, select
+from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
+from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
+from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOptions,
+    DivergenceOptions,
+    check_chunk_options,
+    check_options,
+    given_divisor,
+)
+from ligermodels.kernels.simulation import real_device
+
+
+class _Teacher(NamedTuple):
+    """The teacher's head and its input, which get no gradient."""
+
+    hidden: Tensor  # (rows, in)
+    weight: Tensor  # (vocab, in)
+    bias: Tensor | None  # (vocab)
+
+
+class _Args(NamedTuple):
+    teacher: _Teacher
+    valid: Tensor | None  # (rows) bool
+    scale: Tensor  # (rows) or (1,): what multiplies the divergence of each row in the loss
+    options: DivergenceOptions
+    chunk_size: int
+    needs_grad: NeedsGrad
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    beta: float | None = 0.5,
+    mask: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_scale: float = 1.0,
+    chunk_size: int | None = None,
+    max_scratch_bytes: int | None = None,
+) -> Tensor:
+    """Compute how far a student's distribution p of each token is from a teacher's, q.
+
+    With m = (1 - beta) p + beta q, it is the generalized Jensen-Shannon divergence beta KL(q || m)
+    + (1 - beta) KL(p || m) (arXiv:2306.13649). beta = 0 gives the forward KL(q || p), beta = 1 the
+    reverse KL(p || q), and beta None the total variation distance sum |p - q| / 2. Forward and
+    backward take four matrix products, one of them the teacher's; with reduction "none" six.
+
+    Args:
+        hidden: (..., in), floating point. weight: (vocab, in), bias: (vocab), in hidden's dtype.
+        teacher_hidden: (..., teacher's in), teacher_weight: (vocab, teacher's in), teacher_bias:
+            (vocab). They get no gradient, and may have another dtype than the student's.
+        mask: (...) bool, which tokens count. By default all do.
+        token_weights: (...) factors of the tokens, without a gradient.
+        reduction: "mean" divides the sum over tokens by the normalizer, "sum" does not, and "none"
+            returns the divergence of each token.
+        normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor, only for "mean". By default it is
+            the number of tokens that count.
+        temperature: divides the logits of both. The result is not multiplied with its square.
+        softcap, logit_scale, teacher_softcap, teacher_scale: of the logits of each, as in
+            `linear_cross_entropy`.
+        chunk_size, max_scratch_bytes: as in `linear_cross_entropy`. The budget must hold a float32
+            sum of the weight gradient and one row of both logits.
+    Returns: a scalar, or (...) for "none", in float32 (float64 for float64 inputs).
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or the budget is too small.
+    """
+    student_options = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
+    teacher_options = CrossEntropyOptions(softcap=teacher_softcap, logit_scale=teacher_scale)
+    check_options(student_options, reduction, normalizer, temperature)
+    check_options(teacher_options)
+    if beta is not None and (isinstance(beta, (bool, Tensor)) or not 0 <= beta <= 1):
+        raise ValueError(f"divergence: beta={beta!r}; expected a number in [0, 1], or None")
+    student_options = student_options.at_temperature(temperature)
+    teacher_options = teacher_options.at_temperature(temperature)
+    options = DivergenceOptions(beta, *student_options[3:], *teacher_options[3:])
+    chunking = check_chunk_options(chunk_size, max_scratch_bytes, False, None)
+    shape = hidden.shape[:-1]
+    hidden, weight, bias = _checked("", hidden, weight, bias)
+    teacher = _Teacher(*_checked("teacher_", teacher_hidden, teacher_weight, teacher_bias))
+    if teacher_hidden.shape[:-1] != shape or len(weight) != len(teacher.weight):
+        raise ValueError(
+            f"divergence: hidden {tuple(shape)} + ({weight.shape[1]},) with a vocabulary of "
+            f"{len(weight)}, teacher_hidden {tuple(teacher_hidden.shape)} with one of "
+            f"{len(teacher.weight)}; expected the same tokens and the same vocabulary"
+        )
+    for name, given in (("mask", mask), ("token_weights", token_weights)):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"divergence: {name} {tuple(given.shape)} does not fit the tokens {tuple(shape)}"
+            )
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"divergence: mask is {mask.dtype}; expected torch.bool")
+    grad = torch.is_grad_enabled()
+    needs_grad = NeedsGrad(
+        hidden=grad and hidden.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
+    )
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    teacher = _Teacher(
+        *(None if x is None else x.detach() for x in (teacher.hidden, *teacher[1:]))  # type: ignore[arg-type]
+    )
+    teacher = teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1]))
+    # float16 gradients of a mean would underflow: only backward knows how training scales the loss.
+    one_loss = reduction != "none" and hidden.dtype != torch.float16
+    chunk = chunking.chunk_size
+    if chunk is None:
+        sizes = _sizes(rows, weight, teacher, needs_grad, one_loss)
+        plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
+        chunk, one_loss = plan.chunk_size, one_loss and plan.grads_in_forward
+    dtype = compute_dtype(hidden)
+    valid = None if mask is None else mask.flatten()
+    scale = torch.ones(1, dtype=dtype, device=hidden.device)
+    if reduction != "none":
+        divisor = given_divisor(reduction, normalizer, hidden.device, dtype)
+        if divisor is None and valid is None:
+            divisor = torch.full((), max(len(rows), 1), dtype=dtype, device=hidden.device)
+        elif divisor is None and valid is not None:
+            divisor = valid.sum().clamp(min=1).to(dtype)
+        assert divisor is not None
+        scale = scale / divisor
+    if token_weights is not None:
+        scale = scale * token_weights.detach().flatten().to(dtype)
+    args = _Args(teacher, valid, scale, options, chunk, needs_grad)
+    with without_autocast(hidden):
+        if one_loss:
+            return _GradsInForward.apply(rows, weight, bias, args)
+        tokens = _RecomputeInBackward.apply(rows, weight, bias, args) * scale
+    return tokens.view(shape) if reduction == "none" else tokens.sum()
+
+
+def _checked(
+    prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check the tensors of a head; return them, cast if autocast is enabled."""
+    check_floating("divergence", f"{prefix}hidden", hidden)
+    check_floating("divergence", f"{prefix}weight", weight)
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"divergence: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight "
+            f"{tuple(weight.shape)}; expected (..., in) and (vocab, in)"
+        )
+    weight, bias = cast_operands(hidden, weight, bias)
+    hidden, _ = cast_operands(hidden, hidden, None)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"divergence: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; "
+            "cast one, or run under autocast"
+        )
+    if bias is not None:
+        check_linear_bias("divergence", weight, bias)
+    return hidden, weight, bias
+
+
+def _sizes(
+    rows: Tensor, weight: Tensor, teacher: _Teacher, needs_grad: NeedsGrad, one_loss: bool
+) -> chunk_plan.Sizes:
+    """Return the sizes for the chunk plan. A chunk holds the logits of both heads."""
+    vocab, width = weight.shape
+    narrow, wide = rows.element_size(), compute_dtype(rows).itemsize
+    copies = 0 if choose(rows.device, rows.dtype)[0] == "triton" else 12
+    saved = one_loss and needs_grad.weight
+    in_float32 = needs_grad.weight and rows.dtype == torch.float16
+    return chunk_plan.Sizes(
+        len(rows),
+        vocab,
+        logit_bytes=narrow + teacher.hidden.element_size() + wide * copies,
+        hidden_bytes=width * wide if copies and real_device(rows.device).type == "cpu" else 0,
+        accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
+        single_chunk_bytes=vocab * width * wide if in_float32 else 0,
+        saved_weight_bytes=vocab * width * narrow if saved and not in_float32 else 0,
+        saved_hidden_bytes=rows.numel() * narrow if one_loss and needs_grad.hidden else 0,
+        fixed_bytes=chunk_plan.TOKEN_BYTES * len(rows)
+        + (3 * wide * vocab if needs_grad.bias else 0)
+        + (0 if rows.is_contiguous() else rows.numel() * narrow),
+        vocab_loop=False,
+    )
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args, scale: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield each chunk, the divergence of its rows and, given scale, the student's gradient."""
+    ops, teacher = select("divergence", hidden), args.teacher
+    for chunk in chunk_plan.chunks(len(hidden), args.chunk_size):
+        loss, grad = ops.divergence_rows(
+            F.linear(hidden[chunk], weight, bias),
+            F.linear(teacher.hidden[chunk], teacher.weight, teacher.bias),
+            None if args.valid is None else args.valid[chunk],
+            scale if scale is None or scale.numel() == 1 else scale[chunk],
+            args.options,
+            True,
+        )
+        yield chunk, loss, grad
+        del loss, grad  # free them before the next chunk's logits
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args, scale: Tensor
+) -> tuple[Tensor, GradSums]:
+    """Return the divergence of all rows, and the gradients, given the upstream ones of rows."""
+    one_chunk = args.chunk_size >= len(hidden)
+    grads = GradSums(hidden, weight, None, args.needs_grad, one_chunk)
+    losses = []
+    for chunk, loss, grad in _chunks(hidden, weight, bias, args, scale):
+        losses.append(loss)
+        assert grad is not None
+        grads.add(chunk, hidden[chunk], grad)
+        del loss, grad
+    return torch.cat(losses), grads
+
+
+class _GradsInForward(torch.autograd.Function):
+    """Compute the sum of scale * divergence and all its gradients; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args
+    ) -> Tensor:
+        ctx.dtype = hidden.dtype
+        if not any(args.needs_grad):
+            made = [loss for _, loss, _ in _chunks(hidden, weight, bias, args, None)]
+            return (torch.cat(made) * args.scale).sum()
+        losses, grads = _gradients(hidden, weight, bias, args, args.scale)
+        ctx.save_for_backward(grads.of_hidden(), grads.weight, grads.bias)
+        return (losses * args.scale).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("divergence")
+        return *(scaled_grad(x, grad_output, ctx.dtype) for x in ctx.saved_tensors), None
+
+
+class _RecomputeInBackward(torch.autograd.Function):
+    """Compute the divergence of each row; backward computes the logits of both heads again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, *args.teacher, args.valid, args.scale)
+        ctx.settings = args[3:]
+        made = [loss for _, loss, _ in _chunks(hidden, weight, bias, args, None)]
+        return torch.cat(made)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("divergence")
+        hidden, weight, bias, *teacher, valid, scale = ctx.saved_tensors
+        args = _Args(_Teacher(*teacher), valid, scale, *ctx.settings)
+        with without_autocast(hidden):
+            _, grads = _gradients(hidden, weight, bias, args, grad_output.contiguous())
+        dtype = weight.dtype
+        return (
+            grads.of_hidden(),
+            None if grads.weight is None else grads.weight.to(dtype),
+            None if grads.bias is None else grads.bias.to(dtype),
+            None,
+        )

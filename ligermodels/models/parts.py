@@ -1,0 +1,139 @@
+"""The parts of a parameter that this rank holds, however the model is sharded.
+
+FSDP2 cuts a parameter into blocks of rows. Tensor parallelism gives a rank the rows of its own
+heads, which are several runs of rows in a packed projection, or a run of columns. Both at once are
+blocks of rows of what tensor parallelism leaves. From the parts derive sharded loads and saves.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ligermodels.layers.fusion import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a whole parameter.
+
+    Attributes:
+        values: its place in this rank's tensor, a view.
+        row, column: where it begins in the whole parameter.
+        is_copy: whether another rank of the tensor-parallel group holds it, too, and writes it.
+    """
+
+    values: Tensor
+    row: int
+    column: int = 0
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows (or columns) `start` to `start + size` of a whole parameter.
+
+    In the rank's tensor they begin at `local`. See `Part` for is_copy.
+    """
+
+    start: int
+    local: int
+    size: int
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """How tensor parallelism cuts a parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: 0 if it is cut into rows, 1 if into columns.
+        runs: the runs that each rank of the group holds. All ranks hold as many rows.
+        mesh: of the tensor-parallel group, with one dimension.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[tuple[Run, ...], ...]
+    mesh: "DeviceMesh"
+
+    @property
+    def mine(self) -> tuple[Run, ...]:
+        """The runs of this rank."""
+        return self.runs[self.mesh.get_local_rank()]
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole parameter, made of the tensors of all ranks of the group."""
+        pieces = [torch.empty_like(local) for _ in self.runs]
+        dist.all_gather(pieces, local.contiguous(), group=self.mesh.get_group())
+        out = local.new_empty(self.shape)
+        for piece, runs in zip(pieces, self.runs):
+            for run in runs:
+                here = piece.narrow(self.dim, run.local, run.size)
+                out.narrow(self.dim, run.start, run.size).copy_(here)
+        return out
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's values of a tensor, without a copy."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_parts(tensor: Tensor, cut: TensorShard | None = None) -> list[Part]:
+    """Return the parts of a parameter, or of a tensor that is sharded like it, on this rank.
+
+    Args: cut, how tensor parallelism has cut the parameter, or None.
+    """
+    values, first = local_tensor(tensor).detach(), _first_row(tensor)
+    if not values.numel():
+        return []
+    if cut is None:
+        return [Part(values, first)]
+    if cut.dim:
+        (run,) = cut.mine
+        return [Part(values, first, run.start, run.is_copy)]
+    parts = []
+    for run in cut.mine:
+        begin = max(first, run.local)
+        end = min(first + len(values), run.local + run.size)
+        if begin < end:
+            here = values[begin - first : end - first]
+            parts.append(Part(here, run.start + begin - run.local, is_copy=run.is_copy))
+    return parts
+
+
+def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
+    """Return a whole parameter on this rank. Every rank must call it."""
+    whole: Any = tensor.detach()
+    if is_sharded(whole):
+        whole = whole.full_tensor()
+    return whole if cut is None else cut.whole(whole)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let a model have its sharded parameters again.
+
+    After a forward without backward, FSDP2 still has gathered ones in their place.
+    """
+    for module in model.modules():
+        if callable(own := getattr(module, "reshard", None)):  # FSDPModule has it
+            own()
+
+
+def _first_row(tensor: Any) -> int:
+    """Return the place of this rank's first row in a tensor that FSDP2 may have sharded."""
+    if not is_sharded(tensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    assert not any(offsets[1:]), "FSDP2 shards rows"
+    return offsets[0]

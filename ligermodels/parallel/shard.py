@@ -1,0 +1,183 @@
+"""Spread a model over GPUs: `shard(model, mesh)`. The names of the mesh's dimensions say how.
+
+    dp_replicate    each rank has all parameters, and gradients are averaged (as DDP does)
+    dp_shard        each rank has a part of each parameter: FSDP2 (`fully_shard`)
+    both            HSDP: shards within dp_shard, copies across dp_replicate
+
+The engine is PyTorch's own. This module says which modules it is applied to, and with what options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.models.base import DecoderModel
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+DIMENSIONS = (REPLICATE, SHARD)
+# Models whose gathered weights take less than this keep them from forward to backward, and save
+# the second gathering. 2 GiB are 1e9 parameters in bfloat16.
+KEEP_GATHERED_BYTES = 2 * 2**30
+
+
+def shard(
+    model: DecoderModel,
+    mesh: DeviceMesh | None = None,
+    *,
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool | None = None,
+    prefetch: int = 0,
+) -> DecoderModel:
+    """Spread a model over the ranks of a mesh, in place, and return it.
+
+    Call it on every rank, before the optimizer is made. A model that
+    `from_hf(path, device="meta")` has made is read now: each rank reads only its part. Train
+    through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
+    averaged over the ranks, so the normalizer of the loss is the average number of targets:
+    `normalizer=mean_over_ranks(model, num_targets)`. Memory plans, `save_hf` and `layer.compile()`
+    (before this call, for each layer) work with the result.
+
+    Args:
+        model: of any family. Its weights keep their dtype, in which the optimizer updates them.
+        mesh: of all ranks. Its dimensions have names from the list at the top of this module; one
+            dimension without a name is dp_shard. By default, one such dimension of all ranks.
+        compute_dtype: in which weights are gathered and the model computes. None keeps the dtype
+            of the weights.
+        reduce_dtype: in which gradients are averaged.
+        reshard_after_forward: whether backward gathers the weights of a layer again. By default it
+            does if all weights take 2 GiB or more in compute_dtype.
+        prefetch: how many layers ahead of their use weights are gathered in forward, by a call of
+            its own. By default a layer's weights are gathered when its forward is called, which
+            the host does well ahead of the GPU. A memory plan does not count what this takes.
+    Raises:
+        ConfigError: the mesh has other dimensions or does not have all ranks, torch.distributed is
+            not initialised, the model is sharded already, or is a model on the meta device that no
+            checkpoint belongs to.
+        CheckpointError: the values of the checkpoint cannot be read.
+    """
+    mesh = _mesh(mesh, model)
+    if any(map(is_sharded, model.parameters())) or isinstance(model, FSDPModule):
+        raise ConfigError(f"shard: this {type(model).__name__} is sharded already")
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta and not model.is_unread:
+        raise ConfigError(
+            "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
+            'with from_hf(path, device="meta"), or make it on another device'
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        # Rounding arguments would round a normalizer of the loss, too.
+        cast_forward_inputs=False,
+    )
+    if reshard_after_forward is None:
+        total = sum(p.numel() * (compute_dtype or p.dtype).itemsize for p in model.parameters())
+        reshard_after_forward = total >= KEEP_GATHERED_BYTES
+    options: dict[str, Any] = {"mesh": _data_mesh(mesh), "mp_policy": policy}
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+    if any(True for _ in model.head.parameters()):
+        # Backward needs the head first, so it is kept. A tied head's weight is the embedding's.
+        fully_shard(model.head, reshard_after_forward=False, **options)
+    # The embedding and the last norm belong to the model itself.
+    fully_shard(model, **options)
+    if prefetch:
+        for index, layer in enumerate(model.layers):
+            ahead = [*model.layers[index + 1 : index + 1 + prefetch]]
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch(ahead)
+    if on_meta:
+        model.to_empty(device=_device(mesh))
+        model.read_parts()
+    return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on each rank without averaging them; the next backward averages all.
+
+    It saves the communication of all micro-batches but the last. Until then each rank holds whole
+    gradients: leave it out where memory is short, the sums are the same.
+    """
+    assert isinstance(model, FSDPModule), "shard(model) comes first"
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
+    """Return the average of a number over the ranks that gradients are averaged over.
+
+    With the number of targets of a step's rows as `count`, this is the `normalizer` with which the
+    averaged gradients are those of one process that sees the rows of all ranks.
+    """
+    mesh = data_mesh_of(model)
+    total = torch.as_tensor(count, dtype=torch.float64).to(mesh.device_type)
+    for name in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(name))
+    return total.item() / mesh.size()
+
+
+def data_mesh_of(model: nn.Module) -> DeviceMesh:
+    """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
+    parameter = next(filter(is_sharded, model.parameters()), None)
+    if parameter is None:
+        raise ConfigError("this model is not sharded; call ligermodels.shard(model) first")
+    return parameter.device_mesh  # type: ignore[attr-defined]
+
+
+def _mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+    """Return the mesh with names of its dimensions, after a check."""
+    if not dist.is_initialized():
+        raise ConfigError(
+            "shard: torch.distributed is not initialised; start the program with torchrun, and "
+            "call torch.distributed.init_process_group() first"
+        )
+    ranks = dist.get_world_size()
+    if mesh is None:
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        return init_device_mesh(device, (ranks,), mesh_dim_names=(SHARD,))
+    names = mesh.mesh_dim_names
+    if names is None and mesh.ndim == 1:
+        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=(SHARD,))
+    if names is None or set(names) - set(DIMENSIONS):
+        raise ConfigError(
+            f"shard: the mesh has the dimensions {names}; name each of them, with names from "
+            f"{', '.join(DIMENSIONS)}: init_device_mesh(..., mesh_dim_names=...)"
+        )
+    if mesh.size() != ranks:
+        raise ConfigError(
+            f"shard: the mesh has {mesh.size()} ranks, but {ranks} are running; make it of all"
+        )
+    return mesh
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for `fully_shard`: one dimension of shards, or copies and shards."""
+    names = mesh.mesh_dim_names or ()
+    if SHARD not in names:
+        # Shards over a single rank are copies of the whole, averaged by the engine of HSDP.
+        ranks = mesh.mesh.unsqueeze(-1)
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+    if REPLICATE in names:
+        return mesh[REPLICATE, SHARD]
+    return mesh[SHARD]
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

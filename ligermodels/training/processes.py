@@ -1,0 +1,112 @@
+"""The processes of a run on several GPUs, which torchrun has started.
+
+Each process has a rank. Rank 0 alone writes to the folder of the run. Two backends carry what the
+ranks say to each other: NCCL for tensors on GPUs, and gloo for everything on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ligermodels.errors import LigerError, first_line
+from ligermodels.models.ranks import is_distributed, num_ranks, rank
+
+
+class RankError(LigerError):
+    """Another rank does not answer, or has failed."""
+
+
+def is_launched() -> bool:
+    """Whether torchrun has started this process, beside others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started the processes again after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextlib.contextmanager
+def joined(device: torch.device, timeout: int) -> Iterator[None]:
+    """Join the processes that torchrun has started, if it has, for a `with` block.
+
+    Args: timeout: seconds after which a rank that does not answer is an error.
+    """
+    if not is_launched() or dist.is_initialized():
+        yield
+        return
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(device: torch.device) -> torch.device:
+    """Return the GPU of this process if the run is on GPUs, else the device."""
+    if device.type == "cuda" and is_launched():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+@contextlib.contextmanager
+def losing_ranks() -> Iterator[None]:
+    """Raise RankError for the errors of torch.distributed that another rank's end causes."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = first_line(error)
+        if not is_distributed() or not (isinstance(error, dist.DistError) or "gloo" in text):
+            raise
+        raise _error(f"another process of the run has ended or hangs: {text}") from error
+
+
+def _error(text: str) -> RankError:
+    error = RankError(text)
+    error.is_repeated = rank() != 0  # One line is enough.
+    return error
+
+
+def meet(where: str, signum: int | None, timeout: int) -> int | None:
+    """Wait until every rank is here. Return the first signal that any rank has got, or None.
+
+    Args: where: for the message, such as "step 3"; signum: the signal of this rank.
+    Raises:
+        RankError: a rank does not come within `timeout` seconds. On rank 0 the message names it.
+    """
+    if not is_distributed():
+        return signum
+    try:
+        limit = timedelta(seconds=timeout)
+        dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+        first = torch.tensor(signum or 0)
+        dist.all_reduce(first, dist.ReduceOp.MAX)
+        return int(first) or None
+    except RuntimeError as error:
+        raise _error(_who(error, where, timeout)) from error
+
+
+def _who(error: RuntimeError, where: str, timeout: int) -> str:
+    """Return a message that names the ranks that did not come."""
+    text = first_line(error)
+    if rank():
+        return f"{where}: rank 0 of {num_ranks()} did not answer: {text}"
+    _, found, names = text.partition("Ranks ")
+    names = names.partition(" failed")[0] if found else ""
+    missing = ", ".join(name for name in names.replace(",", " ").split() if name.isdigit())
+    if not missing:
+        return f"{where}: a rank does not answer: {text}"
+    return (
+        f"{where}: rank {missing} of {num_ranks()} did not come within {timeout} seconds; it hangs "
+        "or was killed"
+    )

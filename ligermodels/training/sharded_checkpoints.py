@@ -1,0 +1,218 @@
+"""Write and read tensors of which each rank holds parts, by `torch.distributed.checkpoint`.
+
+A folder holds the files of that library and `sha256.json`, with the hash of each file. The parts
+are rectangles of whole tensors, so any number of ranks, in any layout, can read what another wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ligermodels.converters.files import read_json, sync_file, sync_folder
+from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
+from ligermodels.models.parts import Part
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    gathered,
+    is_distributed,
+    num_ranks,
+    rank,
+)
+from ligermodels.training.data import file_hash
+from ligermodels.training.files import PART, writing
+
+FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A whole tensor's shape and dtype, and the parts of it that this rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Part]
+
+
+def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any]) -> None:
+    """Write a folder. It has its name only when it is whole. Every rank calls it.
+
+    Args: facts: JSON values to write with it.
+    Raises:
+        SaveError: on any rank, it cannot be written. All ranks raise.
+    """
+    aside = folder.with_name(folder.name + PART)
+    with error_on_all_ranks(SaveError), writing(folder):
+        if rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+    with _quiet(SaveError, f"{folder}: cannot be written"):
+        dcp.save(
+            {name: _Parts(stored) for name, stored in tensors.items()},
+            storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
+            no_dist=not is_distributed(),
+        )
+    own = f"__{rank()}_"
+    with error_on_all_ranks(SaveError), writing(folder):
+        names = sorted(os.listdir(aside))
+        mine = [name for name in names if name.startswith(own) or (not rank() and name[0] == ".")]
+        hashes = {name: file_hash(aside / name) for name in mine}
+    files = {name: value for each in gathered(hashes) for name, value in each.items()}
+    with error_on_all_ranks(SaveError), writing(folder):
+        if rank() == 0:
+            text = json.dumps({**facts, "files": files}, indent=2)
+            (aside / FACTS).write_text(text, encoding="utf-8")
+            sync_file(aside / FACTS)
+            sync_folder(aside)
+            if folder.exists():
+                remove(folder)
+            os.replace(aside, folder)
+            sync_folder(folder.parent)
+
+
+def read(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Copy the values of a folder into the parts of tensors. Every rank calls it.
+
+    Raises:
+        CheckpointError: on any rank, a file is missing or damaged, or the folder has other tensors.
+            All ranks raise. After an error in the hashes or names, no value has changed.
+    """
+    with error_on_all_ranks(CheckpointError):
+        for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
+            if number % num_ranks() == rank() and _hash(folder / name) != digest:
+                raise CheckpointError(f"{folder / name}: the content does not match its checksum")
+        held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name in sorted(held.keys() ^ tensors.keys()):
+            what = "is missing" if name in tensors else "is no tensor of this model"
+            raise CheckpointError(f"{folder}: {name!r} {what}: it belongs to another model")
+        for name, stored in tensors.items():
+            found = held[name]
+            dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else None
+            if dtype != stored.dtype or tuple(found.size) != stored.shape:  # type: ignore[union-attr]
+                raise CheckpointError(
+                    f"{folder}: {name!r} is {dtype} of another shape or dtype than the model's "
+                    f"{stored.dtype} of shape {list(stored.shape)}: it belongs to another model"
+                )
+    with _quiet(CheckpointError, f"{folder}: cannot be read"):
+        dcp.load(
+            {name: _Parts(stored) for name, stored in tensors.items()},
+            storage_reader=dcp.FileSystemReader(folder),
+            no_dist=not is_distributed(),
+        )
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return the JSON values that were written with a folder, and the hash of each of its files.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    found = read_json(folder / FACTS, CheckpointError)
+    files = found.get("files")
+    if not isinstance(files, dict) or not all("/" not in name for name in files):
+        raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
+    return found
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder was written to its end, and no removal has begun."""
+    return (folder / FACTS).is_file()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder. If that is cut short, what remains is not whole."""
+    with writing(folder):
+        (folder / FACTS).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def _hash(file: Path) -> str | None:
+    try:
+        return file_hash(file)
+    except LigerError:
+        return None
+
+
+@contextlib.contextmanager
+def _quiet(kind: type[LigerError], what: str) -> Iterator[None]:
+    """Turn an error of torch.distributed.checkpoint, which has it on all ranks, into ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
+        failures = getattr(error, "failures", {})
+        first = next((each[0] for each in failures.values()), error)
+        found = kind(f"{what}: {first_line(first)}")
+        found.is_repeated = rank() != 0
+        raise found from error
+
+
+class _Parts(Tensor):
+    """A tensor for torch.distributed.checkpoint that has only this rank's parts.
+
+    The three special methods are that library's protocol for such tensors.
+    """
+
+    stored: Stored
+
+    @staticmethod
+    def __new__(cls, stored: Stored) -> _Parts:
+        made = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype)
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} needs the whole tensor")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(part.values),
+                    size=torch.Size(self.stored.shape),
+                ),
+            )
+            for part, chunk in zip(self.stored.parts, self.__create_chunk_list__())
+            if not part.is_copy
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(_offsets(part)), part.values.shape)
+            for part in self.stored.parts
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for part in self.stored.parts:
+            if torch.Size(_offsets(part)) == index.offset:
+                return part.values
+        raise ValueError(f"{index} is not on this rank")
+
+
+def _offsets(part: Part) -> tuple[int, ...]:
+    return (part.row, part.column, *(0 for _ in part.values.shape[2:]))[: part.values.dim()]

@@ -1,0 +1,100 @@
+"""`ligermodels finetune --gpus N` in real processes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ligermodels.cli import launch
+from tests.training.tiny_run import make_checkpoint, make_text
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    arguments = f"--train-files {folder / 'text.txt'} --output-dir {folder / 'run'} --device cpu"
+    sizes = "--seq-len 32 --batch-size 1 --save-steps 1 --max-eval-rows 2 --eval-steps 1000"
+    command = [sys.executable, "-m", "ligermodels", "finetune", str(folder / "base")]
+    return subprocess.Popen(
+        [*command, *arguments.split(), *sizes.split(), "--gpus", "2", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_an_error_of_the_processes_is_one_line(tmp_path: Path) -> None:
+    make_text(tmp_path / "text.txt")
+    process = start(tmp_path, "--max-steps", "2")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("ligermodels: ") and "base" in err, err
+    assert not out
+
+
+@pytest.mark.long
+def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
+    """The run goes on from its last checkpoint, and ends as if nothing had happened."""
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    process = start(tmp_path, "--max-steps", "60", "--max-restarts", "1")
+    checkpoints = tmp_path / "run/checkpoints"
+    for _ in range(600):
+        if checkpoints.is_dir() and any(checkpoints.glob("step-0000000[5-9]")):
+            break
+        time.sleep(0.1)
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert len(workers) == 2, workers
+    os.kill(int(workers[1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "exported to" in out and len(out.splitlines()) == 2, out
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    steps = [entry["step"] for entry in map(json.loads, lines) if "loss" in entry]
+    assert steps == [*range(1, 61)]
+
+
+@pytest.mark.long
+def test_a_killed_process_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    process = start(tmp_path, "--max-steps", "1000", "--quiet")
+    for _ in range(600):
+        if any((tmp_path / "run").glob("checkpoints/step-0000000?")):
+            break
+        time.sleep(0.1)
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert "ligermodels: rank 1 was killed by SIGKILL" in err.splitlines(), err
+
+
+def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert not launch.is_worker() and launch.speaks()
+    assert not launch.report_error("x", 2)
+
+
+def test_a_started_process_leaves_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LIGERMODELS_LAUNCHED", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert launch.report_error("it failed", 2)
+    found = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (found["message"], found["extraInfo"]["code"]) == ("it failed", 2)

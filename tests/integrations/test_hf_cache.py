@@ -1,0 +1,31 @@
+"""transformers' cache, read by native layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers import MistralConfig as HFConfig
+
+from ligermodels.integrations.hf_cache import HFCache
+
+
+def test_positions_of_a_window() -> None:
+    config = HFConfig(num_hidden_layers=1, sliding_window=3, hidden_size=8, num_attention_heads=2)
+    theirs = DynamicCache(config=config)
+    cache = HFCache(theirs)
+    k = torch.arange(5.0).view(1, 1, 5, 1)
+    keys, _ = cache.update(0, k, k)
+    assert cache.length == 0 and cache.key_positions(0, 5) is None
+    cache.advance(5)
+    cache = HFCache(theirs)
+    assert cache.length == 5
+    keys, _ = cache.update(0, k[:, :, :1] + 5, k[:, :, :1])
+    positions = cache.key_positions(0, 1)
+    assert positions is not None and positions.tolist() == keys.flatten().tolist() == [3, 4, 5]
+
+
+def test_a_cache_of_fixed_length_is_refused() -> None:
+    config = HFConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(ValueError, match="past_key_values is a StaticCache; only dynamic"):
+        HFCache(StaticCache(config=config, max_cache_len=4))

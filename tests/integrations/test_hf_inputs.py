@@ -1,0 +1,43 @@
+"""transformers' arguments, in terms of native models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
+from tests.tiny_models import VOCAB, random_model
+
+
+def test_flattened_rows_become_documents() -> None:
+    ids, positions = torch.arange(5).view(1, 5), torch.tensor([[0, 1, 0, 1, 2]])
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    others = {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": 3,
+        "max_length_k": 3,
+        "cache_position": positions,
+    }
+    given = native_inputs(ids, None, None, positions, None, others)
+    model = random_model("llama")
+    assert given["position_ids"] is None and given["max_seqlen"] == 3
+    torch.testing.assert_close(model(**given), model(ids, position_ids=positions))
+
+
+@pytest.mark.parametrize("value", [True, torch.ones(2)], ids=["flag", "tensor"])
+def test_an_unknown_argument_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"token_type_ids=.*: the model cannot honour"):
+        native_inputs(None, None, None, None, None, {"token_type_ids": value})
+    native_inputs(None, None, None, None, None, {"token_type_ids": None})
+
+
+def test_layer_outputs_are_collected_until_removed() -> None:
+    model, ids = random_model("llama"), torch.randint(0, VOCAB, (1, 4))
+    seen = LayerOutputs(model)
+    last = model(ids)
+    seen.remove()
+    model(ids)
+    assert len(seen.outputs) == len(model.layers) + 1
+    torch.testing.assert_close(model.norm(seen.outputs[-1]), last)
+    assert torch.equal(seen.outputs[0], model.embed_tokens(ids))

@@ -1,0 +1,244 @@
+"""The shells compute, generate, save and load what transformers' own models do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import TextStreamer, Trainer, TrainingArguments
+
+from ligermodels.errors import ConfigError, SaveError
+from ligermodels.integrations.hf_model import (
+    LigerForCausalLM,
+    LigerForSequenceClassification,
+    LigerModel,
+)
+from ligermodels.models.auto import AutoLiger
+from tests.models import hf_models, zoo
+
+FAMILIES = [family for family in zoo.FAMILIES if family != "gemma3"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family, made by transformers."""
+    made = {}
+    for family in FAMILIES:
+        made[family] = tmp_path_factory.mktemp(family)
+        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
+    return made
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
+
+
+def ids(batch: int = 2, seq: int = 9) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 131, (batch, seq), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_transformers_does(family: str, folders: dict[str, Path]) -> None:
+    model, expected = LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
+    x = ids()
+    with torch.no_grad():
+        ours = model(x, labels=x, output_hidden_states=True)
+        hf = expected(x, labels=x, output_hidden_states=True)
+    torch.testing.assert_close(ours.logits, hf.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.loss, hf.loss, rtol=1e-5, atol=0)
+    assert len(ours.hidden_states) == len(hf.hidden_states)
+    for mine, other in zip(ours.hidden_states, hf.hidden_states):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = LigerForCausalLM.from_pretrained(folders[family])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    expected, again = theirs(folders[family]), theirs(tmp_path)
+    assert type(again) is type(expected)
+    assert again.config.architectures == [type(expected).__name__]
+    want, got = expected.state_dict(), again.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+    walked = dict(model.hf_named_parameters())
+    assert all(torch.equal(want[name], walked[name]) for name in walked)
+    assert want.keys() - walked.keys() <= {"lm_head.weight"}
+    AutoLiger.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_it_generates_what_transformers_does(
+    family: str, options: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    made = []
+    mask = torch.ones_like(ids())
+    mask[0, :3] = 0
+    for model in (LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])):
+        torch.manual_seed(0)
+        kept = {"attention_mask": mask, "max_new_tokens": 10, "pad_token_id": 2}
+        made.append(model.generate(ids(), **kept, **options))
+    assert torch.equal(*made)
+
+
+def test_generation_without_a_cache_and_with_a_streamer(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    expected = model.generate(ids(1), max_new_tokens=5, pad_token_id=2)
+    got = model.generate(ids(1), max_new_tokens=5, pad_token_id=2, use_cache=False)
+    assert torch.equal(expected, got)
+
+    class Words(TextStreamer):
+        seen: list[int]
+
+        def __init__(self) -> None:
+            self.seen = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    words = Words()
+    model.generate(ids(1), max_new_tokens=5, pad_token_id=2, streamer=words)
+    assert words.seen == expected[0].tolist()
+
+
+def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ValueError, match="only dynamic caches work"):
+        model.generate(ids(), max_new_tokens=2, cache_implementation="static")
+
+
+def test_it_shares_the_parameters_of_the_native_model(folders: dict[str, Path]) -> None:
+    for family in ("llama", "gemma"):  # untied and tied
+        native = AutoLiger.from_hf(folders[family])
+        shell = LigerForCausalLM.from_native(native)
+        assert shell.native is native
+        before = native.loss(ids(), ids())
+        with torch.no_grad():
+            native.layers[0].mlp.gate_up_proj.weight.mul_(1.5)
+        after = shell(ids(), labels=ids(), skip_logits=True)
+        assert after.loss != before and after.logits is None
+        assert torch.equal(after.loss, native.loss(ids(), ids()))
+        want, got = native.state_dict(), shell.native.state_dict()
+        assert want.keys() == got.keys()
+
+
+def test_copies_are_whole(folders: dict[str, Path]) -> None:
+    shell = LigerForCausalLM.from_pretrained(folders["gemma"])
+    for twin in (pickle.loads(pickle.dumps(shell)), copy.deepcopy(shell)):
+        assert type(twin) is type(shell)
+        assert twin.lm_head.weight is twin.model.embed_tokens.weight
+        assert twin.native.embed_tokens is twin.model.embed_tokens is not shell.model.embed_tokens
+        assert torch.equal(twin(ids()).logits, shell(ids()).logits)
+
+
+def test_arguments_that_cannot_be_honoured_are_refused(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    for name in ("output_attentions", "head_mask", "output_router_logits"):
+        with pytest.raises(ValueError, match=name):
+            model(ids(), **{name: True})
+
+
+def test_a_replaced_embedding_does_not_leave_a_tied_head_behind(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["gemma"])
+    model.model.embed_tokens = copy.deepcopy(model.model.embed_tokens)
+    with pytest.raises(SaveError, match="tie_word_embeddings is True, but the embedding was"):
+        model.save_pretrained(tmp_path)
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+
+
+def test_resized_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
+    for family in ("llama", "gemma"):
+        model, hf = LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
+        for each in (model, hf):
+            each.resize_token_embeddings(140, mean_resizing=False)
+        model.save_pretrained(tmp_path / family)
+        again = theirs(tmp_path / family)
+        assert again.config.vocab_size == 140
+        torch.testing.assert_close(model(ids()).logits, again(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match="'bert' is not supported"):
+        LigerForCausalLM.from_pretrained(tmp_path)
+
+
+def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
+    options = {"num_labels": 3, "pad_token_id": 2}
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folders["llama"], **options
+    )
+    hf.save_pretrained(tmp_path)
+    ours = LigerForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(ours(ids()).logits, hf(ids()).logits, rtol=1e-5, atol=1e-6)
+    ours.save_pretrained(tmp_path / "ours")
+    again = type(hf).from_pretrained(tmp_path / "ours")
+    assert torch.equal(again(ids()).logits, hf(ids()).logits)
+    assert isinstance(ours.model, LigerModel)
+
+
+def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Rows of 12 tokens with labels for so many of them."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in lengths:
+        row = torch.randint(3, 131, (12,), generator=generator).tolist()
+        rows.append({"input_ids": row, "labels": [-100] * (12 - length) + row[12 - length :]})
+    return rows
+
+
+def train(model: Any, folder: Path, rows: list[Any], **options: Any) -> list[float]:
+    """Return the losses of a run of Trainer."""
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 1,
+        "disable_tqdm": True,
+    }
+    trainer = Trainer(
+        model, TrainingArguments(str(folder), **(arguments | options)), train_dataset=rows
+    )
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 20},
+        {"gradient_accumulation_steps": 4},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.2},
+        {"neftune_noise_alpha": 3.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_losses_of_trainer(
+    options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
+    ours = train(LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, **options)
+    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
+    assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)

@@ -1,0 +1,176 @@
+"""Every method of PEFT does on a native model what it does on transformers' model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+
+from ligermodels.integrations.hf_model import LigerForCausalLM
+from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
+from tests.models import hf_models, zoo
+
+# The arguments with which a method works on a model of 48 features, beside its defaults.
+VIRTUAL = {"num_virtual_tokens": 3}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10},
+    "C3A": {"block_size": 16},
+    "CARTRIDGE": VIRTUAL,
+    "MISS": {"r": 4},
+    "MULTITASK_PROMPT_TUNING": VIRTUAL | {"num_tasks": 2},
+    "PREFIX_TUNING": VIRTUAL,
+    "PROMPT_TUNING": VIRTUAL,
+    "P_TUNING": VIRTUAL | {"encoder_hidden_size": 8},
+    "ROAD": {"group_size": 8},
+    "SHIRA": {"r": 2},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 5]},
+    "VBLORA": {"vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 20},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    name: {"task_ids": torch.tensor([0, 0])} for name in ("POLY", "MULTITASK_PROMPT_TUNING")
+}
+# Methods that do not work on the native model, and what stops them.
+REFUSED = {
+    "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
+    "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
+    "CPT": "its loss needs the types of tokens, and a loss of its own on logits",
+    "XLORA": "it loads other adapters first",
+    "ADAMSS": "it needs scikit-learn",
+}
+METHODS = [kind.name for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family in ("llama", "qwen2", "gemma2"):
+        made[family] = tmp_path_factory.mktemp(family)
+        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
+    return made
+
+
+def pair(folder: Path, config: Any) -> tuple[Any, Any]:
+    """Return a native and a transformers model with the same adapter, which is not zero."""
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.manual_seed(0)
+    expected = peft.get_peft_model(hf, config)
+    torch.manual_seed(0)
+    ours = get_peft_model(
+        LigerForCausalLM.from_pretrained(folder), type(config)(**config.to_dict())
+    )
+    mine = dict(ours.named_parameters())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in expected.named_parameters():
+            if weight.requires_grad:
+                mine[name].copy_(weight.add_(0.05 * torch.randn_like(weight)))
+        buffers = dict(ours.named_buffers())
+        for name, buffer in expected.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffers[name].copy_(buffer)
+    return ours.eval(), expected.eval()
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def compare(ours: Any, expected: Any, **call: Any) -> None:
+    """Compare losses, gradients of the adapters, greedy continuations and state dicts."""
+    losses = []
+    for model in (ours, expected):
+        torch.manual_seed(2)
+        losses.append(model(input_ids=ids(), labels=ids(), **call).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    mine = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad}
+    theirs = {n: p.grad for n, p in expected.named_parameters() if p.requires_grad}
+    assert mine.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        if gradient is not None:
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-5 * scale)
+    kept = {"max_new_tokens": 3, "pad_token_id": 2, **call}
+    made = []
+    for model in (ours, expected):
+        torch.manual_seed(2)
+        made.append(model.generate(input_ids=ids(), **kept))
+    assert torch.equal(*made)
+    keys = [peft.get_peft_model_state_dict(model).keys() for model in (ours, expected)]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method(method: str, folders: dict[str, Path]) -> None:
+    if method in REFUSED:
+        pytest.skip(REFUSED[method])
+    kind = peft.PeftType[method]
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind](
+        task_type="CAUSAL_LM", **ARGUMENTS.get(method, {})
+    )
+    ours, expected = pair(folders["llama"], config)
+    compare(ours, expected, **CALLS.get(method, {}))
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "all linears": {"target_modules": "all-linear"},
+    "dora": {"use_dora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj", "gate_proj"],
+        "rank_pattern": {"k_proj": 3},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
+        "use_rslora": True,
+    },
+    "regex": {"target_modules": r".*\.1\..*(up|down)_proj"},
+    "saved": {"modules_to_save": ["norm"]},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", LORA)
+def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, **LORA[name])
+    ours, expected = pair(folders[family], config)
+    compare(ours, expected)
+    # The adapter opens on the other model, and merged models are equal.
+    ours.save_pretrained(tmp_path / "ours")
+    expected.save_pretrained(tmp_path / "theirs")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        folders[family], attn_implementation="eager"
+    )
+    there = peft.PeftModel.from_pretrained(hf, str(tmp_path / "ours"))
+    here = load_peft_model(
+        LigerForCausalLM.from_pretrained(folders[family]), str(tmp_path / "theirs")
+    )
+    logits = expected(input_ids=ids()).logits
+    assert torch.equal(there(input_ids=ids()).logits, logits)
+    torch.testing.assert_close(here(input_ids=ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    merged = here.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(hf).from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)
+
+
+def test_projections_without_adapter_stay_packed(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+    names = {name.rpartition(".")[2] for name, _ in adapted.named_modules()}
+    assert {"q_proj", "k_proj", "v_proj", "gate_up_proj"} <= names and "up_proj" not in names
+
+
+def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT unties the head then, and the checkpoint holds both weights."""
+    config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])
+    ours, expected = pair(folders["gemma2"], config)
+    logits = expected(input_ids=ids()).logits
+    torch.testing.assert_close(ours(input_ids=ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    merged = ours.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)

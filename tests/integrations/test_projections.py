@@ -1,0 +1,71 @@
+"""Packed projections, split into HF's and packed again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.hf_model import LigerForCausalLM
+from ligermodels.integrations.projections import pack_projections, split_projections
+from ligermodels.models.auto import families
+from tests.models import hf_models, zoo
+from tests.tiny_models import VOCAB, random_model
+
+IDS = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", families())
+def test_splitting_changes_nothing(family: str) -> None:
+    shell = LigerForCausalLM.from_native(random_model(family))
+    before, logits = copy.deepcopy(shell.state_dict()), shell(IDS).logits
+    walked = {name: x.clone() for name, x in shell.hf_named_parameters()}
+    split_projections(shell)
+    torch.testing.assert_close(shell(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    again = dict(shell.hf_named_parameters())
+    assert walked.keys() == again.keys()
+    assert all(torch.equal(walked[name], again[name]) for name in walked)
+    assert "model.layers.0.self_attn.k_proj.weight" in shell.state_dict()
+    twin = copy.deepcopy(shell)
+    with torch.no_grad():
+        for weight in shell.parameters():
+            weight.zero_()
+    torch.testing.assert_close(twin(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    pack_projections(twin)
+    after = twin.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert twin.native.state_dict().keys() == random_model(family).state_dict().keys()
+
+
+def test_a_checkpoint_is_loaded_into_split_projections(tmp_path: Path) -> None:
+    hf = hf_models.build("qwen2", zoo.Feature())
+    hf.save_pretrained(tmp_path)
+    shell = LigerForCausalLM.from_pretrained(tmp_path, split_projections=True)
+    want, got = hf.state_dict(), shell.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    shell.save_pretrained(tmp_path / "again")
+    again = type(hf).from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(want[name], again[name]) for name in want)
+    shell.load_state_dict(want)
+
+
+def test_parts_that_changed_stay_split() -> None:
+    shell = LigerForCausalLM.from_native(random_model("llama"))
+    split_projections(shell)
+    attention = shell.model.layers[0].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)
+    pack_projections(shell)
+    assert hasattr(attention, "q_proj") and not hasattr(shell.model.layers[1].self_attn, "q_proj")
+
+
+def test_a_packed_linear_that_is_not_plain_is_refused() -> None:
+    shell = LigerForCausalLM.from_native(random_model("llama"))
+    attention = shell.model.layers[0].self_attn
+    attention.qkv_proj = nn.Sequential(attention.qkv_proj)
+    with pytest.raises(ConfigError, match="qkv_proj is a Sequential"):
+        split_projections(shell)

@@ -1,0 +1,199 @@
+"""TRL's trainers on native models give the numbers that they give on transformers' models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from peft import LoraConfig  # noqa: E402
+
+from ligermodels.integrations import trl_trainers  # noqa: E402
+from ligermodels.integrations.hf_model import (  # noqa: E402
+    LigerForCausalLM,
+    LigerForSequenceClassification,
+)
+from tests.integrations.tiny_text import texts, tokenizer  # noqa: E402
+from tests.models import hf_models, zoo  # noqa: E402
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "optim": "sgd",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "seed": 1,
+    "disable_tqdm": True,
+}
+PROMPTS, ANSWERS, OTHERS = texts(40, 1, 5), texts(40, 2), texts(40, 3)
+PAIRS = {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": OTHERS}
+MESSAGES = [
+    [{"role": "user", "content": p}, {"role": "assistant", "content": a}]
+    for p, a in zip(PROMPTS, ANSWERS)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llama")
+    config = {"vocab_size": 128, "max_position_embeddings": 128, "eos_token_id": 1}
+    hf_models.build("llama", zoo.Feature(config=config)).save_pretrained(made)
+    tokenizer().save_pretrained(made)
+    return made
+
+
+def run(
+    name: str, model: Any, folder: Path, data: Any, options: dict[str, Any], **more: Any
+) -> Any:
+    """Train with a trainer of TRL, or with ours; return it."""
+    cls = getattr(trl_trainers if name.startswith("Liger") else trl, name)
+    config = getattr(trl, name.removeprefix("Liger").replace("Trainer", "Config"))
+    trainer = cls(
+        model=model,
+        args=config(output_dir=str(folder / "run"), **(COMMON | options)),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for log in trainer.state.log_history:
+        for key, value in log.items():
+            if "time" not in key and "runtime" not in key and "per_second" not in key:
+                found.setdefault(key, []).append(value)
+    return found
+
+
+def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more: Any) -> Any:
+    """Run both trainers, and compare everything that they log."""
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = logged(run(name, hf, folder, data, options, **more))
+    ours = run(
+        f"Liger{name}", LigerForCausalLM.from_pretrained(folder), folder, data, options, **more
+    )
+    forward = ours.model.__dict__.get("forward")  # accelerate's, if there is one
+    assert "fused" not in getattr(forward, "__qualname__", "")
+    found = logged(ours)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        if key == "rewards/accuracies" and "precompute_ref_log_probs" in options:
+            continue  # the first rewards are 0, and their order is a matter of rounding
+        close = 1e-4 if key == "grad_norm" else 1e-5
+        assert found[key] == pytest.approx(values, rel=close, abs=2e-6), key
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ({"text": ANSWERS}, {"max_steps": 20}),
+        ({"text": ANSWERS}, {"packing": True, "max_length": 16}),
+        ({"text": ANSWERS}, {"padding_free": True, "max_length": None}),
+        ({"prompt": PROMPTS, "completion": ANSWERS}, {"gradient_accumulation_steps": 2}),
+        ({"messages": MESSAGES}, {"assistant_only_loss": True}),
+        ({"text": ANSWERS}, {"loss_type": "dft"}),
+        ({"text": ANSWERS}, {"label_smoothing_factor": 0.1}),
+    ],
+    ids=["text", "packed", "padding-free", "completion", "assistant", "dft", "smoothing"],
+)
+def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
+    compare("SFTTrainer", folder, data, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 20},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        {"f_divergence_type": "js_divergence", "ld_alpha": 0.5},
+        {"precompute_ref_log_probs": True},
+    ],
+    ids=["sigmoid", "sft", "divergence", "precomputed"],
+)
+def test_dpo(options: dict[str, Any], folder: Path) -> None:
+    compare("DPOTrainer", folder, PAIRS, options)
+
+
+def test_the_reference_of_dpo_computes_under_autocast(folder: Path) -> None:
+    """Before the first step it is the policy, so the rewards are exactly 0."""
+    model = LigerForCausalLM.from_pretrained(folder)
+    trainer = run("LigerDPOTrainer", model, folder, PAIRS, {"bf16": True, "max_steps": 1})
+    assert logged(trainer)["rewards/chosen"] == [0.0]
+
+
+def test_kto(folder: Path) -> None:
+    data = {
+        "prompt": PROMPTS,
+        "completion": ANSWERS,
+        "label": [i % 3 > 0 for i in range(len(PROMPTS))],
+    }
+    compare("KTOTrainer", folder, data, {})
+
+
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"beta": 0.1, "temperature": 0.7}, {"beta": 0.1, "sync_ref_model": True}]
+)
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
+    """Both sample the same completions, because their logits are equal."""
+    beta = {} if options else {"beta": 0.0}
+    more = {"max_completion_length": 6, "num_generations": 2, "ref_model_sync_steps": 1}
+    data = {"prompt": PROMPTS}
+    compare(name, folder, data, options | beta | more, reward_funcs=length_reward)
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+def test_lora(name: str, folder: Path) -> None:
+    kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}
+    data: Any = kinds.get(name, {"prompt": PROMPTS})
+    options: dict[str, Any] = {"learning_rate": 0.1}
+    more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
+    if name == "GRPOTrainer":
+        options |= {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
+        more["reward_funcs"] = length_reward
+    ours = compare(name, folder, data, options, **more)
+    assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
+
+
+def test_distillation(folder: Path) -> None:
+    """Its losses and its student's completions are those on transformers' models."""
+    data = {"prompt": PROMPTS}
+    options = {"max_completion_length": 6}
+    hf = [transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2)]
+    ours = [LigerForCausalLM.from_pretrained(folder) for _ in range(2)]
+    for pair in (hf, ours):
+        with torch.no_grad():
+            pair[1].lm_head.weight.mul_(1.3)
+    runs = [
+        run(name, pair[0], folder, data, options, teacher_model=pair[1])
+        for name, pair in (("DistillationTrainer", hf), ("LigerDistillationTrainer", ours))
+    ]
+    expected, found = map(logged, runs)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_reward(folder: Path) -> None:
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    hf.save_pretrained(folder / "reward")
+    expected = logged(run("RewardTrainer", hf, folder, PAIRS, {}))
+    model = LigerForSequenceClassification.from_pretrained(folder / "reward")
+    found = logged(run("LigerRewardTrainer", model, folder, PAIRS, {}))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

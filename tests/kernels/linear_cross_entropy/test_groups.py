@@ -1,0 +1,167 @@
+"""A loss of whole sequences, against the same loss of `linear_log_probs`, which costs a product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy, linear_group_loss
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.linear_cross_entropy import test_functions
+from tests.kernels.linear_cross_entropy.test_functions import VOCAB, WIDTH, on
+
+BATCH, SEQ = 8, 6
+NAMES = ("log_probs", "entropy", "sum_sq_probs")
+
+
+def pair_loss(tokens, sequences: slice) -> torch.Tensor:
+    """Compute DPO's loss of the pairs, less an entropy, as a part of the mean over all pairs."""
+    scores = tokens.log_probs.sum(-1) - torch.arange(BATCH).to(tokens.loss)[sequences] / 10
+    margins = scores[::2] - scores[1::2]
+    extra = tokens.entropy.square().sum() + tokens.sum_sq_probs.sum() + tokens.loss.sum()
+    picked = tokens.alternative_log_probs
+    return (-F.logsigmoid(0.3 * margins).sum() - 0.1 * extra + picked.exp().sum()) / (BATCH // 2)
+
+
+def inputs(name: str = "softcap") -> dict:
+    made = test_functions.inputs((BATCH, SEQ), name=name)
+    made["targets"][1, 2:] = made["targets"][5] = -100
+    made["alternatives"] = torch.stack((made["targets"], made["targets"] % VOCAB), -1)
+    return made
+
+
+def wanted(made: dict, loss_function=pair_loss) -> tuple[torch.Tensor, ...]:
+    out = linear_cross_entropy(**made, reduction="none", return_token_stats=NAMES)
+    loss = loss_function(out, slice(0, BATCH))
+    return loss, *torch.autograd.grad(loss, [made["hidden"], made["weight"], made["bias"]])
+
+
+CUTS = {
+    "one chunk": {},
+    "a pair": {"chunk_size": 2 * SEQ},
+    "two pairs and some rows": {"chunk_size": 5 * SEQ},
+    "less than a pair": {"chunk_size": SEQ},
+    "a small budget": {"max_scratch_bytes": 19000},
+}
+
+
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_loss_of_pairs(place, cut, skip_ignored) -> None:
+    made = on(place, inputs())
+    if place.dtype == torch.float64 and "max_scratch_bytes" in CUTS[cut]:
+        pytest.skip("float64 needs a larger budget")
+    options = CUTS[cut] | {"skip_ignored": skip_ignored}
+    loss = linear_group_loss(
+        **made, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, **options
+    )
+    grads = torch.autograd.grad(loss * 2, [made["hidden"], made["weight"], made["bias"]])
+    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
+    exact = wanted(made)
+    torch.testing.assert_close(loss, exact[0], rtol=tolerance, atol=tolerance)
+    for grad, want in zip(grads, exact[1:]):
+        assert grad.dtype == place.dtype
+        error = (grad - 2 * want).norm() / (2 * want).norm()
+        assert error <= tolerance
+
+
+@pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
+def test_number_of_products(float32_place) -> None:
+    made = on(float32_place, inputs("plain"))
+    rows = BATCH * SEQ
+    for options, products in (
+        ({}, 3),
+        ({"chunk_size": 2 * SEQ}, 3),
+        ({"chunk_size": 2 * SEQ - 1}, 4),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            linear_group_loss(
+                **made, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, **options
+            ).backward()
+        assert counter.get_total_flops() == products * 2 * rows * WIDTH * VOCAB, options
+
+
+def test_parts_are_whole_groups_in_their_order(float32_place) -> None:
+    made = on(float32_place, inputs("plain"))
+    seen = []
+
+    def loss_function(tokens, sequences):
+        assert tokens.log_probs.shape == (sequences.stop - sequences.start, SEQ)
+        seen.append((sequences.start, sequences.stop))
+        return tokens.log_probs.sum()
+
+    for chunk_size, parts in ((30, [(0, 4), (4, 8)]), (47, [(0, 6), (6, 8)]), (48, [(0, 8)])):
+        seen.clear()
+        linear_group_loss(**made, loss_function=loss_function, group_size=2, chunk_size=chunk_size)
+        assert seen == parts, chunk_size
+
+
+def test_a_loss_without_a_gradient(float32_place) -> None:
+    """A part that depends on no token, and a call without gradients."""
+    made = on(float32_place, inputs("plain"))
+
+    def first_part(tokens, sequences):
+        part = tokens.log_probs.sum()
+        return part if sequences.start == 0 else part.detach() * 0
+
+    loss = linear_group_loss(**made, loss_function=first_part, chunk_size=SEQ)
+    loss.backward()
+    assert (made["hidden"].grad[0] != 0).any() and (made["hidden"].grad[1:] == 0).all()
+    with torch.no_grad():
+        again = linear_group_loss(**made, loss_function=first_part, chunk_size=SEQ)
+    assert torch.equal(again, loss.detach()) and not again.requires_grad
+
+
+def test_frozen_inputs(float32_place) -> None:
+    made = on(float32_place, inputs())
+    exact = wanted(made)
+    for name, want in zip(("hidden", "weight", "bias"), exact[1:]):
+        some = {
+            k: v.detach() if v is not None and k in ("hidden", "weight", "bias") else v
+            for k, v in made.items()
+        }
+        some[name].requires_grad_()
+        linear_group_loss(
+            **some, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, chunk_size=13
+        ).backward()
+        torch.testing.assert_close(some[name].grad, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+def test_compiled(float32_place) -> None:
+    """torch.compile cannot trace a gradient in forward, so it takes the way with four products."""
+    torch._dynamo.reset()
+    made = on(float32_place, inputs("plain"))
+
+    def step(hidden, weight, bias):
+        return linear_group_loss(
+            hidden,
+            weight,
+            made["targets"],
+            pair_loss,
+            bias,
+            alternatives=made["alternatives"],
+            group_size=2,
+            return_token_stats=NAMES,
+        )
+
+    backend = "inductor" if float32_place.device == "cuda" else "aot_eager"
+    loss = torch.compile(step, fullgraph=True, backend=backend)(
+        made["hidden"], made["weight"], made["bias"]
+    )
+    grads = torch.autograd.grad(loss, [made["hidden"], made["weight"], made["bias"]])
+    torch.testing.assert_close((loss, *grads), wanted(made), rtol=1e-4, atol=1e-5)
+
+
+def test_refusals() -> None:
+    made = inputs("plain")
+    for given, complaint in (
+        ({"group_size": 3}, r"hidden \(8, 6, 14\); expected \(batch, seq, in\)"),
+        ({"loss_function": lambda tokens, _: tokens.log_probs}, r"loss_function returned \(8, 6\)"),
+        ({"loss_function": lambda *_: 0.0}, "loss_function returned float; expected a scalar"),
+        ({"return_token_stats": ("p",)}, "return_token_stats"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            linear_group_loss(**made | {"loss_function": pair_loss} | given)

@@ -1,0 +1,93 @@
+"""Run the cases of a test file in several gloo processes: starting them costs more than a case.
+
+A case is a function of a name that begins with `case_`. It returns errors by name, which must be
+within TOLERANCE. Each takes a folder of its own, which all ranks share.
+
+python -m tests.parallel.ranks MODULE RANK RANKS FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+TOLERANCE = 2e-6
+SECONDS = 300
+Case = Callable[[int, Path], dict[str, float]]
+Report = dict[str, "dict[str, float] | str"]
+
+
+def run_ranks(module: str, ranks: int, folder: Path) -> Report:
+    """Run the cases of a module of tests in so many processes, and return rank 0's results."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.parallel.ranks", module]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert all(worker.returncode == 0 for worker in workers), "\n".join(outputs)
+    import torch
+
+    return torch.load(folder / "results.pt")
+
+
+def check(report: Report, subtests: Any) -> None:
+    """Assert that every case compared something, and that it agrees."""
+    assert report
+    for name, outcome in report.items():
+        with subtests.test(name):
+            assert isinstance(outcome, dict), outcome
+            assert outcome, "the case compared nothing"
+            for what, error in outcome.items():
+                assert error <= TOLERANCE, f"{what} differs by {error}"
+
+
+def main(module: str, rank: int, ranks: int, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    cases: dict[str, Case] = import_module(module).cases(ranks)
+    report: Report = {}
+    for number, (name, case) in enumerate(cases.items()):
+        place = folder / f"case{number}"
+        place.mkdir(exist_ok=True)
+        try:
+            report[name] = case(rank, place)
+        except Exception:
+            # All ranks run the same code and fail at the same place, so the next case finds
+            # them in step.
+            report[name] = traceback.format_exc()
+    if rank == 0:
+        torch.save(report, folder / "results.pt")
+    dist.barrier()  # no process may end while another still sends to it
+    dist.destroy_process_group()
+    # On a busy machine the interpreter's shutdown can end in std::terminate while gloo's threads
+    # stop. The results are written by now.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

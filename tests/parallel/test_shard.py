@@ -1,0 +1,237 @@
+"""Models that `shard` has spread over processes compute what one process computes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ligermodels import AutoLiger, ConfigError, MemoryPlan, mean_over_ranks, no_sync, shard
+from ligermodels.converters.safetensors_file import SafetensorsFile
+from ligermodels.models.base import DecoderModel
+from tests.families import OWN
+from tests.parallel.ranks import Case, check, run_ranks
+from tests.parallel_worker import count, data, make, relative
+
+FLOAT32: dict[str, Any] = {"compute_dtype": None}
+
+
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+
+@pytest.mark.long
+def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 4, tmp_path), subtests)
+
+
+def test_a_model_alone_is_not_sharded() -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        shard(make(True))
+
+
+def meshes(ranks: int) -> dict[str, DeviceMesh]:
+    """Return the layouts that so many ranks can have."""
+
+    def mesh(**sizes: int) -> DeviceMesh:
+        return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+
+    found = {"ddp": mesh(dp_replicate=ranks), "fsdp": mesh(dp_shard=ranks)}
+    if ranks == 4:
+        found["hsdp"] = mesh(dp_replicate=2, dp_shard=2)
+    return found
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    layouts = meshes(ranks)
+    found: dict[str, Case] = {}
+    for layout, mesh in layouts.items():
+        for number, family in enumerate(sorted(OWN)):
+            tied = number % 2 == 0
+            found[f"{layout}, {family}"] = partial(step, mesh, family, tied)
+        found |= {
+            f"{layout}, llama, tied": partial(step, mesh, "llama", True),
+            f"{layout}, llama, untied": partial(step, mesh, "llama", False),
+            f"{layout}, two micro-batches": partial(step, mesh, "llama", False, steps=2),
+            f"{layout}, no_sync": partial(step, mesh, "llama", True, steps=2, unsynced=True),
+            f"{layout}, a memory plan": partial(
+                step, mesh, "llama", False, plan=MemoryPlan.of(["input", "all"], mlp_tile=5)
+            ),
+            f"{layout}, reshard, prefetch": partial(
+                step, mesh, "llama", False, reshard_after_forward=True, prefetch=1
+            ),
+            f"{layout}, bf16": partial(bf16, mesh),
+            f"{layout}, load": partial(load, mesh, False),
+            f"{layout}, load, tied": partial(load, mesh, True),
+            f"{layout}, save": partial(save, mesh),
+            f"{layout}, save, an error": partial(save_fails, mesh),
+        }
+    return found
+
+
+def gradients(model: DecoderModel) -> dict[str, Tensor]:
+    from ligermodels.models.parts import whole_tensor
+
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        grads[name] = whole_tensor(parameter.grad, model.tensor_shards.get(name))
+    return grads
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(relative(ours[name], theirs[name]) for name in theirs)
+
+
+def train_step(
+    sharded: DecoderModel, rank: int, ranks: int, steps: int = 1, unsynced: bool = False
+) -> float:
+    """Run a step of this rank's rows, in micro-batches; return the loss of all ranks."""
+    ids, labels = data()
+    rows = torch.arange(len(ids)).chunk(ranks)[rank]
+    normalizer = mean_over_ranks(sharded, count(labels[rows]))
+    total = torch.zeros(())
+    micros = rows.chunk(steps)
+    for number, micro in enumerate(micros):
+        if unsynced and number + 1 < len(micros):
+            with no_sync(sharded):
+                out = sharded(ids[micro], labels=labels[micro], normalizer=normalizer)
+                out.loss.backward()
+        else:
+            out = sharded(ids[micro], labels=labels[micro], normalizer=normalizer)
+            out.loss.backward()
+        total += out.loss.detach().float()
+    dist.all_reduce(total)
+    return total.item() / ranks
+
+
+def step(
+    mesh: DeviceMesh,
+    family: str,
+    tied: bool,
+    rank: int,
+    folder: Path,
+    *,
+    steps: int = 1,
+    unsynced: bool = False,
+    plan: MemoryPlan | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    model = make(tied, family)
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32, **options)
+    sharded.set_memory_plan(plan)
+    ids, labels = data()
+    expected = model(ids, labels=labels)
+    expected.loss.backward()
+    loss = train_step(sharded, rank, mesh.size(), steps, unsynced)
+    result = {
+        "loss": abs(loss - expected.loss.item()),
+        "gradient": differences(gradients(sharded), gradients(model)),
+    }
+    with torch.no_grad():
+        return result | {"hidden": relative(sharded(ids), model(ids))}
+
+
+def bf16(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """A float32 normalizer is not rounded, and gradients are those of bfloat16 weights, summed."""
+    model = make(False)
+    sharded = shard(copy.deepcopy(model), mesh)
+    ids, labels = data()
+    ranks = mesh.size()
+    rows = [*torch.arange(len(ids)).chunk(ranks)]
+    normalizer = torch.tensor(count(labels) / ranks + 0.123)
+    assert normalizer.bfloat16() != normalizer
+    reference = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    losses = []
+    for each in rows:
+        low = copy.deepcopy(model).to(torch.bfloat16)
+        out = low(ids[each], labels=labels[each], normalizer=normalizer)
+        out.loss.backward()
+        losses.append(out.loss.item())
+        for name, grad in gradients(low).items():
+            reference[name] += grad.float() / ranks
+    out = sharded(ids[rows[rank]], labels=labels[rows[rank]], normalizer=normalizer)
+    out.loss.backward()
+    ours = gradients(sharded)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    return {"loss": abs(out.loss.item() - losses[rank]), "gradient": differences(ours, reference)}
+
+
+class CountedReads:
+    """Counts the bytes that this process reads from weight files."""
+
+    def __enter__(self) -> CountedReads:
+        self.bytes = 0
+        self.old = SafetensorsFile._fill
+
+        def fill(file: Any, opened: Any, name: str, offset: int, rest: memoryview) -> None:
+            self.bytes += len(rest)
+            self.old(file, opened, name, offset, rest)
+
+        SafetensorsFile._fill = fill  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        SafetensorsFile._fill = self.old  # type: ignore[method-assign]
+
+
+def load(mesh: DeviceMesh, tied: bool, rank: int, folder: Path) -> dict[str, float]:
+    model = make(tied)
+    if rank == 0:
+        model.save_hf(folder / "model")
+    dist.barrier()
+    whole = AutoLiger.from_hf(folder / "model")
+    with CountedReads() as reads:
+        sharded = AutoLiger.from_hf(folder / "model", device="meta")
+        assert reads.bytes == 0
+        shard(sharded, mesh, **FLOAT32)
+    ours = {name: sharded.whole_parameter(name) for name, _ in sharded.named_parameters()}
+    sizes = [p.nbytes for p in whole.parameters()]
+    names = mesh.mesh_dim_names or ()
+    parts = mesh.size() // (mesh["dp_replicate"].size() if "dp_replicate" in names else 1)
+    return {
+        "weights": differences(ours, dict(whole.named_parameters())),
+        "bytes read": max(0.0, reads.bytes - sum(sizes) / parts - max(sizes)),
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """The files are those of a whole model, bit for bit."""
+    model = make(False)
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    with torch.no_grad():
+        sharded(data()[0])  # leaves gathered weights behind
+    sharded.save_hf(folder / "ours", max_shard_size=5000)
+    if rank == 0:
+        model.save_hf(folder / "whole", max_shard_size=5000)
+    dist.barrier()
+    ours, whole = contents(folder / "ours"), contents(folder / "whole")
+    assert len(json.loads(ours["model.safetensors.index.json"])["weight_map"]) > 1
+    return {"files": float(ours != whole)}
+
+
+def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """An error of the rank that writes is raised on all, with the same line."""
+    sharded = shard(make(False), mesh, **FLOAT32)
+    with torch.no_grad():
+        for parameter in sharded.layers[1].parameters():
+            parameter.fill_(float("nan"))
+    try:
+        sharded.save_hf(folder / "ours")
+    except Exception as error:
+        assert "NaN" in str(error), error
+        return {"left behind": float((folder / "ours").exists())}
+    raise AssertionError("NaN was saved")

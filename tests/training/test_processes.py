@@ -1,0 +1,183 @@
+"""Fine-tuning runs of two processes make the steps of one, and each resumes the other's runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ligermodels import AutoLiger, LigerError
+from ligermodels.models.ranks import rank
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune
+from ligermodels.training.processes import meet
+from tests.parallel.ranks import Case, check, run_ranks
+from tests.training.tiny_run import make_checkpoint, make_text
+
+SIZES: dict[str, Any] = {
+    "seq_len": 32,
+    "batch_size": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "save_steps": 2,
+    "save_total_limit": 5,
+    "max_eval_rows": 5,
+    "device": "cpu",
+}
+
+
+def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=str(folder / "base"),
+        train_files=[str(folder / "text.txt")],
+        output_dir=str(folder / name),
+        **{**SIZES, **changes},
+    )
+
+
+PREFERENCES = ("dpo", "kto", "orpo")
+
+
+def make_pairs(file: Path) -> None:
+    pairs = [{"prompt": f"{i}", "chosen": "a" * (1 + i % 3), "rejected": "bc"} for i in range(11)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def preferences(folder: Path, name: str, loss: str, **changes: Any) -> FinetuneConfig:
+    files = [str(folder / "pairs.jsonl")]
+    config = options(folder, name, loss=loss, max_steps=2, **changes)
+    return replace(config, train_files=files, eval_files=files)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoLiger.from_hf(folder / "model").named_parameters())
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [entry.get("loss", entry.get("eval_loss")) for entry in map(json.loads, lines)]
+
+
+def back_to(folder: Path, step: int) -> None:
+    """Let a run look as if it had been killed after a step."""
+    shutil.rmtree(folder / "model")
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.stem.removeprefix("step-")) > step:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    alone = options(tmp_path, "alone", gradient_accumulation_steps=2)
+    finetune(alone, progress=False)
+    # The processes resume this one.
+    shutil.copytree(tmp_path / "alone", tmp_path / "from alone")
+    back_to(tmp_path / "from alone", 2)
+    make_pairs(tmp_path / "pairs.jsonl")
+    for loss in PREFERENCES:
+        finetune(preferences(tmp_path, loss, loss, gradient_accumulation_steps=2), progress=False)
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+    expected = weights(tmp_path / "alone")
+    for name in ("two", "from alone"):
+        with subtests.test(name):
+            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+            for key, value in weights(tmp_path / name).items():
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+    with subtests.test("a process resumes the run of two"):
+        back_to(tmp_path / "two", 2)
+        one = options(tmp_path, "two", resume=True)
+        finetune(one, progress=False)
+        for key, value in weights(tmp_path / "two").items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    return {
+        "a run, and again from its middle": run_twice,
+        "a resumed run of one process": resume_alone,
+        "preferences": run_preferences,
+        "an error on one rank": partial(error_on_a_rank, 1),
+        "a hung rank": hung_rank,
+    }
+
+
+def run_twice(number: int, folder: Path) -> dict[str, float]:
+    """Resuming on as many ranks gives the same files, bit for bit."""
+    root = folder.parent
+    result = finetune(options(root, "two"), progress=False)
+    if number == 0:
+        shutil.copytree(root / "two", root / "again")
+        back_to(root / "again", 2)
+    dist.barrier()
+    finetune(options(root, "again", resume=True), progress=False)
+    dist.barrier()
+    files = [(root / run / "model/model.safetensors").read_bytes() for run in ("two", "again")]
+    return {"steps": abs(result.steps - 4), "files": float(files[0] != files[1])}
+
+
+def resume_alone(number: int, folder: Path) -> dict[str, float]:
+    config = options(folder.parent, "from alone", gradient_accumulation_steps=2, resume=True)
+    return {"steps": abs(finetune(config, progress=False).steps - 4)}
+
+
+def run_preferences(number: int, folder: Path) -> dict[str, float]:
+    """Loss and metrics are those of one process, with an odd number of evaluation batches."""
+    root, worst = folder.parent, {}
+    for loss in PREFERENCES:
+        config = preferences(root, f"two {loss}", loss)
+        result = finetune(config, progress=False)
+        if number:
+            continue
+        lines = (root / loss / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == len(result.metrics)
+        for line, found in zip(lines, result.metrics):
+            expected = json.loads(line)
+            assert found.keys() == expected.keys()
+            worst[f"{loss} {found['step']} {len(found)}"] = max(
+                abs(found[key] - expected[key]) / (1 + abs(expected[key])) / 50
+                for key in found
+                if key != "seconds"
+            )
+    return worst or {"not rank 0": 0.0}
+
+
+def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]:
+    """All ranks raise the error of one of them, and one of them reports it."""
+    config = options(folder.parent, f"failed {number if number == failing else 0}")
+    if number == failing:
+        config.train_files = [str(folder / "missing.txt")]
+    try:
+        finetune(config, progress=False)
+    except LigerError as error:
+        assert "missing.txt" in str(error), error
+        return {"reported": float(error.is_repeated == (number == failing))}
+    raise AssertionError("a missing file is no error")
+
+
+def hung_rank(number: int, folder: Path) -> dict[str, float]:
+    # The ranks of a group are not in step after this, so it is not the group of the other cases.
+    barrier = partial(dist.monitored_barrier, dist.new_group())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "monitored_barrier", barrier)
+        if number == 1:
+            time.sleep(2)
+            return {}
+        with pytest.raises(LigerError, match=r"^step 7: rank 1 of 2 did not come") as caught:
+            meet("step 7", None, 1)
+    return {"reported": float(caught.value.is_repeated)}
+
+
+def test_a_process_alone_does_not_wait() -> None:
+    assert meet("step 1", None, 1) is None
+    assert meet("step 1", 15, 1) == 15
+    assert rank() == 0

@@ -1,0 +1,71 @@
+"""Parts of tensors in torch.distributed.checkpoint's files. Several ranks: test_processes.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.errors import CheckpointError
+from ligermodels.models.parts import Part
+from ligermodels.training.sharded_checkpoints import FACTS, Stored, facts_of, read, remove, write
+
+WEIGHT = torch.arange(24.0).reshape(6, 4)
+BIAS = torch.arange(3.0)
+
+
+def stored(weight: Tensor, bias: Tensor) -> dict[str, Stored]:
+    """Cut both tensors into parts: two runs of rows, and two halves of the rows between."""
+    parts = [
+        Part(weight[:2], 0),
+        Part(weight[2:4, :1], 2, 0),
+        Part(weight[2:4, 1:], 2, 1),
+        Part(weight[4:], 4),
+    ]
+    return {
+        "weight": Stored((6, 4), weight.dtype, parts),
+        "bias": Stored((3,), bias.dtype, [Part(bias[:1], 0), Part(bias[1:], 1)]),
+    }
+
+
+def whole(weight: Tensor, bias: Tensor) -> dict[str, Stored]:
+    return {
+        "weight": Stored((6, 4), weight.dtype, [Part(weight, 0)]),
+        "bias": Stored((3,), bias.dtype, [Part(bias, 0)]),
+    }
+
+
+def test_other_parts_read_what_parts_wrote(tmp_path: Path) -> None:
+    write(tmp_path / "a", stored(WEIGHT.clone(), BIAS.clone()), {"step": 3})
+    weight, bias = torch.zeros(6, 4), torch.zeros(3)
+    read(tmp_path / "a", whole(weight, bias))
+    assert weight.equal(WEIGHT) and bias.equal(BIAS)
+    assert facts_of(tmp_path / "a")["step"] == 3
+    # The other way, over a folder that is there.
+    write(tmp_path / "a", whole(WEIGHT + 1, BIAS), {})
+    read(tmp_path / "a", stored(weight, bias))
+    assert weight.equal(WEIGHT + 1) and bias.equal(BIAS)
+    remove(tmp_path / "a")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_damage_and_other_tensors_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write(folder, whole(WEIGHT, BIAS), {})
+    weight, bias = torch.zeros(6, 4), torch.zeros(3)
+    with pytest.raises(CheckpointError, match="'bias' is no tensor of this model"):
+        read(folder, {"weight": whole(weight, bias)["weight"]})
+    with pytest.raises(CheckpointError, match="another shape or dtype"):
+        read(folder, whole(weight.double(), bias))
+    data = next(file for file in folder.iterdir() if file.suffix == ".distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        read(folder, whole(weight, bias))
+    (folder / FACTS).write_text("{}")
+    with pytest.raises(CheckpointError, match="'files'"):
+        read(folder, whole(weight, bias))
+    assert not weight.any() and not bias.any()
