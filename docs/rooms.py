@@ -20,7 +20,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "layers": ("kernels",),
     "memory": ("layers",),
     "converters": ("errors",),
-    "losses": ("kernels",),
+    "losses": ("layers",),
     "models": ("memory", "losses", "converters"),
     "text": ("converters",),
     "generation": ("models", "text"),

@@ -34,6 +34,8 @@ class GenerateOptions(TypedDict, total=False):
 
     inputs_embeds: Tensor | None
     prefix_lengths: Tensor | None
+    memory: Tensor | None
+    memory_mask: Tensor | None
     max_new_tokens: int
     do_sample: bool
     temperature: float
@@ -63,7 +65,7 @@ def generate(
         inputs_embeds: (batch, seq, hidden), instead of input_ids: the embeddings of the prompts, as
             in `DecoderModel.forward`. Only the new tokens are returned, and only they count for
             repetition_penalty.
-        prefix_lengths: (batch or 1,), as in `DecoderModel.forward`.
+        prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
@@ -152,6 +154,8 @@ def _start(
     *,
     inputs_embeds: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    memory: Tensor | None = None,
+    memory_mask: Tensor | None = None,
     max_new_tokens: int = 64,
     do_sample: bool = False,
     temperature: float = 1.0,
@@ -215,8 +219,13 @@ def _start(
         )
     inputs = {"input_ids": ids_BS} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     inputs = {name: x.to(device)[:, cache.length :] for name, x in inputs.items()}
-    if prefix_lengths is not None:
-        inputs["prefix_lengths"] = prefix_lengths.to(device)
+    for name, given in (
+        ("prefix_lengths", prefix_lengths),
+        ("memory", memory),
+        ("memory_mask", memory_mask),
+    ):
+        if given is not None:
+            inputs[name] = given.to(device)
     steps = _steps(
         model,
         inputs,
@@ -282,7 +291,8 @@ def _steps(
         yield tokens_B
         if waits and all_stopped:
             return
-        inputs = {"input_ids": tokens_B.unsqueeze(1)}
+        kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
+        inputs = {"input_ids": tokens_B.unsqueeze(1), **kept}
         if mask_BS is not None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1

@@ -7,12 +7,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ligermodels.layers import LossHead
 from ligermodels.models.base import next_token_targets
+
+# TRL's names of what it asks of each token -> the head's.
+_STATS = {
+    "log_probs": "log_probs",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_probs",
+    "mean_logits": "mean_logits",
+    "is_top1": "correct",
+}
 
 
 @dataclass
@@ -87,21 +95,19 @@ class FusedHead:
         return FusedHeadOutput(loss=loss, label_mask=mask, **tokens)
 
     def _tokens(self, head: LossHead, hidden: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        scale = head.loss_options.get("logit_scale", 1.0) / self.temperature
-        if set(self.outputs) <= {"log_probs", "entropy"}:
-            log_probs, entropy = head.log_probs(
-                hidden, targets, entropy="entropy" in self.outputs, logit_scale=scale
-            )
-            found = {"log_probs": log_probs}
-            return found if entropy is None else found | {"entropy": entropy}
-        made = head(hidden, targets, reduction="none", return_token_stats=True, logit_scale=scale)
-        found = {
-            "log_probs": made.token_log_probs,
-            "entropy": made.token_entropy,
-            "is_top1": made.token_correct,
-        }
-        if "mean_logits" in self.outputs:
-            with torch.no_grad():
-                mean = F.linear(hidden.float(), head.weight.float().mean(0, keepdim=True))
-                found["mean_logits"] = (mean.squeeze(-1) * scale).masked_fill(targets == -100, 0)
-        return {name: x for name, x in found.items() if name in self.outputs}
+        asked = {_STATS[name]: name for name in {"log_probs", *self.outputs}}
+        made = head(
+            hidden,
+            targets,
+            reduction="none",
+            temperature=self.temperature,
+            return_token_stats=tuple(asked),
+        )
+        tokens = {name: getattr(made, f"token_{stat}") for stat, name in asked.items()}
+        if "log_sum_sq_probs" in tokens:
+            squares = tokens["log_sum_sq_probs"].detach()
+            ignored = targets == -100
+            tokens["log_sum_sq_probs"] = squares.masked_fill(ignored, 1).log()
+        if "mean_logits" in tokens:
+            tokens["mean_logits"] = tokens["mean_logits"].detach()
+        return tokens

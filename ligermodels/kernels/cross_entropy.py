@@ -186,7 +186,6 @@ def cross_entropy(
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     options = check_options(options, reduction, normalizer, temperature)
-    options = options.at_temperature(temperature)
     request = token_request(return_token_stats, top_k, alternatives)
     if reduction == "none":
         return token_cross_entropy(logits, targets, class_weights, options, request)

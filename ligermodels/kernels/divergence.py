@@ -93,12 +93,10 @@ def linear_divergence(
     """
     student_options = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
     teacher_options = CrossEntropyOptions(softcap=teacher_softcap, logit_scale=teacher_scale)
-    check_options(student_options, reduction, normalizer, temperature)
-    check_options(teacher_options)
+    student_options = check_options(student_options, reduction, normalizer, temperature)
+    teacher_options = check_options(teacher_options, temperature=temperature)
     if beta is not None and (isinstance(beta, (bool, Tensor)) or not 0 <= beta <= 1):
         raise ValueError(f"divergence: beta={beta!r}; expected a number in [0, 1], or None")
-    student_options = student_options.at_temperature(temperature)
-    teacher_options = teacher_options.at_temperature(temperature)
     options = DivergenceOptions(beta, *student_options[3:], *teacher_options[3:])
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, False, None)
     shape = hidden.shape[:-1]

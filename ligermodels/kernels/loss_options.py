@@ -70,7 +70,6 @@ class CrossEntropyOptions(NamedTuple):
         """
         if temperature == 1:
             return self
-        temperature = float(temperature)  # numpy's numbers
         softcap = None if self.softcap is None else self.softcap / temperature
         return self._replace(softcap=softcap, logit_scale=self.logit_scale / temperature)
 
@@ -102,16 +101,15 @@ def split_options(
     Raises:
         ValueError: an option has a value that is wrong for every call.
     """
-    temperature = given.get("temperature", 1.0)
     options = check_options(
         CrossEntropyOptions(*_values(given, CrossEntropyOptions)),
         given.get("reduction", "mean"),
         given.get("normalizer"),
-        temperature,
+        given.get("temperature", 1.0),
     )
     request = token_request(given.get("return_token_stats", False), given.get("top_k", 0))
     chunking = check_chunk_options(*_values(given, ChunkOptions))
-    return options.at_temperature(temperature), chunking, request
+    return options, chunking, request
 
 
 def _values(given: LossOptions, group: type[CrossEntropyOptions] | type[ChunkOptions]) -> list:
@@ -125,11 +123,16 @@ def check_options(
     temperature: float = 1.0,
     **switches: bool,
 ) -> CrossEntropyOptions:
-    """Return the options as Python numbers; raise ValueError for a value wrong for every call."""
+    """Return the options at the temperature, as Python numbers.
+
+    Raises:
+        ValueError: a value is wrong for every call; the message has the option's name.
+    """
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
-    if not 0 < _number("temperature", temperature) < float("inf"):
+    temperature = _number("temperature", temperature)
+    if not 0 < temperature < float("inf"):
         raise ValueError(f"cross entropy: temperature={temperature} must be positive and finite")
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     whole = isinstance(ignore_index, (int, Integral)) and not isinstance(ignore_index, bool)
@@ -152,6 +155,7 @@ def check_options(
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = options.at_temperature(temperature)
     if normalizer is None:
         return options
     if reduction != "mean":

@@ -27,6 +27,8 @@ class AttentionContext:
         cache: for inference, the cache to which the layers append their keys and values.
         shared: the keys and values that layers have left for later layers, by layer_index; by
             default none.
+        memory, memory_mask: the sequence that `CrossAttention` layers attend to, and its mask, if
+            there is one: `cross(x, context.memory, context.memory_mask)`.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -40,6 +42,8 @@ class AttentionContext:
         mask: AttentionMask | Tensor | None = None,
         cache: KVCache | None = None,
         shared: dict[int, tuple[Tensor, Tensor]] | None = None,
+        memory: Tensor | None = None,
+        memory_mask: AttentionMask | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -50,6 +54,8 @@ class AttentionContext:
         self.mask = mask
         self.cache = cache
         self.shared = {} if shared is None else shared
+        self.memory = memory
+        self.memory_mask = memory_mask
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -66,7 +72,12 @@ class AttentionContext:
         if device not in self._on_device:
             cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
             mask = self.mask.to(device, non_blocking)
-            self._on_device[device] = AttentionContext(cos, sin, mask, self.cache, self.shared)
+            memory, hides = self.memory, self.memory_mask
+            self._on_device[device] = AttentionContext(
+                *(cos, sin, mask, self.cache, self.shared),
+                memory=None if memory is None else memory.to(device, non_blocking=non_blocking),
+                memory_mask=None if hides is None else hides.to(device, non_blocking),
+            )
         return self._on_device[device]
 
     def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":

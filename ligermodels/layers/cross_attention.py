@@ -74,15 +74,17 @@ class CrossAttention(Planned, nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
 
     @overload
-    def forward(self, x: Tensor, memory: Tensor, mask: AttentionMask | None = None) -> Tensor: ...
+    def forward(
+        self, x: Tensor, memory: Tensor | None, mask: AttentionMask | None = None
+    ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: PreNormed, memory: Tensor, mask: AttentionMask | None = None
+        self, x: PreNormed, memory: Tensor | None, mask: AttentionMask | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
-        self, x: Tensor | PreNormed, memory: Tensor, mask: AttentionMask | None = None
+        self, x: Tensor | PreNormed, memory: Tensor | None, mask: AttentionMask | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply attention to x, or to norm(x + residual) if x comes from `pre_norm`.
 
@@ -90,7 +92,14 @@ class CrossAttention(Planned, nn.Module):
             mask, an `AttentionMask(seq, keys, ...)`, which layers may share. None hides nothing.
         Returns: the output (batch, seq, hidden); for an x from `pre_norm`, (the output,
             x + residual).
+        Raises:
+            ValueError: memory is None, or the mask has other sizes.
         """
+        if memory is None:
+            raise ValueError(
+                "CrossAttention: memory is None; pass memory= to the model, or to the context of "
+                "its layers"
+            )
         q, total = norm_then_linear(x, self.q_proj)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = self.kv_proj(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)

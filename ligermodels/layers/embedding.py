@@ -21,6 +21,11 @@ class ScaledEmbedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, **options)
         self.scale = scale
 
+    @property
+    def embed_scale(self) -> Tensor:
+        """The scale as a tensor. PEFT multiplies by it what an adapter adds to a row."""
+        return torch.full((), self.scale, dtype=self.weight.dtype, device=self.weight.device)
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) int64 and return (..., embedding_dim) in the weight's dtype."""
         rows = super().forward(input)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,10 +121,9 @@ class LossHead(nn.Module):
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
         split_options(loss_options)  # called for its checks only
-        # Python's numbers instead of numpy's, without the temperature, which calls apply later.
-        numbers = split_options({**loss_options, "temperature": 1.0})[0]._asdict()
-        for name in loss_options.keys() & numbers:
-            loss_options[name] = numbers[name]  # type: ignore[literal-required]
+        for name, value in loss_options.items():  # `logits` computes with Python's numbers
+            if isinstance(value, np.generic):
+                loss_options[name] = value.item()  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
@@ -215,7 +215,7 @@ class LossHead(nn.Module):
         if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
             options["chunk_size"] = self.planned_chunk_size
         if self.is_linear:
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             made = kernels.linear_cross_entropy(
                 hidden,
                 weight,
@@ -272,7 +272,7 @@ class LossHead(nn.Module):
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         options = {**defaults, **options}  # type: ignore[typeddict-item]
         if self.is_linear:
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             return kernels.linear_log_probs(
                 hidden, weight, targets, bias, entropy=entropy, **options
             )
@@ -311,7 +311,7 @@ class LossHead(nn.Module):
         given: dict[str, Any] = {**defaults, **options}
         if self.is_linear and given.get("max_valid") is None:
             given.pop("max_valid", None)
-            weight, bias = self._parameters_here(hidden)
+            weight, bias = self.parameters_here(hidden)
             return kernels.linear_group_loss(
                 hidden,
                 weight,
@@ -358,7 +358,7 @@ class LossHead(nn.Module):
         # torch 2.11's Dynamo does not trace bool(self._tied).
         return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
-    def _parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of the projection for the fused ops."""
         weight = self.weight
         if self._tied and weight.is_meta and not hidden.is_meta:

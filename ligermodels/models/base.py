@@ -14,6 +14,7 @@ from ligermodels.kernels.checks import check_count, check_token_ids
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import (
     AttentionContext,
+    CrossAttention,
     HeadOutput,
     LayerNorm,
     LossHead,
@@ -55,6 +56,10 @@ class DecoderModel(HFModel):
     A family defines `make_block`, and calls `build` to make its modules. An architecture that needs
     other modules sets the attributes declared here itself, and then calls `initialize_weights`.
     """
+
+    # By this name, HF's Trainer knows that labels are shifted in the model, and leaves the first of
+    # each row out of num_items_in_batch.
+    loss_type = "ForCausalLM"
 
     embed_tokens: nn.Embedding
     rotary_emb: RotaryEmbedding
@@ -134,6 +139,8 @@ class DecoderModel(HFModel):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
@@ -164,6 +171,9 @@ class DecoderModel(HFModel):
                 on a GPU, padding between tokens makes all hidden states NaN.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
+            memory: (batch, keys, memory size), for layers with `CrossAttention`: what they attend
+                to, such as the output of an encoder.
+            memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
@@ -186,6 +196,8 @@ class DecoderModel(HFModel):
         contexts, document_ids = self._contexts(
             inputs, position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache
         )
+        if memory is not None or memory_mask is not None:
+            self._add_memory(contexts, memory, memory_mask, inputs)
         embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
         hidden, extras = self._hidden(embeds, contexts)
         fault = next(iter(contexts.values())).mask.fault
@@ -309,7 +321,12 @@ class DecoderModel(HFModel):
             store = self._offloaders.get(device)
             if store is None or store.host_budget != budget:
                 store = self._offloaders[device] = Offloader(device, budget)
-        shared = [x for context in contexts.values() for x in (context.cos, context.sin)]
+        shared = [
+            x
+            for context in contexts.values()
+            for x in (context.cos, context.sin, context.memory)
+            if x is not None
+        ]
         store.forward_pass([*shared, *self.parameters()])
         return store
 
@@ -368,13 +385,7 @@ class DecoderModel(HFModel):
                 f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
             )
 
-        if attention_mask is not None:
-            # On a GPU, a look at the values would be a host synchronisation.
-            looks = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
-            if looks and type(attention_mask) is Tensor and attention_mask.all():
-                attention_mask = None  # as every tokenizer returns it for one text
-            else:
-                attention_mask = attention_mask.to(inputs.device, non_blocking=True)
+        attention_mask = _padding(attention_mask, inputs.device)
 
         document_ids = None
         if position_ids is not None and cache is None:
@@ -403,16 +414,50 @@ class DecoderModel(HFModel):
             contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
         return contexts, document_ids
 
+    def _add_memory(
+        self,
+        contexts: dict[str, AttentionContext],
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+        inputs: Tensor,
+    ) -> None:
+        """Put the memory and its mask into the contexts."""
+        batch, seq = inputs.shape[:2]
+        if memory is None:
+            raise ValueError("memory_mask: it needs a memory, which is missing")
+        layers = [x for x in self.layers.modules() if isinstance(x, CrossAttention)]
+        if not layers:
+            raise ValueError(
+                f"memory: no layer of {type(self).__name__} attends to one; leave it out, or use "
+                "layers with CrossAttention"
+            )
+        if memory.dim() != 3 or memory.shape[0] != batch:
+            raise ValueError(
+                f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
+            )
+        padding = _padding(memory_mask, inputs.device)
+        mask = AttentionMask(seq, memory.shape[1], padding_mask=padding)
+        dtype = self._compute_dtype
+        for each in layers:
+            heads, head_dim = each.num_heads, each.head_dim
+            prepare(mask, None, each.softcap, batch, heads, inputs.device, dtype, head_dim, False)
+        for context in contexts.values():
+            context.memory, context.memory_mask = memory, mask
+
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         """Compute the forms of the mask that the layers will need, once for each kind of layer."""
-        weight = self.embed_tokens.weight
-        dtype = autocast_dtype(weight) or weight.dtype
+        dtype = self._compute_dtype
         kinds = {
             (layer.sliding_window, layer.softcap, layer.num_heads, layer.head_dim, layer.causal)
             for layer in self._find_attentions()
         }
         for window, softcap, heads, head_dim, causal in kinds:
             prepare(mask, window, softcap, batch, heads, device, dtype, head_dim, causal)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        weight = self.embed_tokens.weight
+        return autocast_dtype(weight) or weight.dtype
 
     def _find_attentions(self) -> list[Attention]:
         """Return the attentions in the layers.
@@ -592,6 +637,18 @@ class DecoderModel(HFModel):
         Returns: a dict {op: "implementation (reason)"}. It also lists swapped projections by name.
         """
         return kernels_of(self, self.embed_tokens.weight, self.head)
+
+
+def _padding(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return a mask on the device, or None if it is seen to hide nothing.
+
+    A mask on the CPU is looked at: every tokenizer returns one of ones for a single text. On a GPU,
+    a look at the values would be a host synchronisation.
+    """
+    if mask is None:
+        return None
+    looks = mask.device.type == "cpu" and type(mask) is Tensor and not torch.compiler.is_compiling()
+    return None if looks and mask.all() else mask.to(device, non_blocking=True)
 
 
 def _check_layers(plan: MemoryPlan, count: int) -> None:

@@ -214,6 +214,10 @@ class ModelConfig:
         del values["extra"]
         return {"model_type": self.model_type, **values}
 
+    def get_text_config(self, **options: Any) -> Self:
+        """Return the config itself. HF's Trainer asks for it if it is given a tokenizer."""
+        return self
+
 
 def sizes(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import TextStreamer, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    TextStreamer,
+    Trainer,
+    TrainingArguments,
+)
 
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import (
@@ -19,6 +24,7 @@ from ligermodels.integrations.hf_model import (
     LigerModel,
 )
 from ligermodels.models.auto import AutoLiger
+from tests.integrations.tiny_text import tokenizer
 from tests.models import hf_models, zoo
 
 FAMILIES = [family for family in zoo.FAMILIES if family != "gemma3"]
@@ -203,7 +209,9 @@ def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
     return rows
 
 
-def train(model: Any, folder: Path, rows: list[Any], **options: Any) -> list[float]:
+def train(
+    model: Any, folder: Path, rows: list[Any], collator: Any = None, **options: Any
+) -> list[float]:
     """Return the losses of a run of Trainer."""
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
@@ -218,7 +226,7 @@ def train(model: Any, folder: Path, rows: list[Any], **options: Any) -> list[flo
         "disable_tqdm": True,
     }
     trainer = Trainer(
-        model, TrainingArguments(str(folder), **(arguments | options)), train_dataset=rows
+        model, TrainingArguments(str(folder), **(arguments | options)), collator, train_dataset=rows
     )
     trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -242,3 +250,66 @@ def test_losses_of_trainer(
     ours = train(LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, **options)
     expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
     assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)
+
+
+def test_flattened_batches_of_trainer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The collator gives document starts in five ways; no document sees another one."""
+    rows = [{"input_ids": row["input_ids"][: 3 + i % 5]} for i, row in enumerate(examples([0] * 8))]
+    for options in ({}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}):
+        collator = DataCollatorWithFlattening(**options)
+        ours = train(
+            LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, collator=collator
+        )
+        collator = DataCollatorWithFlattening()
+        expected = train(theirs(folders["llama"]), tmp_path, rows, collator=collator)
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_accumulation_equals_one_batch(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    made = []
+    for batch, steps in ((2, 4), (8, 1)):
+        model = LigerForCausalLM.from_pretrained(folders["llama"])
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+        made.append(train(model, tmp_path, rows, lr_scheduler_type="constant", **options))
+    assert made[0] == pytest.approx(made[1], rel=1e-6)
+
+
+def test_it_resumes_from_hf_names(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    for family in ("llama", "gemma"):
+        folder = tmp_path / family
+        whole = LigerForCausalLM.from_pretrained(folders[family])
+        losses = train(whole, folder, rows, **options)
+        again = LigerForCausalLM.from_pretrained(folders[family])
+        resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")}
+        assert train(again, folder, rows, **resume, **options) == losses
+        for name, weight in whole.state_dict().items():
+            assert torch.equal(weight, again.state_dict()[name])
+        theirs(folder / "checkpoint-4")
+
+
+def test_metrics_and_predictions(folders: dict[str, Path], tmp_path: Path) -> None:
+    """They get the logits, in evaluation as well as in prediction."""
+    rows = examples([12, 3, 7, 1])
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    found = []
+    for model in (LigerForCausalLM.from_pretrained(folders["llama"]), theirs(folders["llama"])):
+        trainer = Trainer(
+            model, arguments, compute_metrics=lambda made: {"mean": made.predictions.mean().item()}
+        )
+        metrics = trainer.evaluate(rows)
+        found.append([metrics["eval_loss"], metrics["eval_mean"]])
+        found[-1] += trainer.predict(rows).predictions.flatten().tolist()
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
+
+
+def test_a_pipeline(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    words = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer())
+    made = words("w5 w6 w7", max_new_tokens=4, do_sample=False, return_tensors=True)[0][
+        "generated_token_ids"
+    ]
+    expected = model.generate(torch.tensor([[8, 9, 10]]), max_new_tokens=4)
+    assert made == expected[0].tolist()

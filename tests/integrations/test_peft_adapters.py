@@ -127,6 +127,7 @@ LORA: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
         "use_rslora": True,
     },
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
     "regex": {"target_modules": r".*\.1\..*(up|down)_proj"},
     "saved": {"modules_to_save": ["norm"]},
 }
@@ -154,6 +155,8 @@ def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) 
     merged = here.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     again = type(hf).from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    # A merge into a tied embedding changes the head as well, so the logits are others then.
+    logits = expected.merge_and_unload()(ids()).logits
     torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)
 
 

@@ -119,10 +119,11 @@ def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
     [
         {"max_steps": 20},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        {"use_weighting": True},
         {"f_divergence_type": "js_divergence", "ld_alpha": 0.5},
         {"precompute_ref_log_probs": True},
     ],
-    ids=["sigmoid", "sft", "divergence", "precomputed"],
+    ids=["sigmoid", "sft", "weighting", "divergence", "precomputed"],
 )
 def test_dpo(options: dict[str, Any], folder: Path) -> None:
     compare("DPOTrainer", folder, PAIRS, options)

@@ -267,4 +267,4 @@ def test_numbers_of_numpy_are_numbers(kind: str) -> None:
         if name != "normalizer":
             options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
             assert options == {name: value}
-            assert type(options[name]) is type(value) or name == "chunk_size"
+            assert type(options[name]) is type(value)

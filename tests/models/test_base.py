@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
-from ligermodels.layers import AttentionMask, HeadOutput, RMSNorm, RotaryEmbedding
+from ligermodels.layers import (
+    Attention,
+    AttentionMask,
+    CrossAttention,
+    HeadOutput,
+    RMSNorm,
+    RotaryEmbedding,
+    pre_norm,
+)
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.models.base import next_token_targets
 from tests.models.pairs import PAD, TINY, gradients, relative, step, tiny_model, tokens
@@ -359,3 +367,80 @@ def test_a_forward_does_not_walk_through_all_modules(monkeypatch: pytest.MonkeyP
     model.layers[1].self_attn = copy.deepcopy(attention)
     assert torch.equal(model(ids), expected)
     assert model._find_attentions()[1] is model.layers[1].self_attn
+
+
+class Crossing(torch.nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        hidden, heads = TINY["hidden_size"], TINY["num_attention_heads"]
+        self.self_attn = Attention(hidden, heads, layer_index=index)
+        self.cross_attn = CrossAttention(hidden, heads, memory_size=10)
+        self.norm = RMSNorm(hidden)
+
+    def forward(self, x: Any, residual: Any, context: Any) -> tuple[Any, Any]:
+        x, residual = self.self_attn(pre_norm(self.norm, x, residual), context)
+        x = x + residual
+        return x, self.cross_attn(x, context.memory, context.memory_mask)
+
+
+class WithMemory(DecoderModel):
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig(**TINY | {"head_dim": 8}))
+        self.build(norm=RMSNorm(TINY["hidden_size"]))
+
+    def make_block(self, layer_index: int) -> torch.nn.Module:
+        return Crossing(layer_index)
+
+
+def with_memory() -> tuple[WithMemory, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = WithMemory()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model, tokens()[0], torch.randn(2, 6, 10, requires_grad=True)
+
+
+def test_layers_attend_to_a_memory_under_every_plan() -> None:
+    model, ids, memory = with_memory()
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[:, 4:] = 0
+    expected = None
+    for keep in (None, *KEEPS):
+        plan = None if keep is None else MemoryPlan.uniform(3, keep)
+        model.set_memory_plan(plan)
+        loss = model(ids, labels=ids, memory=memory, memory_mask=mask).loss
+        found = torch.autograd.grad(loss, [memory, *model.parameters()])
+        expected = expected or found
+        assert all(torch.equal(x, y) for x, y in zip(found, expected)), keep
+    assert expected is not None
+    assert (expected[0][:, :4] != 0).any() and (expected[0][:, 4:] == 0).all()
+    shorter = model(ids, labels=ids, memory=memory[:, :4]).loss
+    torch.testing.assert_close(loss, shorter)
+    model.set_memory_plan(None)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    again = compiled(ids, labels=ids, memory=memory, memory_mask=mask).loss
+    torch.testing.assert_close(again, loss)
+
+
+def test_generation_attends_to_the_memory() -> None:
+    model, ids, memory = with_memory()
+    ids, mask = ids[:, :5], torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    options = {"memory": memory.detach(), "memory_mask": mask}
+    found = model.generate(ids, max_new_tokens=6, eos_token_id=[], **options)
+    for _ in range(6):
+        logits = model.head.logits(model(ids, **options)[:, -1])
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, ids)
+
+
+def test_a_memory_that_does_not_fit_is_refused() -> None:
+    model, ids, memory = with_memory()
+    for taken, given, complaint in (
+        (model, {}, "memory is None; pass memory= to the model"),
+        (model, {"memory": memory[:1]}, r"memory has shape \(1, 6, 10\); expected \(2, keys"),
+        (model, {"memory_mask": torch.ones(2, 6)}, "memory_mask: it needs a memory"),
+        (model, {"memory": memory, "memory_mask": torch.zeros(2, 5)}, "padding_mask has shape"),
+        (tiny_model(), {"memory": memory}, "no layer of LigerLlama attends to one"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            taken(ids, **given)

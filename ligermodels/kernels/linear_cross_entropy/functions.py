@@ -130,7 +130,6 @@ def linear_cross_entropy(
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     options = check_options(options, reduction, normalizer, temperature)
-    options = options.at_temperature(temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     request = token_request(return_token_stats, top_k, alternatives)
     one_loss = reduction != "none"
@@ -216,7 +215,6 @@ def linear_log_probs(
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     options = check_options(options, temperature=temperature, entropy=entropy)
-    options = options.at_temperature(temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     request = token_request(("log_probs", "entropy") if entropy else False, 0)
     head = make_head(hidden, weight, targets, bias, None, None, options, chunking, request, False)

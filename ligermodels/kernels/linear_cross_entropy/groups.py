@@ -79,8 +79,7 @@ def linear_group_loss(
         IndexError: a target is outside the vocabulary, on CPU in eager mode.
     """
     options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    check_options(options, temperature=temperature)
-    options = options.at_temperature(temperature)
+    options = check_options(options, temperature=temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, None)
     request = token_request(return_token_stats, 0, alternatives)
     group_size = check_count("loss head", "group_size", group_size, 1)

@@ -1,0 +1,266 @@
+"""Adapters in PEFT's format: those for HF's projections, for packed ones, and the way back.
+
+Published adapters belong to HF's projections (q_proj, k_proj, ...). A native model has one packed
+projection in their place. Its adapter has the A matrices of the parts on top of each other and
+their B matrices on a diagonal of blocks, so that it adds to each row what the part added. An
+adapter of a packed projection becomes one of each part, with the same A and the part's rows of B.
+
+Both are state dicts with PEFT's names and the content of adapter_config.json. Nothing here imports
+PEFT. `peft.get_peft_model(model, LoraConfig(**config))` makes the modules of a native adapter, and
+`peft.set_peft_model_state_dict` loads its tensors.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.errors import CheckpointError, listing, shown
+
+Weights = dict[str, Tensor]
+Config = dict[str, Any]
+
+_PREFIX = "base_model.model."
+_A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+# Keys of the config that name modules; they are written anew from the tensors.
+_NAMING = {
+    *("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layers_pattern", "auto_mapping"),
+}
+# Keys that a converted adapter keeps, because they mean the same for it.
+_KEPT = {
+    *("r", "lora_alpha", "lora_dropout", "peft_type", "task_type", "use_dora", "use_rslora"),
+    *("bias", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("init_lora_weights", "ensure_weight_tying"),
+}
+# Ways to start an adapter that also change the weights of the model it belongs to.
+_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class _Part(NamedTuple):
+    """A linear of HF: the rows of a packed one that are its own."""
+
+    hf: str  # the module's name
+    row: int
+    rows: int
+
+
+def pack_adapter(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    weight_map: WeightMap,
+    base: Mapping[str, Tensor] | None = None,
+) -> tuple[Weights, Config]:
+    """Return the adapter of a native model for one of HF's model.
+
+    The products B A are the same to rounding. The rank of a packed projection is the sum of its
+    parts' ranks.
+
+    Args:
+        weights: the adapter's tensors under PEFT's names.
+        config: the content of its adapter_config.json.
+        weight_map: the native model's.
+        base: the native model's parameters. DoRA needs them where only some of the parts of a
+            packed projection have an adapter.
+    Returns: the tensors and the config of the native adapter.
+    Raises:
+        CheckpointError: a tensor or a key of the config would be left out; the message names it.
+    """
+    _check_config(config)
+    left, made = dict(weights), Weights()
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for module, parts in _linears(weight_map).items():
+        found = {p: _take(left, p.hf) for p in parts}
+        if not any(found.values()):
+            continue
+        if len(parts) == 1:
+            (taken,) = found.values()
+            made |= {f"{_PREFIX}{module}.{end}": tensor for end, tensor in taken.items()}
+            if _A in taken:
+                ranks[module], alphas[module] = len(taken[_A]), _alpha(config, parts[0].hf)
+            continue
+        _check_lora(found)
+        has_lora = {part: taken for part, taken in found.items() if _A in taken}
+        scales = {p: _scaling(config, p.hf, len(taken[_A])) for p, taken in has_lora.items()}
+        scale = next(iter(scales.values()))
+        a = torch.cat([taken[_A] for taken in has_lora.values()])
+        b = a.new_zeros(sum(part.rows for part in parts), len(a))
+        column = 0
+        for part, taken in has_lora.items():
+            block, ratio = taken[_B], scales[part] / scale
+            columns = slice(column, column + block.shape[1])
+            b[part.row : part.row + part.rows, columns] = block if ratio == 1 else block * ratio
+            column += block.shape[1]
+        made |= {f"{_PREFIX}{module}.{_A}": a, f"{_PREFIX}{module}.{_B}": b}
+        if any(_MAGNITUDE in taken for taken in found.values()):
+            made[f"{_PREFIX}{module}.{_MAGNITUDE}"] = _magnitude(module, found, base)
+        ranks[module] = len(a)
+        alphas[module] = scale * (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+    _move_others(left, made, weight_map, to_hf=False)
+    return made, _new_config(config, made, ranks, alphas)
+
+
+def unpack_adapter(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any], weight_map: WeightMap
+) -> tuple[Weights, Config]:
+    """Return the adapter of HF's model for one of a native model: bitwise the same numbers.
+
+    The arguments and errors are those of `pack_adapter`.
+    """
+    _check_config(config)
+    left, made = dict(weights), Weights()
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for module, parts in _linears(weight_map).items():
+        taken = _take(left, module)
+        if not taken:
+            continue
+        if len(parts) > 1:
+            _check_lora({_Part(module, 0, 0): taken})
+        for part in parts:
+            rows = slice(part.row, part.row + part.rows)
+            for end, tensor in taken.items():
+                whole = end == _A or len(parts) == 1
+                made[f"{_PREFIX}{part.hf}.{end}"] = tensor if whole else tensor[rows].clone()
+            if _A in taken:
+                ranks[part.hf], alphas[part.hf] = len(taken[_A]), _alpha(config, module)
+    _move_others(left, made, weight_map, to_hf=True)
+    return made, _new_config(config, made, ranks, alphas)
+
+
+def _linears(weight_map: WeightMap) -> dict[str, list[_Part]]:
+    """Return the parts of each native linear, or embedding, by the module's name."""
+    found = {}
+    for entry in weight_map:
+        if entry.name.endswith(".weight") and len(entry.shape) == 2 and _is_stack(entry):
+            found[entry.name.removesuffix(".weight")] = [
+                _Part(span.source.removesuffix(".weight"), span.row, span.rows)
+                for span in entry.spans
+            ]
+    return found
+
+
+def _is_stack(entry: Entry) -> bool:
+    """Whether each span of a weight is a whole weight of HF."""
+    return all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
+
+
+def _take(left: Weights, module: str) -> Weights:
+    """Remove the tensors of a module's adapter from `left`, and return them by their endings."""
+    start = f"{_PREFIX}{module}."
+    names = [name for name in left if name.startswith(start)]
+    return {name.removeprefix(start): left.pop(name) for name in names}
+
+
+def _check_lora(found: Mapping[_Part, Weights]) -> None:
+    """Raise unless the parts of a packed projection have LoRA or DoRA, and nothing else."""
+    for part, taken in found.items():
+        odd = sorted(taken.keys() - {_A, _B, _MAGNITUDE})
+        if taken and (odd or _A not in taken or _B not in taken):
+            name = odd[0] if odd else f"{_A} or {_B}, which is missing"
+            raise CheckpointError(
+                f"adapter: {part.hf}: {name}: only LoRA and DoRA can be converted between packed "
+                "and separate projections; load it with "
+                "ligermodels.integrations.peft_adapters.load_peft_model"
+            )
+
+
+def _magnitude(
+    module: str, found: Mapping[_Part, Weights], base: Mapping[str, Tensor] | None
+) -> Tensor:
+    """Return DoRA's norms of all rows of a packed projection.
+
+    A row without adapter has the norm of its weight, so that DoRA leaves it as it is.
+    """
+    pieces = []
+    for part, taken in found.items():
+        if _MAGNITUDE in taken:
+            pieces.append(taken[_MAGNITUDE])
+        elif base is None or _A in taken:
+            raise CheckpointError(
+                f"adapter: {module} has DoRA for other parts, but not for {part.hf}; pass the "
+                "model's parameters as base"
+            )
+        else:
+            weight = base[f"{module}.weight"][part.row : part.row + part.rows]
+            pieces.append(weight.float().norm(dim=1).to(weight.dtype))
+    return torch.cat(pieces)
+
+
+def _move_others(left: Weights, made: Weights, weight_map: WeightMap, *, to_hf: bool) -> None:
+    """Rename the remaining tensors, which are whole modules such as norms, or raise."""
+    names = {}
+    for entry in weight_map:
+        if len(entry.spans) == 1 and entry.spans[0].rows == entry.shape[0]:
+            native, hf = _PREFIX + entry.name, _PREFIX + entry.spans[0].source
+            names[native if to_hf else hf] = hf if to_hf else native
+    if odd := sorted(left.keys() - names.keys()):
+        raise CheckpointError(
+            f"adapter: {odd[0]!r} belongs to no linear or whole module of this model, and would "
+            f"be left out (this is so for {len(odd)} tensors)\n{listing(odd)}"
+        )
+    made |= {names[name]: tensor for name, tensor in left.items()}
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a key that a converted adapter would not honour."""
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"adapter: peft_type is {shown(config.get('peft_type'))}; only 'LORA' can be converted"
+        )
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGING):
+        raise CheckpointError(
+            f"adapter: init_lora_weights is {start!r}, which also changed the model's weights; "
+            "convert it to a plain LoRA adapter first (PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
+        )
+    for key, value in config.items():
+        if key not in _KEPT | _NAMING and value:
+            raise CheckpointError(f"adapter: {key}={shown(value)} cannot be converted")
+
+
+def _alpha(config: Mapping[str, Any], module: str) -> float:
+    return _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of B A."""
+    alpha = _alpha(config, module)
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """Return a module's value of a pattern: keys are regular expressions for ends of names."""
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _new_config(
+    config: Mapping[str, Any], made: Weights, ranks: dict[str, int], alphas: dict[str, float]
+) -> Config:
+    """Return the config for converted tensors, with the names of all modules in full."""
+    adapted = {
+        name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in made if ".lora_" in name
+    }
+    saved = {
+        name.removeprefix(_PREFIX).rpartition(".")[0]
+        for name in made
+        if ".lora_" not in name and ".base_layer." not in name
+    }
+    new = {key: copy.deepcopy(value) for key, value in config.items() if key in _KEPT}
+    return new | {
+        "target_modules": sorted(adapted),
+        "modules_to_save": sorted(saved) or None,
+        "rank_pattern": {re.escape(name): rank for name, rank in ranks.items()},
+        "alpha_pattern": {re.escape(name): alpha for name, alpha in alphas.items()},
+    }

@@ -1,0 +1,164 @@
+"""Losses that teach a student a teacher's next-token distribution, or its hidden states.
+
+`distillation` takes two heads and never holds all logits of either. `top_k_divergence` takes what
+was stored of a teacher that is not there any more.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels import linear_divergence
+from ligermodels.layers.loss_head import LossHead
+
+
+def distillation(
+    head: LossHead,
+    hidden: Tensor,
+    teacher_head: LossHead,
+    teacher_hidden: Tensor,
+    *,
+    targets: Tensor | None = None,
+    ignore_index: int = -100,
+    token_weights: Tensor | None = None,
+    beta: float | None = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    chunk_size: int | None = None,
+    max_scratch_bytes: int | None = None,
+) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence between a student and a teacher.
+
+    beta = 0 is the forward KL(teacher || student), beta = 1 the reverse KL(student || teacher), as
+    in GKD (arXiv:2306.13649) and TRL; beta None is the total variation distance. Soft caps, scales
+    and biases are those of the heads. Only the student gets gradients.
+
+    Args:
+        head, teacher_head: of the same vocabulary; the hidden sizes may differ.
+        hidden: (..., hidden), teacher_hidden: (..., teacher's hidden), of the same tokens.
+        targets: (...) int64, aligned with hidden. A token whose target is ignore_index does not
+            count; the other targets are not looked at. By default all tokens count.
+        token_weights: (...) factors of the tokens, without a gradient.
+        temperature: divides the logits of both heads. The loss is not multiplied with its square.
+        reduction, normalizer, chunk_size, max_scratch_bytes: as in
+            `ligermodels.kernels.linear_divergence`. By default the normalizer is the number of
+            tokens that count.
+    Returns: a scalar in float32, or (...) for reduction "none".
+    Raises:
+        ValueError: as `linear_divergence`; or a head's projection is not a plain nn.Linear.
+    """
+    weight, bias, softcap, logit_scale = _parameters("head", head, hidden)
+    with torch.no_grad():
+        teacher_weight, teacher_bias, teacher_softcap, teacher_scale = _parameters(
+            "teacher_head", teacher_head, teacher_hidden
+        )
+    return linear_divergence(
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        bias,
+        teacher_bias,
+        beta=beta,
+        mask=None if targets is None else targets != ignore_index,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=normalizer,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        teacher_softcap=teacher_softcap,
+        teacher_scale=teacher_scale,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+    )
+
+
+def _parameters(
+    name: str, head: LossHead, hidden: Tensor
+) -> tuple[Tensor, Tensor | None, float | None, float]:
+    if not head.is_linear:
+        raise ValueError(
+            f"distillation: the projection of {name} is a {type(head.proj).__name__}; expected a "
+            "plain nn.Linear. Merge adapters into it, or leave it out of the quantization"
+        )
+    weight, bias = head.parameters_here(hidden)
+    options = head.loss_options
+    return weight, bias, options.get("softcap"), options.get("logit_scale", 1.0)
+
+
+def top_k_divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float = 0.0) -> Tensor:
+    """Return the divergence of k classes of each token and of all other classes together.
+
+    The k classes are those that were stored of the teacher. What is left of the probability is one
+    more class, for the student and for the teacher, so that the divergence is 0 only if the student
+    gives the stored classes the teacher's probabilities. It is at most that of all classes.
+
+    Args:
+        log_probs: (..., k) of the student, differentiable: token_alternative_log_probs of a head
+            with `alternatives` the stored classes.
+        teacher_log_probs: (..., k) of the teacher, at the student's temperature. Where it is
+            -infinity, the class is padding and its id was negative.
+        beta: as in `distillation`.
+    Returns: (...) in the dtype of log_probs.
+    """
+    if log_probs.shape != teacher_log_probs.shape or not 0 <= beta <= 1:
+        raise ValueError(
+            f"top_k_divergence: log_probs {tuple(log_probs.shape)}, teacher_log_probs "
+            f"{tuple(teacher_log_probs.shape)}, beta={beta}; expected equal shapes and a beta in "
+            "[0, 1]"
+        )
+    teacher_log_probs = teacher_log_probs.detach().to(log_probs.dtype)
+    padding = teacher_log_probs == -torch.inf
+    log_p = _with_rest(log_probs.masked_fill(padding, -torch.inf))
+    log_q = _with_rest(teacher_log_probs)
+    if beta == 0:
+        return _kl(log_q, log_p)
+    if beta == 1:
+        return _kl(log_p, log_q)
+    log_m = torch.logaddexp(
+        log_p + torch.log1p(log_p.new_tensor(-beta)), log_q + log_p.new_tensor(beta).log()
+    )
+    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """Append log(1 - sum(exp(log_probs))), with at least the precision of float32 as the rest."""
+    known = log_probs.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(torch.float32).eps)
+    return torch.cat((log_probs, torch.log(-torch.expm1(known))), -1)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return sum p (log p - log q); a class of probability 0 adds nothing."""
+    there = log_p > -torch.inf
+    ratio = torch.where(there, log_p, 0.0) - torch.where(there, log_q, 0.0)
+    return (torch.where(there, log_p, -torch.inf).exp() * ratio).sum(-1)
+
+
+def hidden_cosine(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    *,
+    targets: Tensor | None = None,
+    ignore_index: int = -100,
+    normalizer: float | Tensor | None = None,
+) -> Tensor:
+    """Return the mean of 1 - cosine similarity of hidden states, as DistilBERT's third loss.
+
+    (arXiv:1910.01108, section 3.) The teacher gets no gradient.
+
+    Args: hidden, teacher_hidden: (..., hidden) of the same size: project the student's first, if
+        they differ; targets: (...), as in `distillation`; normalizer: what divides the sum over
+        tokens; by default the number of tokens that count.
+    """
+    if hidden.shape != teacher_hidden.shape:
+        raise ValueError(
+            f"hidden_cosine: hidden {tuple(hidden.shape)} and teacher_hidden "
+            f"{tuple(teacher_hidden.shape)}; expected the same shape. Project the student's "
+            "hidden states to the teacher's size with an nn.Linear"
+        )
+    away = 1 - F.cosine_similarity(hidden.float(), teacher_hidden.detach().float(), dim=-1)
+    counts = torch.ones_like(away) if targets is None else (targets != ignore_index).to(away)
+    divisor = counts.sum().clamp(min=1) if normalizer is None else normalizer
+    return torch.where(counts > 0, away, 0.0).sum() / divisor

@@ -1,0 +1,160 @@
+"""Adapters of HF's projections become adapters of packed ones, and the other way round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from ligermodels.converters.adapters import pack_adapter, unpack_adapter
+from ligermodels.errors import CheckpointError
+from ligermodels.models.auto import AutoLiger
+from tests.models import hf_models, zoo
+
+IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family in ("llama", "qwen2", "gemma3_text"):
+        made[family] = tmp_path_factory.mktemp(family)
+        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
+    return made
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def disturb(model: Any) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05 * torch.randn_like(weight))
+    return model.eval()
+
+
+def published(folder: Path, path: Path, **options: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Return the tensors and config of an adapter that PEFT has written, and its logits."""
+    model = disturb(
+        peft.get_peft_model(theirs(folder), LoraConfig(task_type="CAUSAL_LM", **options))
+    )
+    model.save_pretrained(path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    return load_file(path / "adapter_model.safetensors"), config, model(IDS).logits
+
+
+def adapted(model: Any, weights: Any, config: dict[str, Any]) -> Any:
+    """Return a model with an adapter, all of which is in place."""
+    made = peft.get_peft_model(model, LoraConfig(**(config | {"task_type": None})))
+    result = peft.set_peft_model_state_dict(made, weights)
+    assert not result.unexpected_keys
+    assert not [key for key in result.missing_keys if "lora_" in key]
+    return made.eval()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all": {"target_modules": "all-linear", "r": 3, "lora_alpha": 5},
+    "rslora": {"use_rslora": True, "target_modules": ["k_proj", "down_proj", "up_proj"]},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj", "gate_proj", "embed_tokens"],
+        "rank_pattern": {"k_proj": 3, r"layers\.1\.mlp\.gate_proj": 2},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
+    },
+    "dora": {"use_dora": True, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "norms": {"modules_to_save": ["input_layernorm"]},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_published_adapter(
+    name: str, family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    weights, config, logits = published(folders[family], tmp_path, **CASES[name])
+    native = AutoLiger.from_hf(folders[family])
+    weight_map = native.weight_map(native.config)
+    base = dict(native.named_parameters())
+    mine, my_config = pack_adapter(weights, config, weight_map, base)
+    model = adapted(native, mine, my_config)
+    got = native.head.logits(model(input_ids=IDS))
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+    # Back again, on transformers' model.
+    back, back_config = unpack_adapter(mine, my_config, weight_map)
+    again = adapted(theirs(folders[family]), back, back_config)
+    torch.testing.assert_close(again(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_of_ours_is_exact_in_transformers(folders: dict[str, Path]) -> None:
+    native = AutoLiger.from_hf(folders["qwen2"])
+    weight_map = native.weight_map(native.config)
+    names = ["qkv_proj", "gate_up_proj", "o_proj"]
+    options: dict[str, Any] = {"target_modules": names, "use_dora": True, "r": 4}
+    model = disturb(peft.get_peft_model(native, LoraConfig(**options)))
+    weights = peft.get_peft_model_state_dict(model)
+    config = json.loads(json.dumps(model.peft_config["default"].to_dict(), default=list))
+    back, back_config = unpack_adapter(weights, config | {"peft_type": "LORA"}, weight_map)
+    again = adapted(theirs(folders["qwen2"]), back, back_config)
+    expected = native.head.logits(model(input_ids=IDS))
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    packed = weights["base_model.model.layers.0.self_attn.qkv_proj.lora_B.weight"]
+    parts = [
+        back[f"base_model.model.model.layers.0.self_attn.{n}_proj.lora_B.weight"] for n in "qkv"
+    ]
+    assert torch.equal(torch.cat(parts), packed)
+
+
+def test_dora_of_some_parts_needs_the_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    weights, config, _ = published(folders["llama"], tmp_path, use_dora=True)
+    native = AutoLiger.from_hf(folders["llama"])
+    with pytest.raises(CheckpointError, match=r"not for .*k_proj; pass the model's parameters"):
+        pack_adapter(weights, config, native.weight_map(native.config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "also changed the model's weights"),
+        ({"target_parameters": ["w"]}, "target_parameters="),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens="),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"some_new_key": "x"}, "some_new_key='x' cannot be converted"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_would_not_be_honoured_is_refused(
+    change: dict[str, Any], message: str, folders: dict[str, Path]
+) -> None:
+    native = AutoLiger.from_hf(folders["llama"])
+    config = {"peft_type": "LORA", "r": 8, **change}
+    for convert in (pack_adapter, unpack_adapter):
+        with pytest.raises(CheckpointError, match=message):
+            convert({}, config, native.weight_map(native.config))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_tower.q_proj.lora_A.weight",
+        "model.layers.9.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.oft_R.weight",
+        "model.layers.0.self_attn.q_proj.lora_B.bias",
+        "lm_head.lora_A.weight",
+    ],
+)
+def test_a_tensor_that_would_be_left_out_is_refused(name: str, folders: dict[str, Path]) -> None:
+    native = AutoLiger.from_hf(folders["gemma3_text"])  # its head is tied
+    weights = {f"base_model.model.{name}": torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match=name.rpartition(".layers.")[2].split(".")[-3]):
+        pack_adapter(weights, {"peft_type": "LORA"}, native.weight_map(native.config))

@@ -1,0 +1,90 @@
+"""Native models, without a shell, in the tools that take any module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+
+from ligermodels.models.auto import AutoLiger
+from tests.integrations.test_hf_model import examples, train
+from tests.integrations.tiny_text import tokenizer
+from tests.models import hf_models, zoo
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llama")
+    hf_models.build("llama", zoo.Feature()).save_pretrained(made)
+    return made
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_steps": 20}, {"gradient_accumulation_steps": 4}, {"gradient_checkpointing": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_losses_of_trainer(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """With accumulation, labels are counted after the shift, as loss_type tells Trainer."""
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
+    ours = train(AutoLiger.from_hf(folder), tmp_path, rows, **options)
+    assert ours == pytest.approx(train(theirs(folder), tmp_path, rows, **options), rel=1e-5)
+
+
+def test_accumulation_equals_one_batch(folder: Path, tmp_path: Path) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    made = []
+    for batch, steps in ((2, 4), (8, 1)):
+        model = AutoLiger.from_hf(folder)
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+        losses = train(model, tmp_path, rows, max_steps=3, lr_scheduler_type="constant", **options)
+        made.append((losses, model.state_dict()))
+    assert made[0][0] == pytest.approx(made[1][0], rel=1e-6)
+    for name, weight in made[0][1].items():
+        torch.testing.assert_close(weight, made[1][1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_it_resumes_and_evaluates(folder: Path, tmp_path: Path) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    whole = AutoLiger.from_hf(folder)
+    losses = train(whole, tmp_path, rows, **options)
+    again = AutoLiger.from_hf(folder)
+    resumed = train(
+        again, tmp_path, rows, resume_from_checkpoint=str(tmp_path / "checkpoint-2"), **options
+    )
+    assert resumed == losses
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    found = [
+        Trainer(model, arguments, eval_dataset=rows, processing_class=tokenizer()).evaluate()
+        for model in (AutoLiger.from_hf(folder), theirs(folder))
+    ]
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
+
+
+def test_a_loop_of_accelerate(folder: Path) -> None:
+    """The sum of the losses over all labels is the loss of one batch, in steps of two rows."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(AutoLiger.from_hf(folder))
+    rows = torch.tensor([row["input_ids"] for row in examples([12, 3, 7, 5])])
+    labels = torch.tensor([row["labels"] for row in examples([12, 3, 7, 5])])
+    total = (labels[:, 1:] != -100).sum()
+    for part in (slice(0, 2), slice(2, 4)):
+        out = model(rows[part], labels=labels[part], normalizer=total)
+        accelerator.backward(out.loss * accelerator.gradient_accumulation_steps)
+    whole = AutoLiger.from_hf(folder)
+    whole(rows, labels=labels).loss.backward()
+    for (name, mine), other in zip(model.named_parameters(), whole.parameters()):
+        assert other.grad is not None and mine.grad is not None, name
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)

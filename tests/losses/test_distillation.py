@@ -1,0 +1,173 @@
+"""Distillation through heads, offline and on hidden states, against float64 and TRL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.layers import LossHead
+from ligermodels.losses.distillation import distillation, hidden_cosine, top_k_divergence
+from tests.kernels import formulas
+from tests.kernels.checks import random
+from tests.layers.heads import swap
+from tests.models.pairs import relative
+
+BATCH, SEQ, WIDTH, TEACHER_WIDTH, VOCAB = 2, 7, 20, 12, 37
+
+
+def heads() -> tuple[LossHead, LossHead]:
+    torch.manual_seed(0)
+    student = LossHead(WIDTH, VOCAB, softcap=5.0, logit_scale=1.3, z_loss=0.1)
+    return student, LossHead(TEACHER_WIDTH, VOCAB, bias=True, softcap=7.0)
+
+
+def states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = random(BATCH, SEQ, WIDTH, seed=1).float().requires_grad_()
+    targets = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+    return (
+        hidden,
+        random(BATCH, SEQ, TEACHER_WIDTH, seed=2).float(),
+        targets.masked_fill(targets % 3 == 0, -100),
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, None])
+def test_two_heads(beta) -> None:
+    student, teacher = heads()
+    hidden, teacher_hidden, targets = states()
+    loss = distillation(
+        student,
+        hidden,
+        teacher,
+        teacher_hidden,
+        targets=targets,
+        beta=beta,
+        temperature=2.0,
+        chunk_size=5,
+    )
+    grads = torch.autograd.grad(loss, [hidden, student.weight])
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, student.weight)]
+    exact = formulas.linear_divergence(
+        *leaves,
+        teacher_hidden.double(),
+        teacher.weight.double(),
+        teacher_bias=teacher.proj.bias.double(),
+        beta=beta,
+        mask=targets != -100,
+        temperature=2.0,
+        softcap=5.0,
+        logit_scale=1.3,
+        teacher_softcap=7.0,
+    )
+    assert relative(loss, exact) <= 1e-6
+    for grad, want in zip(grads, torch.autograd.grad(exact, leaves)):
+        assert relative(grad, want) <= 1e-5
+
+
+def test_a_swapped_head_is_refused() -> None:
+    student, teacher = heads()
+    hidden, teacher_hidden, _ = states()
+    student = LossHead(20, 37)
+    swap(student)
+    with pytest.raises(ValueError, match="projection of head is a Counting"):
+        distillation(student, hidden, teacher, teacher_hidden)
+
+
+def test_a_normalizer_makes_micro_batches_exact() -> None:
+    student, teacher = heads()
+    hidden, teacher_hidden, targets = states()
+    whole = distillation(student, hidden, teacher, teacher_hidden, targets=targets)
+    count = int((targets != -100).sum())
+    parts = [
+        distillation(student, h, teacher, t, targets=y, normalizer=count)
+        for h, t, y in zip(hidden, teacher_hidden, targets)
+    ]
+    assert relative(sum(parts), whole) <= 1e-6
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_top_k(beta) -> None:
+    """The stored classes and the rest of the mass, as a distribution of k + 1 classes."""
+    student, _ = heads()
+    hidden, _, targets = states()
+    teacher = random(BATCH, SEQ, VOCAB, seed=3, scale=2.0).log_softmax(-1)
+    stored, ids = teacher.topk(5, -1)
+    ids[..., 4], stored[..., 4] = -1, -torch.inf  # padding
+
+    def loss_of(log_p: torch.Tensor) -> torch.Tensor:
+        return top_k_divergence(log_p, stored, beta).sum()
+
+    out = student(hidden, targets.clamp(min=0), reduction="none", alternatives=ids, chunk_size=5)
+    loss = loss_of(out.token_alternative_log_probs)
+    grads = torch.autograd.grad(loss, [hidden, student.weight])
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, student.weight)]
+    t = 5 * torch.tanh(1.3 * F.linear(*leaves) / 5)
+    p = t.log_softmax(-1).gather(-1, ids[..., :4]).exp()
+    q = stored[..., :4].exp()
+    p, q = (torch.cat((x, 1 - x.sum(-1, keepdim=True)), -1) for x in (p, q))
+    if beta == 0:
+        exact = (q * (q / p).log()).sum()
+    elif beta == 1:
+        exact = (p * (p / q).log()).sum()
+    else:
+        m = (1 - beta) * p + beta * q
+        exact = (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum()
+    assert relative(loss, exact) <= 1e-5
+    for grad, want in zip(grads, torch.autograd.grad(exact, leaves)):
+        assert relative(grad, want) <= 1e-5
+
+
+def test_top_k_of_all_classes_is_the_whole_divergence() -> None:
+    log_p, log_q = (random(9, 6, seed=i).log_softmax(-1) for i in (1, 2))
+    for beta, exact in (
+        (0.0, F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)),
+        (1.0, F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)),
+    ):
+        assert relative(top_k_divergence(log_p, log_q, beta), exact) <= 1e-5
+    log_p = log_q.clone().requires_grad_()
+    same = top_k_divergence(log_p[:, :3], log_q[:, :3], 0.0)
+    assert same.abs().max() <= 1e-12
+    same.sum().backward()
+    assert log_p.grad[:, :3].abs().max() <= 1e-6
+    with pytest.raises(ValueError, match="expected equal shapes"):
+        top_k_divergence(log_p, log_q[:, :3])
+
+
+def test_top_k_within_three_products() -> None:
+    """The head gives the function whole sequences, so backward needs no logits."""
+    student, _ = heads()
+    hidden, _, targets = states()
+    stored, ids = random(BATCH, SEQ, VOCAB, seed=3).log_softmax(-1).float().topk(4, -1)
+    out = student(hidden, targets.clamp(min=0), reduction="none", alternatives=ids)
+    each = top_k_divergence(out.token_alternative_log_probs, stored)
+    wanted = torch.autograd.grad(each.mean(), [hidden, student.weight])
+
+    def loss_function(tokens, sequences):
+        divergence = top_k_divergence(tokens.alternative_log_probs, stored[sequences])
+        return divergence.sum() / (BATCH * SEQ)
+
+    loss = student.from_log_probs(
+        hidden, targets.clamp(min=0), loss_function, alternatives=ids, chunk_size=SEQ
+    )
+    assert relative(loss, each.mean()) <= 1e-6
+    for grad, want in zip(torch.autograd.grad(loss, [hidden, student.weight]), wanted):
+        assert relative(grad, want) <= 1e-5
+
+
+def test_hidden_cosine() -> None:
+    hidden, _, targets = states()
+    teacher = random(BATCH, SEQ, WIDTH, seed=5).float().requires_grad_()
+    loss = hidden_cosine(hidden, teacher, targets=targets)
+    valid = targets != -100
+    wanted = F.cosine_embedding_loss(hidden[valid], teacher.detach()[valid], torch.ones(1))
+    assert relative(loss, wanted) <= 1e-6
+    loss.backward()
+    assert teacher.grad is None and (hidden.grad[~valid] == 0).all()
+    assert hidden_cosine(hidden, teacher, targets=targets * 0 - 100) == 0
+    assert (
+        relative(hidden_cosine(hidden, teacher, normalizer=2), 7 * hidden_cosine(hidden, teacher))
+        <= 1e-6
+    )
+    with pytest.raises(ValueError, match="Project the student's"):
+        hidden_cosine(hidden, teacher[..., 1:])
