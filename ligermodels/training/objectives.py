@@ -29,6 +29,7 @@ from ligermodels.losses import (
     sft_loss,
     token_metrics,
 )
+from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.ranks import (
     error_on_all_ranks,
@@ -48,6 +49,7 @@ from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
 from ligermodels.training.preference_data import read_judged, read_pairs
 from ligermodels.training.reference_file import reference_path, stored_log_probs
 
+STATS = ("entropy", "correct", "mean_logits")  # of each token, for the metrics of pairs
 Files = Sequence[str | Path]
 Rows = PackedRows | GroupedRows
 
@@ -202,7 +204,7 @@ class PairObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the pairs of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=True)
+        out = call(batch, reduction="none", return_token_stats=STATS)
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
         config = self.config
@@ -220,7 +222,11 @@ class PairObjective(Objective):
                 options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
             loss, metrics = cpo_loss(log_probs, mask, **options)
         metrics |= token_metrics(
-            mask, entropy=out.token_entropy, correct=out.token_correct, paired=True
+            mask,
+            entropy=out.token_entropy,
+            correct=out.token_correct,
+            mean_logits=out.token_mean_logits,
+            paired=True,
         )
         return LossOutput(loss, metrics)
 
@@ -263,7 +269,7 @@ class JudgedObjective(PairObjective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the completions of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=True)
+        out = call(batch, reduction="none", return_token_stats=("entropy", "mean_logits"))
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
         label = torch.tensor([group.label for group in batch.groups], device=log_probs.device)
@@ -277,6 +283,10 @@ class JudgedObjective(PairObjective):
             **given(self.config, "beta", "loss_type", "desirable_weight", "undesirable_weight"),
         )
         metrics |= token_metrics(mask, entropy=out.token_entropy)
+        assert out.token_mean_logits is not None
+        for name, rows in (("chosen", label), ("rejected", ~label)):
+            tokens = mask & rows[:, None]
+            metrics[f"logits/{name}"] = mean_of(out.token_mean_logits, tokens)
         return LossOutput(loss, metrics)
 
 
