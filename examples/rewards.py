@@ -49,7 +49,7 @@ def main(
     settings: dict = {
         "batch_size": 16,
         "gradient_accumulation_steps": 4,
-        "learning_rate": 5e-6,
+        "learning_rate": 5e-5,
         "num_generations": 8,
         "max_completion_length": 48,
         "seq_len": 256,
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     parser.add_argument("model", help="hub id or local folder")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--max-steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     given = parser.parse_args()
     main(
         given.model,

@@ -28,6 +28,7 @@ from ligermodels.losses import (
     sft_loss,
     token_metrics,
 )
+from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import gathered
@@ -38,9 +39,10 @@ from ligermodels.training.data import read_documents
 from ligermodels.training.grouped import GroupBatch, GroupedRows
 from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
 from ligermodels.training.preference_data import read_judged, read_pairs
-from ligermodels.training.processes import shared_out
+from ligermodels.training.processes import shared_out, summed, summed_output
 from ligermodels.training.reference_file import reference_path, stored_log_probs
 
+STATS = ("entropy", "correct", "mean_logits")  # of each token, for the metrics of pairs
 Files = Sequence[str | Path]
 Rows = PackedRows | GroupedRows
 
@@ -113,8 +115,13 @@ class Objective:
         """How many items of the data a batch holds."""
         return self.config.batch_size
 
-    def begin(self, call: Call, batches: list[Any]) -> tuple[list[Any], dict[str, Mean]]:
-        """Return the micro-batches of a step, and metrics that are known before its forward."""
+    def begin(
+        self, call: Call, batches: list[Any], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Return the micro-batches of a step, and metrics that are known before its forward.
+
+        Args: shared, whether the other ranks have other batches of the step.
+        """
         return batches, {}
 
     def counts(self, batch: Any) -> dict[str, int]:
@@ -190,7 +197,7 @@ class PairObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the pairs of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=True)
+        out = call(batch, reduction="none", return_token_stats=STATS)
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
         config = self.config
@@ -208,7 +215,11 @@ class PairObjective(Objective):
                 options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
             loss, metrics = cpo_loss(log_probs, mask, **options)
         metrics |= token_metrics(
-            mask, entropy=out.token_entropy, correct=out.token_correct, paired=True
+            mask,
+            entropy=out.token_entropy,
+            correct=out.token_correct,
+            mean_logits=out.token_mean_logits,
+            paired=True,
         )
         return LossOutput(loss, metrics)
 
@@ -217,7 +228,6 @@ class JudgedObjective(PairObjective):
     """KTO: a loss of completions that are desirable or not."""
 
     shown = ("eval_loss", "loss")
-    one_process = "its KL is estimated over all rows of a step"
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
@@ -227,9 +237,13 @@ class JudgedObjective(PairObjective):
         """Return completions, each with another one for the KL."""
         return read_judged(files, tokenizer)
 
-    def begin(self, call: Call, batches: list[GroupBatch]) -> tuple[list[Any], dict[str, Mean]]:
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
         """Estimate the KL of the whole step, and keep only the rows of the loss."""
-        rows = sum(len(batch.groups) for batch in batches)
+        rows = sum(len(batch.groups) for batch in batches if batch.num_targets)
+        if shared:
+            rows = summed({"rows": rows})["rows"]
         halves = [(_part(batch, 0), _part(batch, 1)) for batch in batches]
         if self.config.loss_type == "apo_zero_unpaired":
             return [first for first, _ in halves], {}
@@ -239,7 +253,10 @@ class JudgedObjective(PairObjective):
                 log_probs = log_probs_of(call(other, reduction="none"))
                 reference = reference_log_probs(call, other, self.reference_model, log_probs)
                 mask = other.mask.to(log_probs.device)
-                kl = kl.to(log_probs) + kto_kl(log_probs, reference, mask, normalizer=rows)
+                part = kto_kl(log_probs, reference, mask, normalizer=rows)
+                kl = kl.to(part) + (part if other.num_targets else 0 * part)
+        if shared:
+            kl, _ = summed_output(kl, {})
         return [replace(first, kl=kl) for first, _ in halves], {}
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
@@ -250,7 +267,7 @@ class JudgedObjective(PairObjective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the completions of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=True)
+        out = call(batch, reduction="none", return_token_stats=("entropy", "mean_logits"))
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
         label = torch.tensor([group.label for group in batch.groups], device=log_probs.device)
@@ -264,6 +281,10 @@ class JudgedObjective(PairObjective):
             **given(self.config, "beta", "loss_type", "desirable_weight", "undesirable_weight"),
         )
         metrics |= token_metrics(mask, entropy=out.token_entropy)
+        assert out.token_mean_logits is not None
+        for name, rows in (("chosen", label), ("rejected", ~label)):
+            tokens = mask & rows[:, None]
+            metrics[f"logits/{name}"] = mean_of(out.token_mean_logits, tokens)
         return LossOutput(loss, metrics)
 
 
@@ -307,7 +328,7 @@ def _part(batch: GroupBatch, number: int) -> GroupBatch:
     count = len(batch.groups)
     rows = slice(number * count, (number + 1) * count)
     reference = batch.ref_log_probs
-    return replace(
+    part = replace(
         batch,
         input_ids=batch.input_ids[rows],
         labels=batch.labels[rows],
@@ -317,3 +338,4 @@ def _part(batch: GroupBatch, number: int) -> GroupBatch:
         num_targets=int((batch.labels[rows] != IGNORE_INDEX).sum()),
         ref_log_probs=None if reference is None else reference[rows],
     )
+    return part if batch.num_targets else part.uncounted()

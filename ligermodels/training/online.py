@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,9 @@ class GroupObjective(Objective):
         config = self.config
         return config.batch_size * config.gradient_accumulation_steps // config.num_generations
 
-    def begin(self, call: Call, batches: list[GroupBatch]) -> tuple[list[Any], dict[str, Mean]]:
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
         """Sample completions of the prompts, reward them, and split them into micro-batches."""
         config = self.config
         groups = [
@@ -145,7 +148,7 @@ class GroupObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
-        out = self._tempered(call)(batch, reduction="none", return_token_stats=True)
+        out = self._tempered(call)(batch, reduction="none", return_token_stats=("entropy",))
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
         assert batch.advantages is not None
@@ -163,17 +166,8 @@ class GroupObjective(Objective):
 
     def _tempered(self, call: Call) -> Call:
         """Return the call with which the model has the probabilities that were sampled from."""
-        assert self.model is not None
-        heat, head = self.config.temperature, self.model.head.loss_options
-        if heat == 1:
-            return call
-        # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T)).
-        cap = head.get("softcap")
-        options: dict[str, Any] = {
-            "logit_scale": head.get("logit_scale", 1.0) / heat,
-            "softcap": None if cap is None else cap / heat,
-        }
-        return lambda batch, **more: call(batch, **options, **more)
+        heat = self.config.temperature
+        return call if heat == 1 else partial(call, temperature=heat)
 
     @torch.no_grad()
     def _sample(self, groups: list[Group]) -> list[tuple[Document, bool]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ligermodels.errors import LigerError, first_line
 from ligermodels.losses import Mean
-from ligermodels.models.ranks import is_distributed, num_ranks, rank
+from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 
@@ -130,11 +130,8 @@ def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
 
 def summed(counts: dict[str, int]) -> dict[str, int]:
     """Return counts summed over the ranks, all of which give the same names."""
-    if not is_distributed():
-        return counts
-    total = torch.tensor([*counts.values()])
-    dist.all_reduce(total)
-    return dict(zip(counts, total.tolist()))
+    every = gathered(counts)
+    return {name: sum(each[name] for each in every) for name in counts}
 
 
 def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[str, Mean]]:
@@ -145,4 +142,4 @@ def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[
     total = torch.stack([x.to(loss.device, torch.float64) for x in (loss, *parts)])
     dist.all_reduce(total)
     means = map(Mean, total[1::2], total[2::2])
-    return total[0], dict(zip(metrics, means))
+    return total[0].to(loss), dict(zip(metrics, means))

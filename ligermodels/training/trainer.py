@@ -174,7 +174,7 @@ class Trainer:
         # The step determines the seed, so a checkpoint need not hold a generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        batches, metrics = self.objective.begin(self.call, batches)
+        batches, metrics = self.objective.begin(self.call, batches, shared=True)
         # The gradients of ranks are averaged, not summed.
         normalizers = self._normalizers(batches, shares=num_ranks())
         loss = torch.zeros((), device=self.device)

@@ -32,12 +32,12 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         tmp_path / "out",
         chat=False,
         held_out=1,
-        batch_size=32,
+        batch_size=16,
         gradient_accumulation_steps=1,
         max_completion_length=24,
         seq_len=96,
-        max_steps=8,
-        eval_steps=8,
+        max_steps=6,
+        eval_steps=6,
         learning_rate=1e-2,
     )
     before, after = result.eval_before["eval_reward"], result.eval_after["eval_reward"]

@@ -33,6 +33,9 @@ SIZES: dict[str, Any] = {
 }
 
 
+LOSSES = ("dpo", "kto", "orpo")
+
+
 def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     return FinetuneConfig(
         model=str(folder / "base"),
@@ -97,7 +100,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     shutil.copytree(tmp_path / "alone", tmp_path / "from alone")
     back_to(tmp_path / "from alone", 2)
     make_pairs(tmp_path / "pairs.jsonl")
-    for loss in ("dpo", "orpo"):
+    for loss in LOSSES:
         finetune(pairs(tmp_path, f"{loss} alone", loss), progress=False)
         shutil.copytree(tmp_path / f"{loss} alone", tmp_path / f"{loss} two")
         back_to(tmp_path / f"{loss} two", 2)
@@ -112,7 +115,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in ("dpo", "dpo even", "orpo"):
+    for loss in (*LOSSES, "dpo even"):
         with subtests.test(loss):
             one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
             logged = metrics(one)
@@ -164,7 +167,7 @@ def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
     """Two ranks share out three batches. With two, they also compute the reference's file."""
     root = folder.parent
     even = pairs(root, "dpo even two", "dpo", gradient_accumulation_steps=1)
-    runs = [pairs(root, f"{loss} two", loss, resume=True) for loss in ("dpo", "orpo")]
+    runs = [pairs(root, f"{loss} two", loss, resume=True) for loss in LOSSES]
     results = [finetune(config, progress=False) for config in (even, *runs)]
     return {"steps": sum(abs(result.steps - 4) for result in results)}
 
@@ -173,7 +176,6 @@ def refused(number: int, folder: Path) -> dict[str, float]:
     """A loss that needs one process says so, and writes nothing."""
     reward = {"reward_function": f"{__name__}:make_pairs", "max_completion_length": 8}
     for loss, reason, changes in (
-        ("kto", "its KL is estimated", {}),
         ("grpo", "one process samples", {**reward, "batch_size": 8}),
         ("dpo", "the reference int8 is a copy", {"reference": "int8"}),
     ):
