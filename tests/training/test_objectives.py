@@ -56,7 +56,9 @@ def run(folder: Path, out: Path, loss: str, **options):
     return finetune(config, progress=False)
 
 
-@pytest.mark.parametrize("loss", OFFLINE)
+@pytest.mark.parametrize(
+    "loss", ["dpo", "kto", *(pytest.param(x, marks=pytest.mark.long) for x in OFFLINE[2:])]
+)
 def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: str) -> None:
     result = run(folder, tmp_path / "a", loss, save_steps=2, save_total_limit=9)
     assert result.eval_loss_after < result.eval_loss_before

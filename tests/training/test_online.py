@@ -10,7 +10,7 @@ import torch
 
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.models.reference import token_log_probs
-from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.online import GroupObjective, load_reward
 from tests.training.test_objectives import trainer_of
@@ -73,14 +73,14 @@ def run(folder: Path, out: Path, function: str = "vowels", **options):
 
 
 def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path) -> None:
-    options = {"max_steps": 12, "eval_steps": 12, "save_steps": 4, "save_total_limit": 9}
+    options = {"max_steps": 8, "eval_steps": 8, "save_steps": 4, "save_total_limit": 9}
     result = run(folder, tmp_path, **options)
     assert result.shown == ("eval_reward", "reward")
     assert result.eval_after["eval_reward"] > result.eval_before["eval_reward"] + 0.1
     keys = {"reward", "reward_std", "entropy", "completions/mean_length", "clip_ratio/low_mean"}
     assert keys <= result.metrics[1].keys()
     trained = result.model.state_dict()
-    (tmp_path / "checkpoints" / "step-00000012.safetensors").unlink()
+    (tmp_path / "checkpoints" / "step-00000008.safetensors").unlink()
     resumed = run(folder, tmp_path, **options, resume=True)
     assert resumed.metrics[-1] == result.metrics[-1]
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
@@ -94,7 +94,7 @@ def grpo_trainer(folder: Path, size: int, count: int, **options):
 
 
 def test_micro_batches_equal_one_batch(folder: Path) -> None:
-    for kind in LOSS_TYPES["grpo"]:
+    for kind in ("dapo", "dr_grpo", "sapo"):  # each has another normalizer
         losses = []
         for size, count in ((8, 1), (2, 4)):
             trainer = grpo_trainer(folder, size, count, loss_type=kind, beta=0.1, epsilon_high=2.0)
