@@ -48,6 +48,7 @@ from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
 from ligermodels.models.reference import adapters_off as adapters_off
 from ligermodels.models.reference import frozen_copy as frozen_copy
 from ligermodels.models.reference import token_log_probs as token_log_probs
+from ligermodels.parallel.shard import clip_grad_norm_ as clip_grad_norm_
 from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
 from ligermodels.parallel.shard import no_sync as no_sync
 from ligermodels.parallel.shard import shard as shard

@@ -19,9 +19,7 @@ def parse_bytes(value: Any, name: str) -> int:
         ConfigError: the value is not a number of bytes.
     """
     if isinstance(value, str):
-        match = re.fullmatch(
-            r"\s*(\d{1,30}(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", value, re.IGNORECASE
-        )
+        match = _PATTERN.fullmatch(value)
         if match and match[2].lower() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:

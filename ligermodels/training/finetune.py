@@ -110,10 +110,12 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
         Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
     device = local_device(pick_device(config.device))
-    with joined(device, config.rank_timeout), Interrupts(verbose=progress) as interrupts:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(joined(device, config.rank_timeout))
+        progress = progress and rank() == 0
+        interrupts = stack.enter_context(Interrupts(verbose=progress))
         if is_restarted():
             config = replace(config, resume=True, overwrite_output_dir=False)
-        progress = progress and rank() == 0
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
         run = None
         try:

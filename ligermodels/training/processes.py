@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from ligermodels.losses import Mean
 from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
+
+_host: Any = None  # the group of all ranks in which they meet
 
 
 class RankError(LigerError):
@@ -43,18 +45,24 @@ def joined(device: torch.device, timeout: int) -> Iterator[None]:
 
     Args: timeout: seconds after which a rank that does not answer is an error.
     """
-    if not is_launched() or dist.is_initialized():
-        yield
-        return
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    global _host
+    starts = is_launched() and not dist.is_initialized()
+    limit = timedelta(seconds=timeout)
+    if starts:
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=limit)
+    if is_distributed():
+        # Only a group of gloo alone can name a rank that does not come.
+        _host = dist.new_group(backend="gloo", timeout=limit)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        _host = None
+        if starts:
+            dist.destroy_process_group()
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -93,9 +101,9 @@ def meet(where: str, signum: int | None, timeout: int) -> int | None:
         return signum
     try:
         limit = timedelta(seconds=timeout)
-        dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+        dist.monitored_barrier(_host, timeout=limit, wait_all_ranks=True)
         first = torch.tensor(signum or 0)
-        dist.all_reduce(first, dist.ReduceOp.MAX)
+        dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
         return int(first) or None
     except RuntimeError as error:
         raise _error(_who(error, where, timeout)) from error
