@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ligermodels.errors import LigerError, first_line
-from ligermodels.models.ranks import is_distributed, num_ranks, rank
+from ligermodels.losses import Mean
+from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
+
+Item = TypeVar("Item")
 
 _host: Any = None  # the group of all ranks in which they meet
 
@@ -119,3 +123,31 @@ def _who(error: RuntimeError, where: str, timeout: int) -> str:
         f"{where}: rank {missing} of {num_ranks()} did not come within {timeout} seconds; it hangs "
         "or was killed"
     )
+
+
+def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
+    """Return this rank's items, in turns with the other ranks, and whether each is an extra.
+
+    All ranks get as many, because they run the model together: a rank that has one less gets the
+    last item once more, as an extra.
+    """
+    ranks = num_ranks()
+    turns = range(rank(), -(-len(items) // ranks) * ranks, ranks)
+    return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
+
+
+def summed(counts: dict[str, int]) -> dict[str, int]:
+    """Return counts summed over the ranks, all of which give the same names."""
+    every = gathered(counts)
+    return {name: sum(each[name] for each in every) for name in counts}
+
+
+def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[str, Mean]]:
+    """Return a loss and metrics summed over the ranks, without waiting for the device."""
+    if not is_distributed():
+        return loss, metrics
+    parts = [x for mean in metrics.values() for x in (mean.total, mean.count)]
+    total = torch.stack([x.to(loss.device, torch.float64) for x in (loss, *parts)])
+    dist.all_reduce(total)
+    means = map(Mean, total[1::2], total[2::2])
+    return total[0].to(loss), dict(zip(metrics, means))
