@@ -408,6 +408,11 @@ class LossHead(nn.Module):
         computes and accumulates the projection's gradients. The valid rows of all chunks are
         gathered before the first one.
         """
+        if self.vocab_shard is not None:
+            raise ValueError(
+                "loss head: its vocabulary is split over ranks, and its projection is a "
+                f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
+            )
         # These are read before the chunks: under torch.compile, a checkpointed function cannot use
         # a number that an earlier checkpointed function has made.
         options, chunking, request = split_options(given)

@@ -66,8 +66,9 @@ def sharded_rows(
         t = cast(values, dtype) * logit_scale
         return t if softcap is None else softcap * torch.tanh(t / softcap)
 
-    alone = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    own_targets = torch.where(valid, index, ignore_index)
+    # Ignored rows get the default mark here: ignore_index may be the number of a rank's class.
+    alone = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
+    own_targets = torch.where(valid, index, alone.ignore_index)
     own_lse = ops.cross_entropy_rows(logits, own_targets, None, None, None, alone, False)[2]
     own_top, own_sum = ops.natural_lse(own_lse, alone)
     own_raw = cast(logits.gather(1, index[:, None])[:, 0], dtype)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ligermodels import kernels
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
+from ligermodels.kernels.loss_options import CrossEntropyOptions
 
 VOCAB, WIDTH, ROWS = 37, 16, 11
 OPTIONS: list[dict[str, Any]] = [
@@ -64,3 +65,17 @@ def test_a_shard_of_all_classes_changes_nothing(shard: VocabShard) -> None:
 def test_the_kernels_give_the_same(shard: VocabShard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     check(shard)
+
+
+@pytest.mark.interpreter
+def test_an_ignored_class_is_no_number_of_a_rank(
+    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    second = VocabShard(shard.group, 20, VOCAB)  # the last 17 classes
+    logits, targets = torch.randn(4, 17), torch.full((4,), 25)
+    marks = []
+    for ignore_index in (-100, 5, 0):  # 25 is class 5 of this rank
+        options = CrossEntropyOptions(ignore_index)
+        marks.append(sharded_rows(logits, targets, None, options, second, None)[0])
+    assert marks[0].equal(marks[1]) and marks[0].equal(marks[2])
