@@ -386,22 +386,60 @@ def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeyp
     assert len(looks) == 2
 
 
-def test_a_file_that_is_written_before_the_swap_and_moved_after_it_has_one_name(
-    tmp_path, way, monkeypatch
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_a_file_that_is_written_and_moved_around_the_swap_has_one_name(
+    tmp_path, way, monkeypatch, moment
 ):
     target = tmp_path / "out"
     fill(target, OLD | {"aside": "m"})
     swap = atomic._swap
 
     def others(fresh, target):
+        # It was added to the new folder before it was written.
         (target / "aside").write_text("mine")
+        if moment == "before":
+            os.replace(target / "aside", target / "log")
         old = swap(fresh, target)
-        os.replace(target / "aside", target / "log")
+        if (
+            moment == "during"
+        ):  # The call found the one folder before the swap, and the other after.
+            os.replace(old / "aside", target / "log")
+        if moment == "after":
+            os.replace(target / "aside", target / "log")
         return old
 
     monkeypatch.setattr(atomic, "_swap", others)
     replace(target)
     assert content(target) == NEW | {"log": "mine"}
+
+
+def test_of_a_file_that_is_written_and_replaced_before_the_swap_the_last_one_stays(
+    tmp_path, way, before_the_swap
+):
+    target = tmp_path / "out"
+    fill(target, OLD | {"log": "m"})
+
+    def others():
+        (target / "log").write_text("mine")
+        (target / "aside").write_text("the newest")
+        os.replace(target / "aside", target / "log")
+
+    before_the_swap(others)
+    replace(target)
+    assert content(target) == NEW | {"log": "the newest"}
+
+
+def test_a_file_that_comes_while_another_is_added_is_not_overwritten(tmp_path, monkeypatch):
+    target, link = tmp_path / "out", os.link
+    fill(target, OLD)
+
+    def others(source, copy, **options):
+        copy.write_text("the newest")
+        link(source, copy, **options)
+
+    monkeypatch.setattr(os, "link", others)
+    replace(target)
+    assert content(target) == NEW | {"notes": "the newest"}
 
 
 def test_the_new_folder_of_a_killed_save_inside_does_not_come_along(tmp_path):
