@@ -392,6 +392,7 @@ def _replace_once(target: Path, fresh: Path, carried: Callable[[str], bool]) -> 
         except BaseException:
             _swap_back(old, target, fresh)
             raise
+        carry.finish(old, target)
         _remove(old)
     return True
 
@@ -405,6 +406,7 @@ class _Carry:
     def __init__(self, wanted: Callable[[str], bool]) -> None:
         self._wanted = wanted
         self._seen: dict[str, tuple[int, ...]] = {}  # What was at a path when it was added.
+        self._taken: set[str] = set()  # What `finish` has removed from the old folder.
 
     def over(self, old: Path, new: Path) -> bool:
         """Add the files. In a later call, do what others did to the old folder since the last.
@@ -414,7 +416,8 @@ class _Carry:
         Raises:
             OSError: a file or folder cannot be added, or another save is at work in a folder.
         """
-        before, self._seen = self._seen, {}
+        before = self._seen
+        self._seen = {key: before[key] for key in self._taken}
         changed: list[Path] = []
         self._add(old, new, "", before, changed)
         gone = before.keys() - self._seen.keys()
@@ -428,6 +431,47 @@ class _Carry:
             sync_folder(folder)
         return bool(changed or gone)
 
+    def finish(self, old: Path, new: Path) -> None:
+        """Remove the old folder, unless it cannot be emptied.
+
+        A call of others that found this folder before the swap may change it until it is gone, at
+        which moment it must be empty. Until then, what they do is seen; after that, their call
+        fails.
+        """
+        with contextlib.suppress(OSError):
+            for _ in range(_ATTEMPTS):
+                if self._empty(old, "") or not self.over(old, new):
+                    return
+
+    def _empty(self, old: Path, where: str) -> bool:
+        """Remove what is in the new folder, too, or is not wanted; return whether that was all."""
+        for name in os.listdir(old):
+            path, key = old / name, f"{where}{name}"
+            with contextlib.suppress(OSError):
+                found = os.lstat(path)
+                is_folder = stat.S_ISDIR(found.st_mode)
+                if is_folder and not self._is_kept(path, where):
+                    _remove(path)
+                elif is_folder:
+                    same = self._seen.get(key) == (found.st_dev, found.st_ino)
+                    if same and self._empty(path, f"{key}/"):
+                        self._taken.add(key)
+                elif not self._is_kept(path, where):
+                    path.unlink()
+                elif self._seen.get(key) == _look(path):
+                    path.unlink()
+                    self._taken.add(key)
+        try:
+            old.rmdir()
+        except OSError:
+            return False
+        return True
+
+    def _is_kept(self, path: Path, where: str) -> bool:
+        if not where and not self._wanted(path.name):
+            return False
+        return not (_NEW_FOLDER.fullmatch(path.name) and _is_abandoned(path))
+
     def _add(
         self,
         old: Path,
@@ -438,12 +482,10 @@ class _Carry:
     ) -> None:
         added = False
         for name in sorted(os.listdir(old)):
-            if not where and not self._wanted(name):
-                continue
+            path, copy, key = old / name, new / name, f"{where}{name}"
             with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
-                if _NEW_FOLDER.fullmatch(name) and _is_abandoned(old / name):
+                if not self._is_kept(path, where):
                     continue
-                path, copy, key = old / name, new / name, f"{where}{name}"
                 status = os.lstat(path)
                 now: tuple[int, ...] = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):

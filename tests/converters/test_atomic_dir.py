@@ -366,6 +366,49 @@ def test_a_call_that_found_the_old_folder_before_the_swap_loses_nothing(tmp_path
     assert content(target) == NEW | dict.fromkeys(late, "mine") and len(late) == 3
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_call_that_is_as_late_as_can_be_is_seen_or_fails(tmp_path, way, monkeypatch, links):
+    """What others do just before the old folder disappears is in the new one."""
+    target, rmdir = tmp_path / "out", Path.rmdir
+    fill(target, OLD | {"replaced": "a", "stays": "a"})
+    (target / "runs").mkdir()
+    fill(target / "runs", {"moved": "a", "appended": "a", "gone": "a"})
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *args, **options: os.close(10**6))
+    empty = atomic._Carry._empty
+    calls = []
+
+    def others(carry, old, where):
+        calls.append(where)
+        if len(calls) == 1:  # Nothing is removed yet.
+            os.replace(old / "runs" / "moved", old / "runs" / "log")
+            (old / "runs" / "gone").unlink()
+            with (old / "runs" / "appended").open("a") as file:
+                file.write("b")
+        return empty(carry, old, where)
+
+    def late_rmdir(folder):
+        if folder.parent == tmp_path and not (target / "late").exists():
+            (folder / "late").write_text("mine")
+            (folder / "aside").write_text("b b")
+            os.replace(folder / "aside", folder / "replaced")
+            with pytest.raises(FileNotFoundError):
+                os.replace(folder / "stays", folder / "elsewhere")
+        rmdir(folder)
+
+    monkeypatch.setattr(atomic._Carry, "_empty", others)
+    monkeypatch.setattr(Path, "rmdir", late_rmdir)
+    replace(target)
+    found = {
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
+    moved = {"runs/log": "a", "runs/appended": "ab"}
+    assert found == NEW | moved | {"replaced": "b b", "stays": "a", "late": "mine"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeypatch):
     target, writable = tmp_path / "out", atomic._is_writable
     fill(target, OLD)
