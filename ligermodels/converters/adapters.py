@@ -27,6 +27,7 @@ Config = dict[str, Any]
 
 _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_EMBEDDING_A = "lora_embedding_A"
 # Keys of the config that name modules; they are written anew from the tensors.
 _NAMING = {
     *("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"),
@@ -83,8 +84,8 @@ def pack_adapter(
         if len(parts) == 1:
             (taken,) = found.values()
             made |= {f"{_PREFIX}{module}.{end}": tensor for end, tensor in taken.items()}
-            if _A in taken:
-                ranks[module], alphas[module] = len(taken[_A]), _alpha(config, parts[0].hf)
+            if (rank := _rank(taken)) is not None:
+                ranks[module], alphas[module] = rank, _alpha(config, parts[0].hf)
             continue
         _check_lora(found)
         has_lora = {part: taken for part, taken in found.items() if _A in taken}
@@ -129,8 +130,8 @@ def unpack_adapter(
             for end, tensor in taken.items():
                 whole = end == _A or len(parts) == 1
                 made[f"{_PREFIX}{part.hf}.{end}"] = tensor if whole else tensor[rows].clone()
-            if _A in taken:
-                ranks[part.hf], alphas[part.hf] = len(taken[_A]), _alpha(config, module)
+            if (rank := _rank(taken)) is not None:
+                ranks[part.hf], alphas[part.hf] = rank, _alpha(config, module)
     _move_others(left, made, weight_map, to_hf=True)
     return made, _new_config(config, made, ranks, alphas)
 
@@ -157,6 +158,11 @@ def _take(left: Weights, module: str) -> Weights:
     start = f"{_PREFIX}{module}."
     names = [name for name in left if name.startswith(start)]
     return {name.removeprefix(start): left.pop(name) for name in names}
+
+
+def _rank(taken: Weights) -> int | None:
+    """Return the rank of the adapter of a linear or an embedding; None if there is none."""
+    return next((len(taken[end]) for end in (_A, _EMBEDDING_A) if end in taken), None)
 
 
 def _check_lora(found: Mapping[_Part, Weights]) -> None:

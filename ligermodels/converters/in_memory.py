@@ -26,6 +26,9 @@ def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) 
 
     Args: parts, its pieces as in `WeightMap.parts`; weights, the native parameters by name.
     """
+    entry = parts[0][0]
+    if len(parts) == len(entry.spans) == 1:  # all rows, also those that a resize has added
+        return weights[entry.name]
     return _joined([weights[e.name][s.row : s.row + s.rows] for e, s in parts])
 
 

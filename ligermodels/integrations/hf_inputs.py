@@ -50,6 +50,8 @@ def native_inputs(
     Raises:
         ValueError: an argument asks for something that the model does not compute.
     """
+    if attention_mask is not None and attention_mask.dim() == 2:
+        attention_mask = attention_mask.bool()  # PEFT's masks of virtual tokens are float
     inputs: dict[str, Any] = {
         "input_ids": input_ids,
         "inputs_embeds": inputs_embeds,

@@ -7,6 +7,7 @@ transformers under HF's model types, and its Auto classes stay as they are.
 """
 
 import copy
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import find_adapter_config_file
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
@@ -59,6 +61,12 @@ class LigerPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
 
     def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+        if not hasattr(self, "family"):
+            raise ConfigError(
+                f"{type(self).__name__} belongs to no family; make a native model and pass it to "
+                "from_native, or use from_pretrained or the class of a family, such as "
+                "LigerLlamaForCausalLM"
+            )
         super().__init__(config)
         if native is None:
             native = self.family(native_config(config, self.family))
@@ -130,7 +138,10 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class LigerModel(LigerPreTrainedModel):
-    """The decoder of a shell, without the projection to the vocabulary."""
+    """The decoder of a shell, without the projection to the vocabulary: its attribute `model`.
+
+    It has no checkpoints of its own.
+    """
 
     def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
         super().__init__(config, native)
@@ -138,6 +149,21 @@ class LigerModel(LigerPreTrainedModel):
             if name != "head":
                 self.add_module(name, child)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **options: Any) -> Self:
+        """Raise ConfigError: its packed projections would stay random."""
+        raise ConfigError(
+            f"{cls.__name__} does not load checkpoints; use "
+            f"LigerForCausalLM.from_pretrained({str(path)!r}).model"
+        )
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Raise SaveError: no program would find the packed projections."""
+        raise SaveError(
+            f"{save_directory}: {type(self).__name__} does not save checkpoints; save the "
+            "LigerForCausalLM that it belongs to"
+        )
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -165,6 +191,8 @@ class LigerModel(LigerPreTrainedModel):
         Raises:
             ValueError: the model cannot honour an argument, or what `DecoderModel.forward` raises.
         """
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
         inputs = native_inputs(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, others
         )
@@ -265,15 +293,32 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         return native
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each HF name and tensor, for example for the weight update of a serving engine."""
+        """Yield each HF name and tensor, for example for the weight update of a serving engine.
+
+        Adapters of PEFT must be merged, by `merge_adapter()` or `merge_and_unload()`.
+
+        Raises:
+            SaveError: an adapter is not merged, or another module stands where a parameter was.
+        """
+        for name, module in self.named_modules():
+            if hasattr(module, "base_layer") and not getattr(module, "merged", False):
+                raise SaveError(
+                    f"{name} has an adapter that is not merged, and would be left out; call "
+                    "merge_adapter() before, and unmerge_adapter() afterwards"
+                )
         weights = {shell_name(e.name): e.name for e in self.weight_map}
-        own = dict(self.named_parameters())
+        own = {name.replace(".base_layer.", "."): x for name, x in self.named_parameters()}
         packed = {native: own[name] for name, native in weights.items() if name in own}
         for name, parts in self.weight_map.parts().items():
             if all(entry.name in packed for entry, _ in parts):
                 yield name, joined_rows(parts, packed)
-            else:  # a split projection
+            elif name in own:  # a split projection
                 yield name, own[name]
+            else:
+                raise SaveError(
+                    f"{name} is not among the model's parameters, because a tool has put another "
+                    "module in its place; for one of PEFT call merge_and_unload() before"
+                )
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -311,6 +356,9 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         Args:
             labels: (batch, seq), shifted inside. The loss is their mean, or their sum divided by
                 num_items_in_batch.
+            use_cache: whether to return a cache if none is given. It is never returned with labels.
+                The default is config.use_cache in evaluation without position_ids; with them, the
+                rows may be packed documents, which a cache would join.
             skip_logits: whether to leave out the logits. By default they are left out in training
                 with labels.
             others: the other arguments are those of transformers' models.
@@ -328,12 +376,16 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                 "config.output_router_logits is True, but the balance of experts is not part of "
                 "this model's loss; set it to False, or train model.native, whose loss has it"
             )
+        if use_cache is None:
+            packed = position_ids is not None or others.get("cu_seq_lens_q") is not None
+            use_cache = not (self.training or packed) and getattr(self.config, "use_cache", True)
         made = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self._cache(past_key_values, use_cache, scores),
+            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            use_cache=use_cache and not scores,
             output_hidden_states=output_hidden_states,
             **others,
         )
@@ -359,11 +411,6 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             hidden_states=made.hidden_states,
         )
         return output.to_tuple() if as_tuple else output
-
-    @staticmethod
-    def _cache(given: Any, use_cache: bool | None, scores: bool) -> Any:
-        """Return the cache to fill, a new one if it is asked for outside of scoring."""
-        return DynamicCache() if given is None and use_cache and not scores else given
 
     def _get_name(self) -> str:
         """Return the name of a causal language model of HF, or Trainer would not shift labels.
@@ -467,7 +514,17 @@ def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
     known = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
     given = {name: options[name] for name in known if name in options}
     raw, _ = PreTrainedConfig.get_config_dict(path, **given)
+    if not raw.get("model_type") and (adapter := find_adapter_config_file(path, **given)):
+        # transformers loads the model that an adapter belongs to, and then the adapter.
+        model = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        raw, _ = PreTrainedConfig.get_config_dict(model)
     found = families()
+    if "text_config" in raw:
+        raise ConfigError(
+            f"{path}: it is a checkpoint of a text model and other towers, which this class "
+            "cannot load here; for the text model alone use "
+            "LigerForCausalLM.from_native(AutoLiger.from_hf(...))"
+        )
     if raw.get("model_type") not in found:
         raise ConfigError(
             f"{path}: model_type {shown(raw.get('model_type'))} is not supported; these are "

@@ -77,7 +77,10 @@ class _OnLossHead:
         adapted = given["model"] if given.get("peft_config") is not None else None
         if own and adapted is not None:
             split_projections(adapted)
-        super().__init__(**given)
+        try:
+            super().__init__(**given)
+        finally:
+            self._restore()
         if own and adapted is not None:
             pack_projections(adapted)
         use_loss_head(self.model)
@@ -97,6 +100,9 @@ class _OnLossHead:
     def _reference(self, given: dict[str, Any]) -> Any:
         """Return a reference model for `_add`, or change the arguments of TRL's constructor."""
         return None
+
+    def _restore(self) -> None:
+        """Take back what `_reference` has changed of the user's arguments."""
 
     def _add(self, reference: Any) -> None:
         """Make use of a reference model, which TRL's constructor has not seen."""
@@ -126,20 +132,25 @@ class _LoadsReference(_OnLossHead):
     TRL's constructor has no argument for one. It loads none if beta is 0, so it gets that.
     """
 
+    _changed: Any = None  # the arguments, their beta and their sync_ref_model
+
     def _reference(self, given: dict[str, Any]) -> Any:
         args = given.get("args")
         if args is None or args.beta == 0.0 or _is_adapted(given):
             return None
         if args.deepspeed or args.fsdp or getattr(args, "cast_lm_head_to_fp32", False):
             return None  # TRL's constructor has its own ways for these
-        self._kept = {"beta": args.beta, "sync_ref_model": args.sync_ref_model}
+        reference = copy.deepcopy(given["model"]).requires_grad_(False)
+        self._changed = args, args.beta, args.sync_ref_model
         args.beta, args.sync_ref_model = 0.0, False
-        return copy.deepcopy(given["model"]).requires_grad_(False)
+        return reference
+
+    def _restore(self) -> None:
+        if self._changed is not None:
+            args, args.beta, args.sync_ref_model = self._changed
 
     def _add(self, reference: Any) -> None:
         super()._add(reference)
-        for name, value in self._kept.items():
-            setattr(self.args, name, value)
         self.beta = self.args.beta
         policy = self.accelerator.unwrap_model(self.model)
         reference.fused_head = copy.copy(policy.fused_head)

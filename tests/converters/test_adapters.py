@@ -71,6 +71,11 @@ CASES: dict[str, dict[str, Any]] = {
         "rank_pattern": {"k_proj": 3, r"layers\.1\.mlp\.gate_proj": 2},
         "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
     },
+    "embedding": {
+        "target_modules": ["embed_tokens", "q_proj"],
+        "rank_pattern": {"embed_tokens": 3},
+        "alpha_pattern": {"embed_tokens": 20},
+    },
     "dora": {"use_dora": True, "target_modules": ["q_proj", "v_proj", "o_proj"]},
     "norms": {"modules_to_save": ["input_layernorm"]},
 }

@@ -150,6 +150,36 @@ def test_generation_without_a_cache_and_with_a_streamer(folders: dict[str, Path]
     assert words.seen == expected[0].tolist()
 
 
+def test_a_loop_with_the_cache_that_is_returned(folders: dict[str, Path]) -> None:
+    """As in transformers, a cache is returned unless use_cache says otherwise."""
+    made = []
+    for model in (LigerForCausalLM.from_pretrained(folders["gemma2"]), theirs(folders["gemma2"])):
+        first = model(ids())
+        made.append(model(ids()[:, :2], past_key_values=first.past_key_values).logits)
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-5)
+    model = LigerForCausalLM.from_pretrained(folders["gemma2"])
+    assert model.model(ids(), use_cache=True).past_key_values.get_seq_length() == 9
+    assert model(ids(), use_cache=False).past_key_values is None
+    assert model(ids(), labels=ids()).past_key_values is None
+    # A cache would join the documents of a packed row.
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = model(ids(1), position_ids=positions)
+    alone = model(ids(1)[:, 4:])
+    torch.testing.assert_close(packed.logits[:, 4:], alone.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
+    """PEFT makes such masks for virtual tokens."""
+    mask = torch.ones(2, 9)
+    mask[0, :3] = 0
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    expected = theirs(folders["llama"])(ids(), attention_mask=mask).logits
+    got = model(ids(), attention_mask=mask).logits
+    torch.testing.assert_close(got[mask > 0], expected[mask > 0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="to be added to scores is not supported"):
+        model(ids(), attention_mask=torch.ones(2, 1, 9, 9))
+
+
 def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
     model = LigerForCausalLM.from_pretrained(folders["llama"])
     with pytest.raises(ValueError, match="only dynamic caches work"):
@@ -203,6 +233,8 @@ def test_resized_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
         model, hf = LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
         for each in (model, hf):
             each.resize_token_embeddings(140, mean_resizing=False)
+        walked = dict(model.hf_named_parameters())
+        assert torch.equal(walked["model.embed_tokens.weight"], model.model.embed_tokens.weight)
         model.save_pretrained(tmp_path / family)
         again = theirs(tmp_path / family)
         assert again.config.vocab_size == 140
@@ -213,6 +245,28 @@ def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match="'bert' is not supported"):
         LigerForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_has_no_checkpoint_of_its_own_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match=r"use LigerForCausalLM.from_pretrained\(.*\).model"):
+        type(model.model).from_pretrained(folders["llama"])
+    with pytest.raises(SaveError, match="save the LigerForCausalLM that it belongs to"):
+        model.model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="LigerForCausalLM belongs to no family"):
+        LigerForCausalLM(model.config)
+
+
+def test_a_checkpoint_with_other_towers_is_refused(tmp_path: Path) -> None:
+    """transformers would find none of its tensors; the native model finds those of the text."""
+    hf = hf_models.build("gemma3", zoo.Feature())
+    hf.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"use LigerForCausalLM.from_native\(AutoLiger.from_hf"):
+        LigerForCausalLM.from_pretrained(tmp_path)
+    shell = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path))
+    torch.testing.assert_close(shell(ids()).logits, hf(ids()).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_on_disk(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from tests.models import hf_models, zoo
@@ -88,6 +88,7 @@ def ids() -> torch.Tensor:
 
 def compare(ours: Any, expected: Any, **call: Any) -> None:
     """Compare losses, gradients of the adapters, greedy continuations and state dicts."""
+    call = {"attention_mask": torch.ones_like(ids()), **call}
     losses = []
     for model in (ours, expected):
         torch.manual_seed(2)
@@ -205,6 +206,38 @@ def test_adapters_through_transformers(folders: dict[str, Path], tmp_path: Path)
     other(ids(), labels=ids()).loss.backward()
     trained = [name for name, weight in other.named_parameters() if weight.grad is not None]
     assert trained and all("lora_" in name for name in trained)
+
+
+def test_an_adapter_is_loaded_by_its_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers loads the model that the adapter names, and the adapter."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"])
+    _, expected = pair(folders["llama"], config)
+    expected.save_pretrained(tmp_path)
+    shell = LigerForCausalLM.from_pretrained(tmp_path)
+    logits = expected(input_ids=ids()).logits
+    torch.testing.assert_close(shell(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"])
+    ours, expected = pair(folders["llama"], config)
+    shell = ours.get_base_model()
+    with pytest.raises(SaveError, match=r"has an adapter that is not merged.*call merge_adapter"):
+        dict(shell.hf_named_parameters())
+    ours.merge_adapter()
+    walked = {name: weight.clone() for name, weight in shell.hf_named_parameters()}
+    ours.unmerge_adapter()
+    merged = expected.merge_and_unload().state_dict()
+    assert walked.keys() == merged.keys()
+    for name, weight in walked.items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-5)
+    saved = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["norm"])
+    ours, _ = pair(folders["llama"], saved)
+    ours.merge_adapter()
+    with pytest.raises(
+        SaveError, match=r"norm.weight is not among .*for one of PEFT call merge_and_unload"
+    ):
+        dict(ours.get_base_model().hf_named_parameters())
 
 
 def test_an_adapter_of_packed_projections_is_not_left_out(

@@ -212,6 +212,16 @@ def test_reward(folder: Path) -> None:
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+def test_arguments_stay_as_they_are_if_the_constructor_fails(folder: Path) -> None:
+    """Or the next trainer that gets them would train without a reference model."""
+    args = trl.GRPOConfig(str(folder / "run"), **(COMMON | {"beta": 0.1, "num_generations": 2}))
+    with pytest.raises(TypeError):
+        trl_trainers.LigerGRPOTrainer(
+            LigerForCausalLM.from_pretrained(folder), length_reward, args, train_dataset=3
+        )
+    assert args.beta == 0.1
+
+
 def test_liger_kernels_are_refused(folder: Path) -> None:
     model = LigerForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match="use_liger_kernel=True would put"):
