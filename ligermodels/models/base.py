@@ -584,7 +584,8 @@ class DecoderModel(HFModel):
         for index, layer in enumerate(self.layers):
             choice = LayerPlan() if plan is None else plan.layers[index]
             set_keep(layer, choice.keep, choice.tile)
-        self.head.planned_chunk_size = None if plan is None else plan.head_chunk
+        if self.head is not None:  # a classifier has none
+            self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 
     def plan_memory(
         self,
