@@ -74,7 +74,14 @@ def check_weight_map(cls: type[DecoderModel]) -> None:
     """
     variant = "small config"
     try:
-        for name, config in small_variants(cls.config_class.small()).items():
+        small = cls.config_class.small()
+    except ConfigError as error:
+        raise ConfigError(
+            f"{_full_name(cls)}, {variant}: {error}; set small_fields of "
+            f"{cls.config_class.__name__} to values that it accepts"
+        ) from error
+    try:
+        for name, config in small_variants(small).items():
             variant = name
             cls.on_meta(config)
     except LigerError as error:
@@ -141,7 +148,8 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
             f"{os.path.join(folder, 'config.json')}: model_type {shown(model_type)} is not "
-            f"supported; these are supported: {', '.join(known)}"
+            f"supported; these are supported: {', '.join(known)}; import the file of a family of "
+            "your own first (--import on the command line)"
         )
     return known[model_type]
 

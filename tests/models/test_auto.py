@@ -243,3 +243,24 @@ def test_installed_packages_bring_their_families(
 def test_the_weight_maps_of_this_package_pass_the_check(family: str) -> None:
     (cls,) = {each for each in families().values() if each.__name__ == family}
     auto.check_weight_map(cls)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_small_config_that_the_family_refuses_names_the_way_out() -> None:
+    class PlainHeads(OutsideConfig):
+        model_type = "plain_heads"
+
+        def validate(self) -> None:
+            super().validate()
+            if self.num_key_value_heads != self.num_attention_heads:
+                raise ConfigError("config: heads are not grouped")
+
+    plain = type("Plain", (LigerLlama,), {"config_class": PlainHeads})
+    with pytest.raises(ConfigError, match="not grouped; set small_fields of PlainHeads"):
+        register(plain)
+
+
+def test_an_unknown_model_type_names_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ConfigError, match=r"'unheard_of' is not supported.*import the file"):
+        family_of(tmp_path)
