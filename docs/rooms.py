@@ -25,7 +25,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "text": ("converters",),
     "generation": ("models", "text"),
     "parallel": ("models",),
-    "training": ("generation", "parallel"),
+    "training": ("generation", "parallel", "losses"),
     "integrations": ("training",),
     "cli": ("integrations",),
 }
@@ -39,6 +39,7 @@ FINDERS = {
     "kernels/triton/__init__.py",
     "models/auto.py",
     "cli/options.py",
+    "training/online.py",
 }
 
 

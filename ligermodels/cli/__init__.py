@@ -34,6 +34,11 @@ COMMANDS = (finetune, generate, inspect, convert, families, check_family)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with `argv` (default: `sys.argv[1:]`) and return the exit code."""
+    with quit_on_interrupt():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     # The tokenizers library warns if a process forks after its threads ran. The user of a command
     # cannot act on that warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,14 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")
     given = argparse.Namespace(module=None)
     try:
-        with quit_on_interrupt():
-            given = _parse(argv)
-            import_module("ligermodels.training.finetune")  # It imports most of what is slow.
-            with warnings.catch_warnings():
-                warnings.showwarning = _show_warning  # type: ignore[assignment]
-                import_modules(given.modules)
-                given.module.run(given)
-            sys.stdout.flush()
+        given = _parse(argv)
+        import_module("ligermodels.training.finetune")  # It imports most of what is slow.
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            import_modules(given.modules)
+            given.module.run(given)
+        sys.stdout.flush()
     except SystemExit as stop:  # argparse exits after --help or an error that it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:

@@ -22,6 +22,8 @@ OUT_OF_MEMORY = (
 # --help shows the options of FinetuneConfig in these groups.
 GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
+    "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
+    "reference reward_function num_generations max_completion_length temperature epsilon_high",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm seed",
@@ -41,7 +43,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         'per line: {"text"}, {"prompt", "completion"} (the loss covers only the completion) or '
         '{"messages"} (the loss covers only the turns of the assistant). Documents are packed into '
         "rows. Neither attention nor the loss crosses from one document to the next. Perplexity "
-        "on held-out documents is measured before, during and after training."
+        "on held-out documents is measured before, during and after training. With another --loss "
+        'the files are .jsonl with {"prompt", "chosen", "rejected"} (dpo, orpo, cpo, simpo), the '
+        'same or {"prompt", "completion", "label"} (kto), or {"prompt"} (grpo). A prompt or a '
+        "completion is a string or a list of messages."
     )
     command.epilog = (
         "DIR holds model/ (the export), metrics.jsonl, loss.png and checkpoints/. After an "
@@ -99,7 +104,6 @@ def run(given: argparse.Namespace) -> None:
         return
     from ligermodels.training.finetune import finetune, resumed_settings
     from ligermodels.training.interrupts import Interrupted
-    from ligermodels.training.trainer import shown_perplexity
 
     left_out = ("module", "modules", "quiet", *launch.OPTIONS)
     options = {k: v for k, v in vars(given).items() if k not in left_out}
@@ -125,16 +129,23 @@ def run(given: argparse.Namespace) -> None:
         raise SystemExit(128 + stop.signum) from None
     if not launch.speaks():
         return
+    key, name = result.shown
     before, after = (
-        None if value is None else shown_perplexity(value)
-        for value in (result.perplexity_before, result.perplexity_after)
+        None if key not in found else _shown(name, found[key])
+        for found in (result.eval_before, result.eval_after)
     )
     if after is not None:
         change = after if before is None else f"{before} -> {after}"
-        print(f"held-out perplexity {change} in {result.steps} steps")
+        print(f"held-out {name} {change} in {result.steps} steps")
     elif result.loss is not None:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")
+
+
+def _shown(name: str, value: float) -> str:
+    from ligermodels.training.trainer import shown_perplexity
+
+    return shown_perplexity(value) if name == "perplexity" else f"{value:.4f}"
 
 
 def _require(options: dict[str, Any], *names: str) -> None:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class Cell:
 
     Attributes:
         error: the error, or None if the check did not run or failed with an exception.
-        note: the reason. It is empty if there is an error.
+        note: the reason, or the name of the parameter whose error is too large.
         ok: whether the error is within the bound. A check that was left out is ok.
     """
 
@@ -192,6 +192,13 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     return cls(**{**values, "dtype": None}, extra=extra)
 
 
+class _Worst(NamedTuple):
+    """The largest error of a check, and the parameter that has it."""
+
+    error: float
+    name: str
+
+
 class _Checks:
     """The models of one config, and a method for each check."""
 
@@ -217,13 +224,15 @@ class _Checks:
         if self.fault:
             return Cell(None, self.fault, False)
         try:
-            error = float(getattr(self, f"_{check}")())
+            found: float | _Worst = getattr(self, f"_{check}")()
         except _LeftOut as reason:
             return Cell(None, f"left out: {reason}", True)
         except Exception as fault:
             kind = "" if isinstance(fault, LigerError) else f"{type(fault).__name__}: "
             return Cell(None, f"{kind}{first_line(fault)}", False)
-        return Cell(error, "", error <= BOUNDS[check])
+        error, name = found if isinstance(found, _Worst) else (found, "")
+        ok = error <= BOUNDS[check]
+        return Cell(float(error), "" if ok or not name else f"the worst is {name}", ok)
 
     def _save_with_transformers(self) -> Any:
         """Let transformers make a random model from our config.json, and save it."""
@@ -282,7 +291,7 @@ class _Checks:
         loss = self._ours()(self.ids, labels=self.labels).loss
         return (abs(loss - expected) / abs(expected)).item()
 
-    def _gradients(self) -> float:
+    def _gradients(self) -> _Worst:
         """Save transformers' gradients as a checkpoint: our load then gives them our names."""
         theirs = self._reference()
         theirs(self.ids, labels=self.labels).loss.backward()
@@ -360,16 +369,16 @@ class _Checks:
             _relative(_logits(ours, row, cu_seqlens=starts), expected),
         )
 
-    def _recompute(self) -> float:
+    def _recompute(self) -> _Worst:
         ours = self._ours()
         expected = _gradients(ours, self.ids, self.labels)
-        worst = 0.0
+        worst = _Worst(0.0, "")
         for keep in KEEPS:
             ours.set_memory_plan(MemoryPlan.uniform(len(ours.layers), keep))
             worst = max(worst, _worst(_gradients(ours, self.ids, self.labels), expected))
         return worst
 
-    def _compile(self) -> float:
+    def _compile(self) -> _Worst:
         ours = self._ours()
         loss = ours(self.ids, labels=self.labels).loss
         expected = _gradients(ours, self.ids, self.labels)
@@ -377,7 +386,8 @@ class _Checks:
         compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
         found = compiled(self.ids, labels=self.labels).loss
         gradients = _gradients(ours, self.ids, self.labels, compiled)
-        return max((abs(found - loss) / abs(loss)).item(), _worst(gradients, expected))
+        of_loss = _Worst((abs(found - loss) / abs(loss)).item(), "the loss")
+        return max(of_loss, _worst(gradients, expected))
 
 
 class _LeftOut(Exception):
@@ -422,15 +432,20 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest relative error of a parameter.
+def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Worst:
+    """Return the parameter with the largest relative error.
 
     Some gradients are zero except for rounding, so the error is relative to at least a thousandth
     of the norm of all gradients.
     """
     whole = torch.stack([grad.detach().double().norm() for grad in expected.values()]).norm()
     return max(
-        ((found[name] - grad).double().norm() / grad.double().norm().clamp(min=1e-3 * whole)).item()
+        _Worst(
+            ((found[name] - grad).double().norm() / grad.double().norm().clamp(min=1e-3 * whole))
+            .nan_to_num(nan=math.inf)
+            .item(),
+            name,
+        )
         for name, grad in expected.items()
     )
 

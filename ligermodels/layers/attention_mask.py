@@ -262,11 +262,14 @@ class AttentionMask:
 
 def _check_given(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless a tensor is (batch, *shape) and has a dtype that its name allows."""
-    is_integer = not given.is_floating_point() and given.dtype != torch.bool
+    if not isinstance(given, Tensor):
+        raise ValueError(f"AttentionMask: {name} is a {type(given).__name__}; expected a tensor")
+    is_number = given.is_floating_point() or given.is_complex()
     fits, dtype = {
         "mask": (given.dtype == torch.bool, "torch.bool, True where a query sees a key"),
-        "padding_mask": (True, "integers or bools, 0 for padding"),
-    }.get(name, (is_integer, "integers"))
+        # A mask of 0 and -inf, to be added to scores, would say the opposite.
+        "padding_mask": (not is_number, "integers or bools, 0 for padding"),
+    }.get(name, (not is_number and given.dtype != torch.bool, "integers"))
     if given.dim() != 1 + len(shape) or given.shape[1:] != shape or not fits:
         expected = "".join(f", {size}" for size in shape) or ","
         raise ValueError(

@@ -63,11 +63,12 @@ class CrossAttention(Planned, nn.Module):
                 f"{self.num_kv_heads}"
             )
         self.head_dim = head_dim or hidden_size // num_heads
+        self.memory_size = memory_size or hidden_size
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         rows = 2 * self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
-        self.kv_proj = nn.Linear(memory_size or hidden_size, rows, bias=bias)
+        self.kv_proj = nn.Linear(self.memory_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
         out_bias = bias if out_bias is None else out_bias
@@ -75,30 +76,39 @@ class CrossAttention(Planned, nn.Module):
 
     @overload
     def forward(
-        self, x: Tensor, memory: Tensor | None, mask: AttentionMask | None = None
+        self, x: Tensor, memory: Tensor | None, mask: AttentionMask | Tensor | None = None
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: PreNormed, memory: Tensor | None, mask: AttentionMask | None = None
+        self, x: PreNormed, memory: Tensor | None, mask: AttentionMask | Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
-        self, x: Tensor | PreNormed, memory: Tensor | None, mask: AttentionMask | None = None
+        self,
+        x: Tensor | PreNormed,
+        memory: Tensor | None,
+        mask: AttentionMask | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply attention to x, or to norm(x + residual) if x comes from `pre_norm`.
 
         Args: x (batch, seq, hidden), or what `pre_norm` returns; memory (batch, keys, memory size);
-            mask, an `AttentionMask(seq, keys, ...)`, which layers may share. None hides nothing.
+            mask, an `AttentionMask(seq, keys, ...)`, which layers may share, or a bool tensor
+            (batch or 1, 1, seq, keys), True where a token sees a key. None hides nothing.
         Returns: the output (batch, seq, hidden); for an x from `pre_norm`, (the output,
             x + residual).
         Raises:
-            ValueError: memory is None, or the mask has other sizes.
+            ValueError: memory is None or has another shape, or the mask has other sizes.
         """
         if memory is None:
             raise ValueError(
                 "CrossAttention: memory is None; pass memory= to the model, or to the context of "
                 "its layers"
+            )
+        if memory.dim() != 3 or memory.shape[-1] != self.memory_size:
+            raise ValueError(
+                f"CrossAttention: memory has shape {tuple(memory.shape)}; expected (batch, keys, "
+                f"{self.memory_size}), or set memory_size"
             )
         q, total = norm_then_linear(x, self.q_proj)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
@@ -106,9 +116,11 @@ class CrossAttention(Planned, nn.Module):
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if not isinstance(mask, AttentionMask):
+            mask = AttentionMask(q.shape[2], k.shape[2], mask=mask)
         attention = partial(
             attend,
-            mask=AttentionMask(q.shape[2], k.shape[2]) if mask is None else mask,
+            mask=mask,
             scale=self.scale,
             softcap=self.softcap,
             causal=False,

@@ -30,6 +30,11 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
+    GatherClasses,
+    SumGradient,
+    VocabShard,
+)
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
@@ -127,6 +132,8 @@ class LossHead(nn.Module):
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size
+        # Set by tensor parallelism: the classes of this rank, of which the weight consists.
+        self.vocab_shard: VocabShard | None = None
         # As a buffer, class_weights move to another device together with the head.
         self.register_buffer("class_weights", class_weights, False)
         self.loss_options = loss_options
@@ -223,6 +230,7 @@ class LossHead(nn.Module):
                 bias,
                 token_weights=token_weights,
                 alternatives=alternatives,
+                vocab_shard=self.vocab_shard,
                 **options,
             )
         else:
@@ -274,7 +282,10 @@ class LossHead(nn.Module):
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
             return kernels.linear_log_probs(
-                hidden, weight, targets, bias, entropy=entropy, **options
+                *(hidden, weight, targets, bias),
+                entropy=entropy,
+                vocab_shard=self.vocab_shard,
+                **options,
             )
         made = self._module_loss(
             hidden,
@@ -309,6 +320,11 @@ class LossHead(nn.Module):
         _check_known("LossHead.from_log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         given: dict[str, Any] = {**defaults, **options}
+        if self.vocab_shard is not None:
+            raise ValueError(
+                "LossHead.from_log_probs: the vocabulary is split over ranks; compute the loss "
+                "from log_probs instead"
+            )
         if self.is_linear and given.get("max_valid") is None:
             given.pop("max_valid", None)
             weight, bias = self.parameters_here(hidden)
@@ -337,6 +353,8 @@ class LossHead(nn.Module):
             cast. The default is what the projection returns.
         The option `temperature` does not change what this returns.
         """
+        if self.vocab_shard is not None:
+            hidden = SumGradient.apply(hidden, self.vocab_shard.group)
         sharded = is_sharded(getattr(self.proj, "weight", None)) if not self._tied else False
         if self._tied or sharded or (dtype is not None and self.is_linear):
             weight = _whole(self.weight)
@@ -348,6 +366,8 @@ class LossHead(nn.Module):
         else:
             logits = self.proj(hidden)
             logits = logits if dtype is None else logits.to(dtype)
+        if self.vocab_shard is not None:
+            logits = GatherClasses.apply(logits, self.vocab_shard)
         logits = logits * self.loss_options.get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -388,6 +408,11 @@ class LossHead(nn.Module):
         computes and accumulates the projection's gradients. The valid rows of all chunks are
         gathered before the first one.
         """
+        if self.vocab_shard is not None:
+            raise ValueError(
+                "loss head: its vocabulary is split over ranks, and its projection is a "
+                f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
+            )
         # These are read before the chunks: under torch.compile, a checkpointed function cannot use
         # a number that an earlier checkpointed function has made.
         options, chunking, request = split_options(given)

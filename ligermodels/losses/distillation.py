@@ -83,6 +83,11 @@ def _parameters(
             f"distillation: the projection of {name} is a {type(head.proj).__name__}; expected a "
             "plain nn.Linear. Merge adapters into it, or leave it out of the quantization"
         )
+    if head.vocab_shard is not None:
+        raise ValueError(
+            f"distillation: the vocabulary of {name} is split over ranks (tensor parallelism); "
+            "shard the model without it"
+        )
     weight, bias = head.parameters_here(hidden)
     options = head.loss_options
     return weight, bias, options.get("softcap"), options.get("logit_scale", 1.0)

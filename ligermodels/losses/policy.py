@@ -433,9 +433,9 @@ def _highest_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     # The threshold is the quantile as torch.quantile interpolates it, which takes no mask.
     count = mask.sum()
     position = (count - 1).clamp(min=0) * (1 - share) + (mask.numel() - count)
-    below = position.floor().long().clamp(max=mask.numel() - 1)
-    above = position.ceil().long().clamp(max=mask.numel() - 1)
-    threshold = torch.lerp(values[below], values[above], (position - below).to(values.dtype))
+    ends = torch.stack([position.floor(), position.ceil()]).long().clamp(max=mask.numel() - 1)
+    below, above = values.index_select(0, ends)  # an index that is a number would wait for the GPU
+    threshold = torch.lerp(below, above, position.frac().to(values.dtype))
     return mask & (entropy >= threshold)
 
 

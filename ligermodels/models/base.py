@@ -95,6 +95,7 @@ class DecoderModel(HFModel):
         embedding_scale: float | None = None,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
+        trains_padding: bool = False,
     ) -> None:
         """Make embedding, rope, blocks, final norm and head from the config; draw random weights.
 
@@ -105,9 +106,12 @@ class DecoderModel(HFModel):
             embedding_scale: factor on the embeddings. None means 1.
             logit_scale: factor on the logits. It is applied before the cap.
             logit_softcap: the cap; logits become cap * tanh(logits / cap). None means no cap.
+            trains_padding: whether the embedding of the padding token gets gradients, as where
+                transformers makes the embedding without padding_idx.
         """
         config = self.config
-        hidden, vocab, padding = config.hidden_size, config.vocab_size, config.pad_token_id
+        hidden, vocab = config.hidden_size, config.vocab_size
+        padding = None if trains_padding else config.pad_token_id
         if embedding_scale is None:
             self.embed_tokens = nn.Embedding(vocab, hidden, padding_idx=padding)
         else:
@@ -120,7 +124,14 @@ class DecoderModel(HFModel):
             config.max_position_embeddings,
             config.rope_scaling,
         )
-        self.layers = nn.ModuleList(map(self.make_block, range(config.num_hidden_layers)))
+        blocks = [*map(self.make_block, range(config.num_hidden_layers))]
+        for block in blocks:
+            if not isinstance(block, nn.Module):
+                raise ConfigError(
+                    f"{type(self).__name__}: make_block returned {type(block).__name__}; return "
+                    "an nn.Module"
+                )
+        self.layers = nn.ModuleList(blocks)
         self.norm = norm
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.head = LossHead(
@@ -184,6 +195,15 @@ class DecoderModel(HFModel):
             ConfigError: an attribute that the class declares was not set.
         """
         self._check_attributes()
+        _check_tensors(
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+            prefix_lengths=prefix_lengths,
+            memory=memory,
+            memory_mask=memory_mask,
+        )
         inputs = self._check_inputs(input_ids, inputs_embeds)
         batch, seq = inputs.shape[:2]
         if labels is None and loss_options:
@@ -584,7 +604,8 @@ class DecoderModel(HFModel):
         for index, layer in enumerate(self.layers):
             choice = LayerPlan() if plan is None else plan.layers[index]
             set_keep(layer, choice.keep, choice.tile)
-        self.head.planned_chunk_size = None if plan is None else plan.head_chunk
+        if self.head is not None:  # a classifier has none
+            self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 
     def plan_memory(
         self,
@@ -672,6 +693,12 @@ def next_token_targets(
         return targets
     ends = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
     return targets.masked_fill(ends, ignore_index)
+
+
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; expected a tensor")
 
 
 def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:

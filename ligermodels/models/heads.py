@@ -77,6 +77,11 @@ class MedusaHeads(nn.Module):
                 f"MedusaHeads: the head's projection is a {type(head.proj).__name__}; expected a "
                 "plain nn.Linear"
             )
+        if head.vocab_shard is not None:
+            raise ConfigError(
+                "MedusaHeads: the head's vocabulary is split over ranks; make the heads before the "
+                "model is sharded"
+            )
         weight = head.weight
         hidden_size = weight.shape[1]
         self.decay, self.tied = decay, tied

@@ -111,6 +111,7 @@ class HFModel(nn.Module):
         weight_map = cls.weight_map(config)
         with torch.device("meta"), _WithoutInitialValues():
             model = cls(config)
+        _check_buffers(model)
         parameters = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         weight_map.check(cls.__name__, parameters)
         return model, weight_map
@@ -181,6 +182,8 @@ class HFModel(nn.Module):
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.to_empty(device=device)  # recomputes its buffers from the config
+        if reads_now:
+            model._compute_buffers(device)
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
@@ -213,6 +216,26 @@ class HFModel(nn.Module):
                 shard = self.tensor_shards.get(entry.name)
                 for part in local_parts(weights[entry.name], shard):
                     checkpoint.read(entry, part.values, part.row, part.column)
+        self._compute_buffers()
+
+    def _compute_buffers(self, device: torch.device | str | None = None) -> None:
+        """Give the buffers the values of a new model: one made on the meta device has none.
+
+        Args: device, where they belong; None means where they are.
+        """
+        own = [
+            (f"{path}.{name}" if path else name, module, name, buffer)
+            for path, module in self.named_modules()
+            if not isinstance(module, RotaryEmbedding)  # it computes its buffers itself
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        if not own:
+            return
+        with torch.device("cpu"), _WithoutInitialValues():  # the weights take no memory yet
+            values = dict(type(self)(self.built_from).named_buffers())
+        for path, module, name, buffer in own:
+            if path in values:
+                setattr(module, name, values[path].to(device or buffer.device))
 
     def whole_parameter(self, name: str) -> Tensor:
         """Return a parameter whole on this rank. Every rank of a sharded model must call it."""
@@ -304,16 +327,17 @@ def check_class(cls: type[HFModel]) -> None:
 
 
 class _WithoutInitialValues(TorchFunctionMode):
-    """Skip the functions of `torch.nn.init` for tensors on the meta device, which have no values.
+    """Skip the functions of `torch.nn.init` for parameters, and for tensors on the meta device.
 
     There, drawing weights computes nothing but takes longer than the rest of building a model.
+    Parameters on another device stay as they were allocated.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if tensor.is_meta:
+            if tensor.is_meta or isinstance(tensor, nn.Parameter):
                 return tensor
         return func(*args, **kwargs)
 
@@ -343,11 +367,26 @@ def _check_own_architecture(model: HFModel) -> None:
             )
         if weight.dim() == 0:
             raise ConfigError(f"{name}: {key!r} has no dimension; give it the shape (1,)")
+    _check_buffers(model)
+
+
+def _check_buffers(model: HFModel) -> None:
+    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives."""
+    name = type(model).__name__
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     if buffers := sorted(model.state_dict().keys() - parameters.keys()):
         raise ConfigError(
             f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
             "it with persistent=False, or make it a parameter without gradient"
         )
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"{name}: {f'{path}.{key}'.lstrip('.')!r} is a tensor, but no buffer, so that "
+                    "a load would leave it without values; use self.register_buffer("
+                    f"{key!r}, ..., persistent=False)"
+                )
 
 
 def _check_one_dtype(

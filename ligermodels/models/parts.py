@@ -54,7 +54,7 @@ class TensorShard:
     Attributes:
         shape: of the whole parameter.
         dim: 0 if it is cut into rows, 1 if into columns.
-        runs: the runs that each rank of the group holds. All ranks hold as many rows.
+        runs: the runs that each rank of the group holds.
         mesh: of the tensor-parallel group, with one dimension.
     """
 
@@ -70,8 +70,14 @@ class TensorShard:
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter, made of the tensors of all ranks of the group."""
-        pieces = [torch.empty_like(local) for _ in self.runs]
-        dist.all_gather(pieces, local.contiguous(), group=self.mesh.get_group())
+        # The ranks' tensors may differ in size, and gathering needs one size.
+        sizes = [sum(run.size for run in runs) for runs in self.runs]
+        shape = [*local.shape]
+        shape[self.dim] = max(sizes)
+        padded = local.new_zeros(shape)
+        padded.narrow(self.dim, 0, local.shape[self.dim]).copy_(local)
+        pieces = [torch.empty_like(padded) for _ in self.runs]
+        dist.all_gather(pieces, padded, group=self.mesh.get_group())
         out = local.new_empty(self.shape)
         for piece, runs in zip(pieces, self.runs):
             for run in runs:

@@ -3,6 +3,8 @@
     dp_replicate    each rank has all parameters, and gradients are averaged (as DDP does)
     dp_shard        each rank has a part of each parameter: FSDP2 (`fully_shard`)
     both            HSDP: shards within dp_shard, copies across dp_replicate
+    tp              tensor parallelism, with the sequence split between the blocks; alone or with
+                    the others
 
 The engine is PyTorch's own. This module says which modules it is applied to, and with what options.
 """
@@ -17,14 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import local_parts, local_tensor
+from ligermodels.parallel.tensor import tensor_parallel
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
-DIMENSIONS = (REPLICATE, SHARD)
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+DIMENSIONS = (REPLICATE, SHARD, TENSOR)
 # Models whose gathered weights take less than this keep them from forward to backward, and save
 # the second gathering. 2 GiB are 1e9 parameters in bfloat16.
 KEEP_GATHERED_BYTES = 2 * 2**30
@@ -45,8 +48,9 @@ def shard(
     `from_hf(path, device="meta")` has made is read now: each rank reads only its part. Train
     through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
     averaged over the ranks, so the normalizer of the loss is the average number of targets:
-    `normalizer=mean_over_ranks(model, num_targets)`. Memory plans, `save_hf` and `layer.compile()`
-    (before this call, for each layer) work with the result.
+    `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp group get the same rows and
+    return the same loss; clip gradients with `ligermodels.clip_grad_norm_`. Memory plans,
+    `save_hf` and `layer.compile()` (before this call, for each layer) work with the result.
 
     Args:
         model: of any family. Its weights keep their dtype, in which the optimizer updates them.
@@ -61,12 +65,15 @@ def shard(
             its own. By default a layer's weights are gathered when its forward is called, which
             the host does well ahead of the GPU. A memory plan does not count what this takes.
     Raises:
-        ConfigError: the mesh has other dimensions or does not have all ranks, torch.distributed is
-            not initialised, the model is sharded already, or is a model on the meta device that no
-            checkpoint belongs to.
+        ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
+            cannot be split over the ranks of tp, torch.distributed is not initialised, the model is
+            sharded already, or is a model on the meta device that no checkpoint belongs to.
         CheckpointError: the values of the checkpoint cannot be read.
     """
-    mesh = _mesh(mesh, model)
+    # These take half a second to import.
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = _mesh(mesh)
     if any(map(is_sharded, model.parameters())) or isinstance(model, FSDPModule):
         raise ConfigError(f"shard: this {type(model).__name__} is sharded already")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -75,6 +82,9 @@ def shard(
             "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
             'with from_hf(path, device="meta"), or make it on another device'
         )
+    data_mesh = _data_mesh(mesh)
+    if TENSOR in (mesh.mesh_dim_names or ()):
+        tensor_parallel(model, mesh[TENSOR])
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -84,7 +94,7 @@ def shard(
     if reshard_after_forward is None:
         total = sum(p.numel() * (compute_dtype or p.dtype).itemsize for p in model.parameters())
         reshard_after_forward = total >= KEEP_GATHERED_BYTES
-    options: dict[str, Any] = {"mesh": _data_mesh(mesh), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy}
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     if any(True for _ in model.head.parameters()):
@@ -110,12 +120,47 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     It saves the communication of all micro-batches but the last. Until then each rank holds whole
     gradients: leave it out where memory is short, the sums are the same.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(model, FSDPModule), "shard(model) comes first"
     model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: DecoderModel, max_norm: float) -> Tensor:
+    """Scale the gradients of a sharded model so that their norm is at most max_norm.
+
+    `torch.nn.utils.clip_grad_norm_` does not know of parameters that tensor parallelism has cut.
+
+    Returns: the norm of all gradients before, a scalar, the same on all ranks.
+    """
+    mesh = data_mesh_of(model)
+    shared, cut = torch.zeros((2,), device=_device(mesh)).unbind()
+    tensor_group, grads = None, []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        grads.append(local_tensor(parameter.grad))
+        shard = model.tensor_shards.get(name)
+        parts = [part for part in local_parts(parameter.grad, shard) if not part.is_copy]
+        squares = [part.values.float().square().sum() for part in parts]
+        if shard is None:
+            shared = shared + sum(squares)
+        else:
+            tensor_group, cut = shard.mesh.get_group(), cut + sum(squares)
+    if tensor_group is not None:
+        dist.all_reduce(cut, group=tensor_group)
+    total = shared + cut
+    dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
+    return norm
 
 
 def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
@@ -139,7 +184,7 @@ def data_mesh_of(model: nn.Module) -> DeviceMesh:
     return parameter.device_mesh  # type: ignore[attr-defined]
 
 
-def _mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh with names of its dimensions, after a check."""
     if not dist.is_initialized():
         raise ConfigError(
@@ -171,10 +216,8 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if SHARD not in names:
         # Shards over a single rank are copies of the whole, averaged by the engine of HSDP.
         ranks = mesh.mesh.unsqueeze(-1)
-        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
-    if REPLICATE in names:
-        return mesh[REPLICATE, SHARD]
-    return mesh[SHARD]
+        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*names, SHARD))
+    return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -17,6 +17,31 @@ from typing import Any, get_args, get_type_hints
 from ligermodels.errors import ConfigError, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 
+# The losses, and the choices of loss_type for each; the first one is the default.
+LOSS_TYPES: dict[str, tuple[str, ...]] = {
+    "sft": ("nll", "dft", "focal"),
+    "dpo": (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
+        *("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft"),
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "orpo": (),
+    "cpo": ("sigmoid", "hinge", "ipo"),
+    "simpo": (),
+    "grpo": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+}
+# Options that only some losses have.
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "beta": ("dpo", "kto", "orpo", "cpo", "simpo", "grpo"),
+    "label_smoothing": ("dpo", "cpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "reference": ("dpo", "kto", "grpo"),
+    "reward_function": ("grpo",),
+    "epsilon_high": ("grpo",),
+}
+REFERENCES = ("file", "float32", "bfloat16", "int8")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -87,8 +112,53 @@ class FinetuneConfig:
     )
     revision: str | None = _free_option(None, "branch, tag or commit of a hub checkpoint")
 
+    loss: str = _option(
+        "sft",
+        "what to minimise: the loss of the next token, or of preferences (dpo, orpo, cpo, simpo, "
+        "kto), or the rewards of generated text (grpo)",
+        choices=tuple(LOSS_TYPES),
+    )
+    loss_type: str | None = _option(
+        None, "variant of the loss, named as in TRL, such as dft, ipo, apo_zero or dr_grpo"
+    )
+    beta: float | None = _option(
+        None,
+        "how strongly the model is held to the one it starts from; the scale of the margin of "
+        "orpo, cpo and simpo (default: 0.1; 0 for grpo)",
+        at_least=0,
+    )
+    label_smoothing: float | None = _option(
+        None, "rate of wrong preferences, for dpo, cpo and simpo", at_least=0, less_than=0.5
+    )
+    simpo_gamma: float | None = _option(None, "margin of simpo (default: 0.5)", at_least=0)
+    desirable_weight: float | None = _option(
+        None, "factor of kto's desirable examples (default: 1.0)", at_least=0
+    )
+    undesirable_weight: float | None = _option(
+        None, "factor of kto's other examples (default: 1.0)", at_least=0
+    )
+    reference: str | None = _option(
+        None,
+        "the reference model of dpo and kto: its log-probabilities, computed once into a file, or "
+        "a frozen copy of the model in a dtype (default: file; for grpo, a copy in bfloat16)",
+        choices=REFERENCES,
+    )
+    reward_function: str | None = _option(
+        None,
+        "grpo's reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts, completions "
+        "and the other keys of the data, each a list, and returns a list of numbers",
+    )
+    num_generations: int = _option(8, "completions that grpo samples for a prompt", at_least=2)
+    max_completion_length: int = _option(
+        256, "most tokens of a completion that grpo samples", at_least=1
+    )
+    temperature: float = _option(1.0, "temperature of grpo's samples", more_than=0)
+    epsilon_high: float | None = _option(
+        None, "how far above 1 grpo clips ratios; for cispo the largest ratio", more_than=0
+    )
+
     seq_len: int = _option(1024, "tokens per row; documents are packed into rows", at_least=2)
-    batch_size: int = _option(4, "rows per forward pass", at_least=1, at_most=MAX_ROWS)
+    batch_size: int = _option(4, "rows (or pairs) per forward pass", at_least=1, at_most=MAX_ROWS)
     gradient_accumulation_steps: int = _option(
         1, "forward passes per optimizer step", at_least=1, at_most=MAX_ROWS
     )
@@ -184,6 +254,7 @@ class FinetuneConfig:
                 "batch_size and gradient_accumulation_steps: their product must be at most "
                 f"{MAX_ROWS}, not {self.batch_size * self.gradient_accumulation_steps}"
             )
+        self._check_loss()
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -194,6 +265,38 @@ class FinetuneConfig:
                     "activation_checkpointing and memory: choose one of the two; memory recomputes "
                     "only as much as is needed"
                 )
+
+    def _check_loss(self) -> None:
+        types = LOSS_TYPES[self.loss]
+        if self.loss_type is not None and self.loss_type not in types:
+            known = f"expected one of {', '.join(types)}" if types else "it has no variants"
+            raise ConfigError(f"loss_type: {self.loss} has no variant {self.loss_type!r}; {known}")
+        for name, losses in _ONLY_FOR.items():
+            if getattr(self, name) is not None and self.loss not in losses:
+                raise ConfigError(f"{name}: only for the losses {', '.join(losses)}")
+        if self.beta == 0 and self.loss not in ("grpo", "orpo"):
+            raise ConfigError(f"beta: must be more than 0 for {self.loss}")
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
+        if self.loss != "grpo":
+            return
+        if self.reward_function is None:
+            raise ConfigError("reward_function: grpo needs one (--reward-function FILE.py:NAME)")
+        if self.reference == "file":
+            raise ConfigError("reference: grpo samples its data, so a file cannot hold them")
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
+        completions = self.batch_size * self.gradient_accumulation_steps
+        if completions % self.num_generations:
+            raise ConfigError(
+                "num_generations: must divide the completions of a step, batch_size * "
+                f"gradient_accumulation_steps = {completions}, but is {self.num_generations}"
+            )
+        if self.max_completion_length >= self.seq_len:
+            raise ConfigError(
+                f"max_completion_length: {self.max_completion_length} tokens leave no room for a "
+                f"prompt in rows of {self.seq_len}; use longer rows (seq_len)"
+            )
 
 
 FREE_ON_RESUME = frozenset(

@@ -111,7 +111,7 @@ def read_documents(
     turns of a conversation. Raises DataError, which names file and line.
     """
     files = check_files(paths)
-    encoder = _Encoder(tokenizer)
+    encoder = Encoder(tokenizer)
     documents = []
     for file in files:
         if file.suffix.lower() in JSONL_SUFFIXES:
@@ -151,7 +151,19 @@ def _read_text(file: Path) -> str:
         raise DataError(f"{file}:{line}: the line is not UTF-8 text") from None
 
 
-def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
+def _read_jsonl(file: Path, encoder: Encoder) -> Iterator[Document]:
+    for record, where in read_records(file):
+        document = _record_document(record, where, encoder)
+        if document is not None:
+            yield document
+
+
+def read_records(file: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the value of each line of a JSONL file, and the line's name for messages.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not JSON.
+    """
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
@@ -167,12 +179,10 @@ def _read_jsonl(file: Path, encoder: _Encoder) -> Iterator[Document]:
                 f"{where}: the line cannot be read as JSON, because it is nested too deeply or "
                 "holds a number with too many digits"
             ) from None
-        document = _record_document(record, where, encoder)
-        if document is not None:
-            yield document
+        yield record, where
 
 
-def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | None:
+def _record_document(record: Any, where: str, encoder: Encoder) -> Document | None:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {_kind(record)}")
     kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
@@ -187,12 +197,14 @@ def _record_document(record: Any, where: str, encoder: _Encoder) -> Document | N
             f'"messages"; found {", ".join(map(repr, record)) or "no keys"}'
         )
     if kinds == ["messages"]:
-        return encoder.chat(_checked_messages(record["messages"], where), where)
+        return encoder.chat(
+            _with_answers(checked_messages(record["messages"], where), where), where
+        )
     if kinds == ["text"]:
-        text = _checked_string(record, "text", where)
+        text = checked_string(record, "text", where)
         return encoder.text(text) if text.strip() else None
-    prompt = _checked_string(record, "prompt", where)
-    return encoder.completion(prompt, _checked_string(record, "completion", where))
+    prompt = checked_string(record, "prompt", where)
+    return encoder.completion(prompt, checked_string(record, "completion", where))
 
 
 def _kind(value: Any) -> str:
@@ -200,7 +212,8 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def _checked_string(record: dict[str, Any], key: str, where: str) -> str:
+def checked_string(record: dict[str, Any], key: str, where: str) -> str:
+    """Return a text of a record, or raise DataError."""
     if key not in record:
         raise DataError(f'{where}: "{key}" is missing')
     value = record[key]
@@ -215,14 +228,19 @@ def _checked_string(record: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+def checked_messages(messages: Any, where: str, key: str = "messages") -> list[dict[str, Any]]:
+    """Return a list of messages, or raise DataError."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where}: "messages" must be a list with at least one message')
+        raise DataError(f'{where}: "{key}" must be a list with at least one message')
     for message in messages:
         if not isinstance(message, dict):
             raise DataError(f"{where}: a message must be an object, found {_kind(message)}")
-        for key in ("role", "content"):
-            _checked_string(message, key, where)
+        for part in ("role", "content"):
+            checked_string(message, part, where)
+    return messages
+
+
+def _with_answers(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     roles = list(dict.fromkeys(message["role"] for message in messages))
     if "assistant" not in roles:
         named = ", ".join(map(shown, roles[:4]))
@@ -234,7 +252,7 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-class _Encoder:
+class Encoder:
     """Encode texts, completions and conversations as documents, with the special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -248,10 +266,12 @@ class _Encoder:
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def text(self, text: str) -> Document:
+        """Encode a text, all of whose tokens are targets."""
         ids = self.prefix + self._encode(text) + self.end
         return self._document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:
+        """Encode a prompt and its completion, which is the target with its end token."""
         ids, loss_mask = self._segments([(prompt, False), (completion, True)])
         ids = self.prefix + ids + self.end
         loss_mask = [False] * len(self.prefix) + loss_mask + [True] * len(self.end)
@@ -284,6 +304,28 @@ class _Encoder:
             done = len(through)
         segments.append((whole[done:], False))
         ids, loss_mask = self._segments([segment for segment in segments if segment[0]])
+        return self._document(ids, loss_mask, divisible=False)
+
+    def prompt(self, prompt: str | list[dict[str, Any]], where: str) -> Document:
+        """Encode a prompt alone, up to where the model begins to generate; it has no targets."""
+        if isinstance(prompt, str):
+            ids = self.prefix + self._encode(prompt)
+        else:
+            ids = self._encode(self._render(prompt, True, where))
+        return self._document(ids, [False] * len(ids), divisible=False)
+
+    def reply(
+        self, prompt: list[dict[str, Any]], reply: list[dict[str, Any]], where: str
+    ) -> Document:
+        """Encode a conversation whose last messages are the targets, with the template's end."""
+        before = self._render(prompt, True, where)
+        whole = self._render([*prompt, *reply], False, where)
+        if not whole.startswith(before):
+            raise DataError(
+                f"{where}: the chat template renders the prompt differently before an answer, so "
+                "the tokens of the answer cannot be found"
+            )
+        ids, loss_mask = self._segments([(before, False), (whole[len(before) :], True)])
         return self._document(ids, loss_mask, divisible=False)
 
     def _render(self, messages: list[dict[str, Any]], generation: bool, where: str) -> str:

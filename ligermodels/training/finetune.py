@@ -38,16 +38,18 @@ from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints, digests, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
-from ligermodels.training.data import Document, check_files, file_hash, read_documents
+from ligermodels.training.data import check_files, file_hash
 from ligermodels.training.interrupts import Interrupted, Interrupts
 from ligermodels.training.memory import planner, summary, weight_dtype
-from ligermodels.training.packing import PackedRows, hold_out
+from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
+from ligermodels.training.online import GroupObjective
+from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import is_restarted, joined, local_device, losing_ranks, meet
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
-LOSSES = ("loss", "eval_loss")
+OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
 
 
 @dataclass(kw_only=True)
@@ -55,19 +57,31 @@ class FinetuneResult:
     """The result of a run. Losses are per token, in nats; perplexity is their exponential.
 
     `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    The evaluation losses are None if no data was held out. A loss is also None if a resumed run
-    found a metrics.jsonl without it.
+    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
+    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
+    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
     """
 
     output_dir: Path
     model_dir: Path
     steps: int
     loss: float | None
-    eval_loss_before: float | None
-    eval_loss_after: float | None
+    eval_before: dict[str, float]
+    eval_after: dict[str, float]
+    shown: tuple[str, str]
     metrics: list[dict[str, Any]] = field(repr=False)
     model: DecoderModel = field(repr=False)
     notes: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def eval_loss_before(self) -> float | None:
+        """Held-out loss of the original checkpoint."""
+        return self.eval_before.get("eval_loss")
+
+    @property
+    def eval_loss_after(self) -> float | None:
+        """Held-out loss of the trained weights."""
+        return self.eval_after.get("eval_loss")
 
     @property
     def perplexity_before(self) -> float | None:
@@ -96,10 +110,12 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
         Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
     device = local_device(pick_device(config.device))
-    with joined(device, config.rank_timeout), Interrupts(verbose=progress) as interrupts:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(joined(device, config.rank_timeout))
+        progress = progress and rank() == 0
+        interrupts = stack.enter_context(Interrupts(verbose=progress))
         if is_restarted():
             config = replace(config, resume=True, overwrite_output_dir=False)
-        progress = progress and rank() == 0
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
         run = None
         try:
@@ -115,7 +131,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 with error_on_all_ranks():
                     # Another process may have written a run since the first check.
                     run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-                run = _Run(config, run_dir, device, progress, interrupts)
+                    run = _Run(config, run_dir, device, progress, interrupts)
                 with losing_ranks():
                     return run.run()
         except LigerError:
@@ -203,6 +219,12 @@ class _Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
+        self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        if is_distributed() and (reason := self.objective.one_process):
+            raise ConfigError(
+                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
+                "one process (without --gpus)"
+            )
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -222,8 +244,16 @@ class _Run:
         self._plan_memory(model, rows, eval_rows, saved)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_ranks() if saved is None else saved["ranks"]
-        count = self.ranks * config.gradient_accumulation_steps
-        trainer = Trainer(model, config, rows, eval_rows, self.device, self.precision, count)
+        trainer = Trainer(
+            model,
+            config,
+            rows,
+            eval_rows,
+            self.device,
+            self.precision,
+            self.objective,
+            ranks=self.ranks,
+        )
         with error_on_all_ranks():
             _check_unchanged(source, files)
         with self.interrupts.held():
@@ -238,6 +268,9 @@ class _Run:
                 self.interrupts.check()
 
             try:
+                every = [each for each in (rows, eval_rows) if each is not None]
+                folder = self.run_dir.reference_dir
+                self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
                 trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
                 with error_on_all_ranks():
                     # The export copies the tokenizer files from there.
@@ -276,23 +309,24 @@ class _Run:
             settings["model"] = os.path.realpath(self.config.model)
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
-    def _rows(self, source: Path) -> tuple[PackedRows, PackedRows | None]:
-        """Return the packed rows for training and for evaluation."""
-        config = self.config
+    def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
+        """Return the rows for training and for evaluation."""
+        config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        train = read_documents(config.train_files, tokenizer, separator=config.separator)
+        train = objective.read(config.train_files, tokenizer)
         if config.eval_files:
-            held_out = read_documents(config.eval_files, tokenizer, separator=config.separator)
+            held_out = objective.read(config.eval_files, tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
-        rows = self._pack("training", train)
-        return rows, self._pack("held-out", held_out) if held_out else None
+        rows = self._made("training", train)
+        return rows, self._made("held-out", held_out) if held_out else None
 
-    def _pack(self, what: str, documents: list[Document]) -> PackedRows:
+    def _made(self, what: str, items: list[Any]) -> Rows:
         seq_len = self.config.seq_len
-        rows = PackedRows(documents, seq_len)
+        rows = self.objective.rows(items)
+        noun = "document" if self.config.loss == "sft" else "example"
         self._note(
-            f"{what} data: {_count(len(documents), 'document')}, "
+            f"{what} data: {_count(len(items), noun)}, "
             f"{_count(rows.num_tokens, 'token')}, "
             f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
@@ -303,7 +337,7 @@ class _Run:
             )
         return rows
 
-    def _model(self, source: Path, rows: PackedRows, eval_rows: PackedRows | None) -> DecoderModel:
+    def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.
         device = "meta" if is_distributed() else self.device
         model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
@@ -324,8 +358,8 @@ class _Run:
     def _plan_memory(
         self,
         model: DecoderModel,
-        rows: PackedRows,
-        eval_rows: PackedRows | None,
+        rows: Rows,
+        eval_rows: Rows | None,
         saved: dict[str, Any] | None,
     ) -> None:
         """Choose what the layers keep for backward; a resumed run keeps its plan."""
@@ -342,8 +376,8 @@ class _Run:
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
             run = planner(model, budget, precision=self.precision, accumulates=accumulates)
-            width = max(packed.width for packed in (rows, eval_rows) if packed is not None)
-            plan = run.plan(config.batch_size, width)
+            every = [each for each in (rows, eval_rows) if each is not None]
+            plan = run.plan(*self.objective.largest_batch(every))
             model.set_memory_plan(plan)
             self._note(f"memory: {summary(plan)}")
 
@@ -359,7 +393,7 @@ class _Run:
         self,
         source: Path,
         base: dict[str, str],
-        rows: PackedRows,
+        rows: Rows,
         trainer: Trainer,
         saved: dict[str, Any] | None,
     ) -> None:
@@ -424,15 +458,17 @@ class _Run:
             )
         if not config.save_steps and rank() == 0:  # An interruption may have written some.
             self.checkpoints.clear()
-        found = {key: {e["step"]: e[key] for e in metrics if key in e} for key in LOSSES}
+        losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
+        evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
         last = trainer.total_steps
         return FinetuneResult(
             output_dir=self.run_dir.path,
             model_dir=self.run_dir.model_dir,
             steps=trainer.total_steps,
-            loss=found["loss"].get(last),
-            eval_loss_before=found["eval_loss"].get(0),
-            eval_loss_after=found["eval_loss"].get(last),
+            loss=losses.get(last),
+            eval_before=evals.get(0, {}),
+            eval_after=evals.get(last, {}),
+            shown=self.objective.shown,
             metrics=metrics,
             model=model,
             notes=self.notes,

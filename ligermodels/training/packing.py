@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import torch
@@ -36,10 +37,9 @@ class Batch:
     num_tokens: int
     num_targets: int
 
-    def without_targets(self) -> Batch:
+    def uncounted(self) -> Self:
         """Return these rows as a batch that counts for nothing."""
-        labels = torch.full_like(self.labels, IGNORE_INDEX)
-        return Batch(self.input_ids, labels, self.position_ids, 0, 0)
+        return replace(self, num_tokens=0, num_targets=0)
 
 
 def hold_out(

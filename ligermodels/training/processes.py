@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ligermodels.errors import LigerError, first_line
-from ligermodels.models.ranks import is_distributed, num_ranks, rank
+from ligermodels.losses import Mean
+from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
+
+Item = TypeVar("Item")
+
+_host: Any = None  # the group of all ranks in which they meet
 
 
 class RankError(LigerError):
@@ -38,18 +45,24 @@ def joined(device: torch.device, timeout: int) -> Iterator[None]:
 
     Args: timeout: seconds after which a rank that does not answer is an error.
     """
-    if not is_launched() or dist.is_initialized():
-        yield
-        return
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    global _host
+    starts = is_launched() and not dist.is_initialized()
+    limit = timedelta(seconds=timeout)
+    if starts:
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=limit)
+    if is_distributed():
+        # Only a group of gloo alone can name a rank that does not come.
+        _host = dist.new_group(backend="gloo", timeout=limit)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        _host = None
+        if starts:
+            dist.destroy_process_group()
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -88,9 +101,9 @@ def meet(where: str, signum: int | None, timeout: int) -> int | None:
         return signum
     try:
         limit = timedelta(seconds=timeout)
-        dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+        dist.monitored_barrier(_host, timeout=limit, wait_all_ranks=True)
         first = torch.tensor(signum or 0)
-        dist.all_reduce(first, dist.ReduceOp.MAX)
+        dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
         return int(first) or None
     except RuntimeError as error:
         raise _error(_who(error, where, timeout)) from error
@@ -110,3 +123,31 @@ def _who(error: RuntimeError, where: str, timeout: int) -> str:
         f"{where}: rank {missing} of {num_ranks()} did not come within {timeout} seconds; it hangs "
         "or was killed"
     )
+
+
+def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
+    """Return this rank's items, in turns with the other ranks, and whether each is an extra.
+
+    All ranks get as many, because they run the model together: a rank that has one less gets the
+    last item once more, as an extra.
+    """
+    ranks = num_ranks()
+    turns = range(rank(), -(-len(items) // ranks) * ranks, ranks)
+    return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
+
+
+def summed(counts: dict[str, int]) -> dict[str, int]:
+    """Return counts summed over the ranks, all of which give the same names."""
+    every = gathered(counts)
+    return {name: sum(each[name] for each in every) for name in counts}
+
+
+def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[str, Mean]]:
+    """Return a loss and metrics summed over the ranks, without waiting for the device."""
+    if not is_distributed():
+        return loss, metrics
+    parts = [x for mean in metrics.values() for x in (mean.total, mean.count)]
+    total = torch.stack([x.to(loss.device, torch.float64) for x in (loss, *parts)])
+    dist.all_reduce(total)
+    means = map(Mean, total[1::2], total[2::2])
+    return total[0].to(loss), dict(zip(metrics, means))

@@ -6,7 +6,9 @@ the model, so a file is found by what it was computed from, and several runs may
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ligermodels.converters.files import names_if_present
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
-from ligermodels.training.files import atomic_write, writing
+from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, rank
+from ligermodels.training.files import PART, atomic_write, writing
 
 _NAME, _SHA256 = "log_probs", "sha256"
+_FILE = re.compile(r"reference-[0-9a-f]{24}\.safetensors(" + re.escape(PART) + ")?")
 
 
 def reference_path(folder: Path, *parts: str) -> Path:
@@ -35,20 +40,31 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
     Args:
         path: from `reference_path`; its folder is made.
         count: how many numbers there are.
-        compute: returns them, (count) float32.
+        compute: returns them, (count) float32. All ranks call it together, and rank 0 writes.
     Returns: (count) float32, on the CPU.
     Raises:
         CheckpointError: the file is damaged, or holds another number of values.
         SaveError: the file cannot be written.
     """
-    if not path.exists():
+    if not from_rank_0(path.exists()):
         values = compute().detach().float().cpu().contiguous()
         assert values.shape == (count,), values.shape
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {_SHA256: _digest(values)}
-        atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
+        with error_on_all_ranks():
+            if rank() == 0:
+                _write(path, values)
         return values
+    with error_on_all_ranks():
+        return _read(path, count)
+
+
+def _write(path: Path, values: Tensor) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {_SHA256: _digest(values)}
+    atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
+
+
+def _read(path: Path, count: int) -> Tensor:
     file = SafetensorsFile(path)
     if [*file.tensors] != [_NAME]:
         raise CheckpointError(f"{path}: the file holds no log-probabilities; remove it")
@@ -67,6 +83,20 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
             "again"
         )
     return values
+
+
+def remove_stored(folder: Path) -> None:
+    """Remove all files of `reference_path` in a folder, and the folder if nothing else is in it.
+
+    Raises:
+        SaveError: a file cannot be removed.
+    """
+    for name in names_if_present(folder, CheckpointError) or ():
+        if _FILE.fullmatch(name):
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _digest(values: Tensor) -> str:

@@ -3,6 +3,7 @@
     run.json        the options of the run, and the hashes of its model and data
     metrics.jsonl   one line per step and per evaluation
     checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
+    reference/      log-probabilities of the reference model
     model/          the export
     loss.png        the loss curve
 
@@ -42,14 +43,16 @@ from ligermodels.converters.files import (
 from ligermodels.errors import CheckpointError, LigerError, shown
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.training.reference_file import remove_stored
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOSS_PLOT = "loss.png"
+REFERENCE = "reference"
 LOCK_FILE = ".lock"
-OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, MODEL, LOSS_PLOT)
+OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT)
 
 # run.json has these keys, with values of these types.
 _RUN_KEYS: dict[str, tuple[type, ...]] = {
@@ -77,6 +80,7 @@ class RunDir:
         self.model_dir = self.path / MODEL
         self.loss_plot = self.path / LOSS_PLOT
         self.checkpoint_dir = self.path / CHECKPOINTS
+        self.reference_dir = self.path / REFERENCE
 
     def existing(self) -> list[str]:
         """Return the names of a run's files that exist already."""
@@ -190,6 +194,10 @@ class RunDir:
             _remove(self.checkpoint_dir)
         else:
             Checkpoints(self.checkpoint_dir).clear()
+        if self.reference_dir.is_symlink():
+            _remove(self.reference_dir)
+        else:
+            remove_stored(self.reference_dir)
         if self.model_dir.is_symlink():
             _remove(self.model_dir)
         else:

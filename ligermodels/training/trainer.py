@@ -1,9 +1,10 @@
 """The steps of a training run: schedule, optimizer, gradient accumulation and evaluation.
 
-A step's loss is the sum over the valid targets of all its micro-batches, divided by their number.
-One big batch gives the same loss, however the targets are spread over the micro-batches, and the
-micro-batches over ranks. A step depends only on the weights, the optimizer's state, the seed and
-the step's number. A checkpoint therefore holds only the weights and the optimizer's state.
+A step's loss is a sum over all its micro-batches, divided by a number that counts all of them: the
+valid targets, for example. One big batch gives the same loss, however the targets are spread over
+the micro-batches, and the micro-batches over ranks. What the loss is, and what is counted, says an
+`Objective`. A step depends only on the weights, the optimizer's state, the seed and the step's
+number. A checkpoint therefore holds only the weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
-from ligermodels.models.ranks import from_rank_0, is_distributed, num_ranks, rank
+from ligermodels.models.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
-from ligermodels.training.packing import Batch, PackedRows, row_order
+from ligermodels.training.objectives import Objective, Rows
+from ligermodels.training.packing import Batch, row_order
+from ligermodels.training.processes import shared_out, summed, summed_output
 from ligermodels.training.run_dir import Metrics, RunDir
 
 
@@ -51,16 +55,14 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def number_of_steps(config: FinetuneConfig, num_rows: int, micro_batches: int | None = None) -> int:
+def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
     """Return the number of optimizer steps that the config asks for with `num_rows` rows.
 
-    Args: micro_batches: of one step, on all ranks together; by default, of one rank.
     Raises:
         ConfigError: the run would never end.
     """
     if config.max_steps is not None:
         return config.max_steps
-    rows_per_step = config.batch_size * (micro_batches or config.gradient_accumulation_steps)
     steps = num_rows * config.num_train_epochs / rows_per_step
     if steps > MAX_STEPS:
         raise ConfigError(
@@ -68,20 +70,6 @@ def number_of_steps(config: FinetuneConfig, num_rows: int, micro_batches: int | 
             f"steps; the most is {MAX_STEPS}"
         )
     return max(1, math.ceil(steps))
-
-
-def sum_over_ranks(count: int) -> int:
-    """Return the sum of a number over the ranks."""
-    if not is_distributed():
-        return count
-    total = torch.tensor(count)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def _up(count: int, step: int) -> int:
-    """Return the smallest multiple of `step` that is not less than `count`."""
-    return -(-count // step) * step
 
 
 def perplexity(loss: float) -> float:
@@ -94,26 +82,40 @@ def shown_perplexity(value: float) -> str:
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
+class Step(NamedTuple):
+    """What one optimizer step gives: tensors on the device, and numbers."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+    metrics: dict[str, Mean]
+    tokens: int
+    targets: int
+
+
 class Trainer:
     """The model, the optimizer and the rows of one run.
 
-    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16".
-    `micro_batches` is the number of batches of one step. The ranks share them out, and those that
-    get one less compute a batch without targets instead. By default each rank has as many as the
-    config says.
+    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
+    says what the run minimises, by default the loss of the next token. `ranks` is the number of
+    processes that the run was started with, by default of those that run now: a step has so many
+    times the batches of the objective, and the ranks that run now share them out.
     """
 
     def __init__(
         self,
         model: DecoderModel,
         config: FinetuneConfig,
-        rows: PackedRows,
-        eval_rows: PackedRows | None,
+        rows: Rows,
+        eval_rows: Rows | None,
         device: torch.device,
         precision: str,
-        micro_batches: int | None = None,
+        objective: Objective | None = None,
+        *,
+        ranks: int | None = None,
     ) -> None:
         self.model = model
+        self.objective = objective or Objective(config)
         self.config = config
         self.rows = rows
         self.eval_rows = eval_rows
@@ -130,12 +132,9 @@ class Trainer:
             eps=config.adam_epsilon,
             fused=True,
         )
-        self.num_micro_batches = (
-            num_ranks() * config.gradient_accumulation_steps
-            if micro_batches is None
-            else micro_batches
-        )
-        self.total_steps = number_of_steps(config, len(rows), self.num_micro_batches)
+        self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
+        per_step = self.objective.batch_size * self.batches_per_step
+        self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
@@ -159,38 +158,38 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's batches of a step, on the CPU. All ranks have as many."""
-        size, count = self.config.batch_size, self.num_micro_batches
+        size, count = self.objective.batch_size, self.batches_per_step
         first = step * size * count
-        batches = []
-        for number in range(rank(), _up(count, num_ranks()), num_ranks()):
-            at = first + min(number, count - 1) * size
-            batch = self.rows.batch([self._row(i) for i in range(at, at + size)])
-            batches.append(batch if number < count else batch.without_targets())
-        return batches
+        return [
+            self._batch(self.rows, map(self._row, range(at, at + size)), is_extra)
+            for at, is_extra in shared_out(range(first, first + size * count, size))
+        ]
 
-    def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, float]:
-        """Run one optimizer step. Return loss and gradient norm (on the device) and the rate."""
+    def step(self, step: int, batches: list[Batch]) -> Step:
+        """Run one optimizer step on the batches of the data that `micro_batches` returns.
+
+        Loss, metrics and counts are those of all ranks.
+        """
         config = self.config
         # The step determines the seed, so a checkpoint need not hold a generator's state.
         torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
         self.model.train()
-        targets = sum_over_ranks(sum(batch.num_targets for batch in batches))
-        # The gradients of ranks are averaged, not summed. torch.compile would compile again for
-        # every new Python number, so this is a tensor.
-        normalizer = torch.tensor(targets / num_ranks(), device=self.device)
+        batches, metrics = self.objective.begin(self.call, batches, shared=True)
+        # The gradients of ranks are averaged, not summed.
+        normalizers = self._normalizers(batches, shares=num_ranks())
         loss = torch.zeros((), device=self.device)
         for batch in batches:
-            part = self._loss(batch, normalizer=normalizer)
+            part, found = self._loss(batch, normalizers)
             part.backward()
             loss += part.detach()
+            metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
-        if is_distributed():
-            dist.all_reduce(loss)
-            loss /= num_ranks()
+        loss, metrics = summed_output(loss, metrics)
+        loss = loss / num_ranks()
         rate = learning_rate(
             step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
         )
@@ -198,46 +197,84 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm, rate
+        tokens = sum(batch.num_tokens for batch in batches)
+        targets = sum(batch.num_targets for batch in batches)
+        return Step(loss, norm, rate, metrics, **summed({"tokens": tokens, "targets": targets}))
 
-    def _loss(self, batch: Batch, **options: Any) -> Tensor:
-        """Return the loss of a batch; `options` are those of the loss head."""
+    def call(
+        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+    ) -> HeadOutput:
+        """Run a model, by default the trained one, on a batch; `options` are those of the head."""
         with self.autocast():
-            return self.forward(
+            return (model or self.forward)(
                 batch.input_ids.to(self.device),
                 labels=batch.labels.to(self.device),
                 position_ids=batch.position_ids.to(self.device),
                 **options,
                 **self.head_options(batch),
-            ).loss
+            )
+
+    def _batch(self, rows: Rows, indices: Iterable[int], is_extra: bool) -> Batch:
+        """Return the rows with these indices, which count for nothing if the batch is an extra."""
+        batch = rows.batch(indices)
+        return batch.uncounted() if is_extra else batch
+
+    def _loss(self, batch: Batch, normalizers: dict[str, Tensor]) -> LossOutput:
+        """Return the loss of a batch and its metrics: zeros for one that counts for nothing."""
+        loss, metrics = self.objective.loss(self.call, batch, **normalizers)
+        if batch.num_targets:
+            return LossOutput(loss, metrics)
+        zeros = {k: Mean(0 * mean.total, 0 * mean.count) for k, mean in metrics.items()}
+        return LossOutput(0 * loss, zeros)
+
+    def _normalizers(self, batches: Iterable[Batch], shares: int = 1) -> dict[str, Tensor]:
+        """Return the sums of what the objective counts in the batches of all ranks, by `shares`."""
+        total: dict[str, int] = {}
+        for batch in batches:
+            for name, count in self.objective.counts(batch).items():
+                total[name] = total.get(name, 0) + (count if batch.num_targets else 0)
+        # torch.compile would compile again for every new Python number, so these are tensors.
+        return {k: torch.tensor(n / shares, device=self.device) for k, n in summed(total).items()}
 
     @torch.no_grad()
     def evaluate(self, check: Callable[[], None] = lambda: None) -> Metrics:
-        """Return loss per target and perplexity on the held-out rows, summed in float64.
+        """Return the loss and the metrics on the held-out rows. The loss is summed in float64.
 
         Args: check is called before each batch.
         """
         assert self.eval_rows is not None
         self.model.eval()
+        torch.manual_seed(self.config.seed)  # an objective may sample
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
+        size = self.objective.batch_size
+        chunks = [range(at, min(number, at + size)) for at in range(0, number, size)]
+        mine = shared_out(chunks)
+        normalizers: dict[str, Tensor] = {}
+        if with_loss := self.objective.evaluates_loss:
+            normalizers = self._normalizers(self._batch(self.eval_rows, *each) for each in mine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        metrics: dict[str, Mean] = {}
         targets = 0
-        size = self.config.batch_size
-        batches = math.ceil(number / size)
-        for index in range(rank(), _up(batches, num_ranks()), num_ranks()):
+        for each in mine:
             check()
-            start = min(index, batches - 1) * size
-            batch = self.eval_rows.batch(range(start, min(number, start + size)))
-            if index >= batches:
-                batch = batch.without_targets()
-            total += self._loss(batch, reduction="sum").double()
-            targets += batch.num_targets
+            batch = self._batch(self.eval_rows, *each)
+            batches, found = self.objective.begin(self.call, [batch])
+            metrics = _sums(metrics, found)
+            targets += sum(batch.num_targets for batch in batches)
+            for batch in batches if with_loss else ():
+                part, found = self._loss(batch, normalizers)
+                total += part.double()
+                metrics = _sums(metrics, found)
         reshard(self.model)
-        if is_distributed():
-            dist.all_reduce(total)
-        targets = sum_over_ranks(targets)
-        loss = float(total) / targets
-        return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "targets": targets}
+        total, metrics = summed_output(total, metrics)
+        targets = summed({"targets": targets})["targets"]
+        found_metrics = {f"eval_{k}": float(mean.value) for k, mean in metrics.items()}
+        if not with_loss:
+            return {**found_metrics, "targets": targets}
+        loss = float(total)
+        if type(self.objective) is Objective:
+            found_metrics["eval_perplexity"] = perplexity(loss)
+        return {"eval_loss": loss, **found_metrics, "targets": targets}
 
     def train(
         self,
@@ -271,7 +308,8 @@ class Trainer:
         self.done = saved or 0
         run_dir.cut_metrics(-1 if saved is None else saved)
         metrics = run_dir.read_metrics() if rank() == 0 else []
-        evaluated = from_rank_0({entry["step"] for entry in metrics if "eval_loss" in entry})
+        key = self.objective.shown[0]
+        evaluated = from_rank_0({entry["step"] for entry in metrics if key in entry})
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -294,16 +332,17 @@ class Trainer:
                 self._between_steps = False
                 started = time.perf_counter()
                 batches = self.micro_batches(step)
-                loss, norm, rate = self.step(step, batches)
+                made = self.step(step, batches)
                 self.done += 1
                 self._waiting.append(
                     {
                         "step": step + 1,
-                        "loss": loss,
-                        "learning_rate": rate,
-                        "grad_norm": norm,
-                        "tokens": sum_over_ranks(sum(batch.num_tokens for batch in batches)),
-                        "targets": sum_over_ranks(sum(batch.num_targets for batch in batches)),
+                        "loss": made.loss,
+                        "learning_rate": made.learning_rate,
+                        "grad_norm": made.grad_norm,
+                        **{name: mean.value for name, mean in made.metrics.items()},
+                        "tokens": made.tokens,
+                        "targets": made.targets,
                         "seconds": time.perf_counter() - started,
                     }
                 )
@@ -344,15 +383,15 @@ class Trainer:
         if self.eval_rows is None:
             return
         found = self.evaluate(check)
-        if not math.isfinite(found["eval_loss"]):
-            raise LigerError(f"step {self.done}: the held-out loss is {found['eval_loss']}")
+        key, name = self.objective.shown
+        if odd := next((k for k in found if not math.isfinite(found[k])), None):
+            label = "held-out loss" if odd == "eval_loss" else odd
+            raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
         run_dir.log({"step": self.done, **found})
         if not bar.disable:
-            bar.write(
-                f"step {self.done}: held-out loss {found['eval_loss']:.4f}, "
-                f"perplexity {shown_perplexity(found['eval_perplexity'])}",
-                file=sys.stderr,
-            )
+            loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
+            shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
+            bar.write(f"step {self.done}: {loss}{name} {shown}", file=sys.stderr)
 
     def _log(self, run_dir: RunDir, started: float, bar: tqdm[Any] | None) -> None:
         """Read the losses of the waiting steps from the device, and log the steps.
@@ -380,3 +419,8 @@ class Trainer:
         loss = f"{entries[-1]['loss']:.4f}"
         bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
         bar.update(len(entries))
+
+
+def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:
+    """Return the means over two sets of things."""
+    return {**metrics, **{k: metrics[k] + v if k in metrics else v for k, v in more.items()}}

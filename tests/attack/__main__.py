@@ -43,6 +43,7 @@ def main() -> int:
     options = parser.parse_args()
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not survive a fork.
     import torch
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 

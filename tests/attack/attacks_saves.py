@@ -22,7 +22,7 @@ from torch import nn
 import ligermodels
 from ligermodels import AutoLiger, LigerError, LigerLlama, LigerQwen2, SaveError
 from tests import sandbox
-from tests.attack.harness import Case, Fault, attack, renew_threads
+from tests.attack.harness import Case, Fault, address_space, attack, renew_threads
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -734,11 +734,6 @@ def an_odd_target_is_refused(case: Case) -> None:
     after = snapshot(case.folder)
     if any(after.get(name) != value for name, value in before.items()):
         raise Fault(f"what lay in the way, a {kind}, was changed")
-
-
-def address_space() -> int:
-    """Return how many bytes this process has mapped."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @attack("A", 3, weight=2)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.attack.harness import Case, Fault, attack
+from tests.attack.harness import Case, Fault, address_space, attack
 from tests.training.tiny_run import TEMPLATE, make_checkpoint, make_text, make_tokenizer
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -706,7 +706,8 @@ def _render(case: Case, template: str) -> None:
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
     """Let no attack take the memory of the machine; raise Fault if one takes more than 1 GB."""
-    resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
+    limit = address_space() + 4 * 2**30  # torch with CUDA has mapped many gigabytes already.
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -3,7 +3,7 @@
 An attack is a function of a `Case`. It prepares a situation with `case.draw` and `case.folder`,
 lets ligermodels do something, and raises `Fault` if a promise was broken. Each run is a fork of a
 process that has imported torch already, so a run costs milliseconds, and a crash, a signal or a
-hang ends that run alone and counts as a fault.
+hang ends that run alone and counts as a fault. CUDA does not survive a fork, so GPUs are hidden.
 
 An attack uses only the public names and the command line of ligermodels, so that
 `python -m tests.attack --package FOLDER` can attack an older version, too.
@@ -144,6 +144,11 @@ def renew_threads(number: int = 1) -> None:
     import torch
 
     torch.set_num_threads(number)
+
+
+def address_space() -> int:
+    """Return how many bytes this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _attempt(one: Attack, seed: int, folder: Path) -> str | None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.attack.__main__ import load_attacks
 from tests.attack.harness import ATTACKS, Attack, run_one
 
 load_attacks()
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="CUDA does not survive a fork; python -m tests.attack hides the GPUs",
+)
 
 
 @pytest.mark.parametrize("one", ATTACKS, ids=lambda one: f"{one.group}{one.fault}-{one.name}")

@@ -140,3 +140,29 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum
     assert err.count("\n") == 1 and f"--resume --output-dir {output}" in err
     (file,) = (output / "checkpoints").iterdir()
     assert f"the state after step {int(file.stem[5:])} is saved" in err
+
+
+def test_preferences_and_rewards(call, checkpoint, tmp_path):
+    pairs, rewards = tmp_path / "pairs.jsonl", tmp_path / "rewards.py"
+    pairs.write_text('{"prompt": "ab", "chosen": "c", "rejected": "d"}\n' * 8)
+    rewards.write_text("def short(completions, **_):\n    return [-len(x) for x in completions]\n")
+    files = ["--train-files", pairs, "--quiet", *SMALL]
+    code, out, _ = call(
+        "finetune", checkpoint, *files, "--output-dir", tmp_path / "dpo", "--loss", "dpo"
+    )
+    assert code == 0 and "held-out reward accuracy 0.0000 -> " in out
+    grpo = ["--loss", "grpo", "--num-generations", "2", "--max-completion-length", "4"]
+    code, out, _ = call(
+        *("finetune", checkpoint, *files, "--output-dir", tmp_path / "grpo", *grpo),
+        *("--reward-function", f"{rewards}:short", "--eval-steps", "9"),
+    )
+    assert code == 0 and "held-out reward " in out
+    assert_one_line(
+        call("finetune", checkpoint, *files, "--output-dir", tmp_path / "x", *grpo),
+        "reward_function: grpo needs one (--reward-function FILE.py:NAME)",
+    )
+    assert_one_line(
+        call("finetune", checkpoint, *files, "--output-dir", tmp_path / "x", "--loss", "ppo"),
+        "--loss",
+        "dpo",
+    )

@@ -1,5 +1,6 @@
 """Ctrl-C while the program starts and works: one line and exit code 130, wherever it comes."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -88,6 +89,15 @@ def interrupted(arguments, holder, name, folder):
 def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
     command = ["generate", checkpoint, "a", "--device", "cpu"]
     assert interrupted(command, Checkpoint, "read", tmp_path) == (130, "ligermodels: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "arguments"),
+    [(argparse, "Namespace", ["families"]), (cli, "_say", ["inspect", "/nowhere/model"])],
+)
+def test_the_first_and_the_last_lines_of_a_command_are_covered(holder, name, arguments, tmp_path):
+    said = interrupted(arguments, holder, name, tmp_path)
+    assert said == (130, "ligermodels: interrupted\n")
 
 
 def test_a_save_is_cleaned_up(checkpoint, tmp_path):

@@ -6,6 +6,7 @@ It shares no code with ligermodels, and takes its knowledge of a family from tra
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import struct
 from typing import Any
@@ -228,7 +229,8 @@ def config_differences(config: Any, raw: dict[str, Any]) -> list[str]:
     found = []
     derived = {"num_key_value_heads", "head_dim"}
     elsewhere = {"rope_theta", "rope_scaling", "dtype", "torch_dtype", "rope_local_base_freq"}
-    for key, value in vars(config).items():
+    for key in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, key)
         if key in elsewhere or key == "extra":
             continue
         if raw.get(key) is not None:

@@ -366,6 +366,49 @@ def test_a_call_that_found_the_old_folder_before_the_swap_loses_nothing(tmp_path
     assert content(target) == NEW | dict.fromkeys(late, "mine") and len(late) == 3
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_call_that_is_as_late_as_can_be_is_seen_or_fails(tmp_path, way, monkeypatch, links):
+    """What others do just before the old folder disappears is in the new one."""
+    target, rmdir = tmp_path / "out", Path.rmdir
+    fill(target, OLD | {"replaced": "a", "stays": "a"})
+    (target / "runs").mkdir()
+    fill(target / "runs", {"moved": "a", "appended": "a", "gone": "a"})
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *args, **options: os.close(10**6))
+    empty = atomic._Carry._empty
+    calls = []
+
+    def others(carry, old, where):
+        calls.append(where)
+        if len(calls) == 1:  # Nothing is removed yet.
+            os.replace(old / "runs" / "moved", old / "runs" / "log")
+            (old / "runs" / "gone").unlink()
+            with (old / "runs" / "appended").open("a") as file:
+                file.write("b")
+        return empty(carry, old, where)
+
+    def late_rmdir(folder):
+        if folder.parent == tmp_path and not (target / "late").exists():
+            (folder / "late").write_text("mine")
+            (folder / "aside").write_text("b b")
+            os.replace(folder / "aside", folder / "replaced")
+            with pytest.raises(FileNotFoundError):
+                os.replace(folder / "stays", folder / "elsewhere")
+        rmdir(folder)
+
+    monkeypatch.setattr(atomic._Carry, "_empty", others)
+    monkeypatch.setattr(Path, "rmdir", late_rmdir)
+    replace(target)
+    found = {
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
+    moved = {"runs/log": "a", "runs/appended": "ab"}
+    assert found == NEW | moved | {"replaced": "b b", "stays": "a", "late": "mine"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeypatch):
     target, writable = tmp_path / "out", atomic._is_writable
     fill(target, OLD)
@@ -386,22 +429,60 @@ def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeyp
     assert len(looks) == 2
 
 
-def test_a_file_that_is_written_before_the_swap_and_moved_after_it_has_one_name(
-    tmp_path, way, monkeypatch
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_a_file_that_is_written_and_moved_around_the_swap_has_one_name(
+    tmp_path, way, monkeypatch, moment
 ):
     target = tmp_path / "out"
     fill(target, OLD | {"aside": "m"})
     swap = atomic._swap
 
     def others(fresh, target):
+        # It was added to the new folder before it was written.
         (target / "aside").write_text("mine")
+        if moment == "before":
+            os.replace(target / "aside", target / "log")
         old = swap(fresh, target)
-        os.replace(target / "aside", target / "log")
+        if (
+            moment == "during"
+        ):  # The call found the one folder before the swap, and the other after.
+            os.replace(old / "aside", target / "log")
+        if moment == "after":
+            os.replace(target / "aside", target / "log")
         return old
 
     monkeypatch.setattr(atomic, "_swap", others)
     replace(target)
     assert content(target) == NEW | {"log": "mine"}
+
+
+def test_of_a_file_that_is_written_and_replaced_before_the_swap_the_last_one_stays(
+    tmp_path, way, before_the_swap
+):
+    target = tmp_path / "out"
+    fill(target, OLD | {"log": "m"})
+
+    def others():
+        (target / "log").write_text("mine")
+        (target / "aside").write_text("the newest")
+        os.replace(target / "aside", target / "log")
+
+    before_the_swap(others)
+    replace(target)
+    assert content(target) == NEW | {"log": "the newest"}
+
+
+def test_a_file_that_comes_while_another_is_added_is_not_overwritten(tmp_path, monkeypatch):
+    target, link = tmp_path / "out", os.link
+    fill(target, OLD)
+
+    def others(source, copy, **options):
+        copy.write_text("the newest")
+        link(source, copy, **options)
+
+    monkeypatch.setattr(os, "link", others)
+    replace(target)
+    assert content(target) == NEW | {"notes": "the newest"}
 
 
 def test_the_new_folder_of_a_killed_save_inside_does_not_come_along(tmp_path):

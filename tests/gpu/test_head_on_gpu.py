@@ -251,7 +251,11 @@ def group_step(**options) -> Callable[..., Tensor]:
             return tokens.log_probs.sum(-1).square().sum()
 
         loss = linear_group_loss(
-            hidden.view(8, -1, 64), weight, targets.view(8, -1), loss_function, **options
+            hidden.view(8, -1, hidden.shape[-1]),
+            weight,
+            targets.view(8, -1),
+            loss_function,
+            **options,
         )
         loss.backward()
         return loss.detach()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
-from ligermodels import ConfigError, LigerLlama, LlamaConfig
+from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig
 from ligermodels.integrations import check_family as module
 from ligermodels.integrations.check_family import BOUNDS, FamilyReport, check_family, shrunk
+from ligermodels.layers import RMSNorm
 from ligermodels.models.gemma3 import Gemma3Config
 from tests import outside
 
@@ -50,6 +53,24 @@ def test_other_numbers_are_found() -> None:
 
     wrong = failed(family(make_block=make_block))
     assert {"logits", "gradients"} <= wrong.keys() and "export" not in wrong
+
+
+def test_the_parameter_with_a_wrong_gradient_is_named() -> None:
+    """Here transformers does not train the embedding of the padding token, and the family does."""
+
+    def __init__(self: Any, config: Any) -> None:
+        DecoderModel.__init__(self, config)
+        self.build(norm=RMSNorm(config.hidden_size), trains_padding=True)
+
+    wrong = family(__init__=__init__)
+    assert failed(wrong) == {"gradients": "the worst is embed_tokens.weight"}
+    report = str(check_family(wrong, compile=False))
+    assert "small config, gradients: the worst is embed_tokens.weight" in report
+
+
+def test_a_gradient_that_is_not_a_number_fails() -> None:
+    one, nan = torch.ones(2), torch.full((2,), torch.nan)
+    assert module._worst({"a": one, "b": nan}, {"a": one, "b": one}) == (math.inf, "b")
 
 
 def test_an_exception_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.kernels.linear_cross_entropy.test_functions import on
 from tests.kernels.scratch import peak_scratch
 from tests.pairwise import pairwise
 
-ROWS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 14, 9, 51
+ROWS, WIDTH, TEACHER_WIDTH, VOCAB = 11, 14, 9, 51
 CONSTANT = ("teacher_hidden", "teacher_weight", "teacher_bias", "token_weights")
 OPTIONS = {
     "plain": {},
@@ -55,7 +55,7 @@ def formula(chunk_size=None, max_scratch_bytes=None, **kwargs) -> torch.Tensor:
     beta=[0.0, 0.1, 0.5, 1.0, None],
     reduction=["mean", "sum", "none"],
     tokens=["all", "masked", "weighted"],
-    chunk_size=[None, 9],
+    chunk_size=[None, 5],
 )
 def test_options(place, name, beta, reduction, tokens, chunk_size) -> None:
     made = inputs(name=name) | {"beta": beta, "reduction": reduction, "chunk_size": chunk_size}
@@ -67,7 +67,7 @@ def test_options(place, name, beta, reduction, tokens, chunk_size) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, None])
-@pytest.mark.parametrize("vocab", [1, 1025, 5000])
+@pytest.mark.parametrize("vocab", [1, 1025])
 def test_vocabularies_at_the_edges_of_a_block(float32_place, vocab, beta) -> None:
     made = inputs((5,), vocab, "softcap") | {"beta": beta, "reduction": "none"}
     if vocab == 1:
@@ -216,7 +216,7 @@ def test_refusals() -> None:
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \(3,\) does not fit"),
         ({"mask": torch.ones(ROWS)}, "mask is torch.float32; expected torch.bool"),
         ({"teacher_hidden": random(5, TEACHER_WIDTH)}, "expected the same tokens"),
-        ({"teacher_hidden": random(ROWS, 3)}, r"teacher_hidden \(23, 3\) and teacher_weight"),
+        ({"teacher_hidden": random(ROWS, 3)}, r"teacher_hidden \(11, 3\) and teacher_weight"),
         ({"weight": random(VOCAB + 1, WIDTH), "bias": None}, "the same vocabulary"),
         ({"hidden": made["hidden"].float()}, r"hidden is torch.float32 and weight"),
         ({"temperature": 0}, "temperature=0 must be positive"),

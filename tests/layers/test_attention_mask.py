@@ -64,7 +64,7 @@ def test_dense_pair_by_pair() -> None:
 
 def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
     key_positions = torch.tensor([8, 5, 6, 7])  # a ring buffer of four; the newest is first
-    tokens = torch.ones(1, 9)
+    tokens = torch.ones(1, 9, dtype=torch.int64)
     tokens[0, 6] = 0
     mask = AttentionMask(1, 9, padding_mask=tokens)
     dense = mask.dense(4, torch.device("cpu"), key_positions)
@@ -179,3 +179,12 @@ def test_padding_between_tokens_is_a_fault_for_documents() -> None:
         mask.varlen_seqlens(2, tokens.device)
         assert mask.fault is not None and mask.fault.isnan(), row
         assert mask.to(torch.device("cpu")).padding_at_ends
+
+
+def test_a_padding_mask_to_be_added_to_scores_is_refused() -> None:
+    """Its 0 and -inf would be read as the opposite."""
+    for given in (torch.zeros(1, 4), torch.full((1, 4), -torch.inf)):
+        with pytest.raises(ValueError, match=r"padding_mask .* expected .* integers or bools"):
+            AttentionMask(4, padding_mask=given)
+    with pytest.raises(ValueError, match="padding_mask is a list; expected a tensor"):
+        AttentionMask(4, padding_mask=[1, 1, 1, 1])  # type: ignore[arg-type]

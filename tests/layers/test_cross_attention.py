@@ -102,3 +102,20 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         CrossAttention(24, 5)
     with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):
         CrossAttention(24, 4, 3)
+
+
+def test_a_mask_may_be_a_tensor() -> None:
+    layer = CrossAttention(HIDDEN, 4)
+    x, memory = torch.randn(BATCH, SEQ, HIDDEN), torch.randn(BATCH, KEYS, HIDDEN)
+    sees = torch.rand(BATCH, 1, SEQ, KEYS) < 0.5
+    expected = layer(x, memory, AttentionMask(SEQ, KEYS, mask=sees))
+    torch.testing.assert_close(layer(x, memory, sees), expected)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 7\)"):
+        layer(x, memory, sees[:, 0, 0])
+
+
+def test_a_memory_of_another_shape_is_refused() -> None:
+    layer, x = CrossAttention(HIDDEN, 4, memory_size=MEMORY), torch.randn(BATCH, SEQ, HIDDEN)
+    for shape in ((BATCH, KEYS, HIDDEN), (KEYS, MEMORY)):
+        with pytest.raises(ValueError, match=r"expected \(batch, keys, 20\), or set memory_size"):
+            layer(x, torch.randn(shape))

@@ -52,8 +52,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 def test_the_options_are_the_keywords_of_the_ops() -> None:
     ops = (
-        (linear_cross_entropy, LOSS_OPTIONS | TOKEN_INPUTS),
-        (linear_log_probs, LOG_PROB_OPTIONS | {"entropy"}),
+        (linear_cross_entropy, LOSS_OPTIONS | TOKEN_INPUTS | {"vocab_shard"}),
+        (linear_log_probs, LOG_PROB_OPTIONS | {"entropy", "vocab_shard"}),
     )
     for op, options in ops:
         parameters = inspect.signature(op).parameters.values()

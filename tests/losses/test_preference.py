@@ -115,6 +115,22 @@ def test_dpo_equals_liger() -> None:
         )
 
 
+def test_kto_equals_liger() -> None:
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOFunction
+
+    tokens = random_tokens(next(masks(5))[1])
+    label = torch.arange(5) % 2 == 0
+    sums = (tokens.log_probs * tokens.mask).sum(1), label, tokens.mask, tokens.ref.sum(1)
+    for kl in (0.0, 0.4):
+        expected, *_ = LigerFusedLinearKTOFunction.preference_loss_fn(*sums, beta=0.3, kl=kl)
+        loss = kto_loss(tokens.log_probs, tokens.ref, tokens.mask, label, kl, beta=0.3).loss
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(
+            gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+        )
+
+
 def test_micro_batches_equal_one_batch() -> None:
     mask = next(masks(6))[1]
     tokens = random_tokens(mask)

@@ -119,17 +119,17 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=32,
+        num_hidden_layers=8,
         num_attention_heads=32,
         num_key_value_heads=8,
     )
     with torch.device("meta"):
         model = LigerLlama(sizes).to(torch.bfloat16)
     pytest.importorskip("triton")
-    plan = model.plan_memory(8, 2048, "80GiB", host_budget="16GiB")
+    plan = model.plan_memory(8, 2048, "26GiB", host_budget="2GiB")
     said = plan.prediction
-    assert said is not None and 0 < said.host_bytes <= 16 * 2**30
-    assert 70 * 2**30 < said.peak_bytes < 80 * 2**30
+    assert said is not None and 0 < said.host_bytes <= 2 * 2**30
+    assert 23 * 2**30 < said.peak_bytes < 26 * 2**30
     assert plan.uses_host and said.gains
     assert plan.head_chunk == 4096 and "the loss head handles 4096 tokens" in str(plan)
     assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan

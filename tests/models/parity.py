@@ -78,20 +78,22 @@ TWO_ROPES = "gemma3_text"
 
 # These take other branches of a model's forward than "basic".
 COMPILED = ("packed", "left padding", "dynamic rope", "window, packed")
+# The other families run blocks of the same code.
+BLOCKS = ("llama", "gemma2", "gemma3_text", "qwen3")
 
 
 def sampled(column: str, family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
     Every feature of a family's own code is compared, and a feature of shared code in two
-    families, which change from feature to feature. A compilation takes seconds, so each family
-    compiles "basic", and each of `COMPILED` is compiled in one family.
+    families, which change from feature to feature. A compilation takes seconds, so the families of
+    `BLOCKS` compile "basic", and each of `COMPILED` is compiled in one family.
     """
     having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
     if column == "compile":
         names = list(dict.fromkeys(n for f in zoo.FAMILIES for n in zoo.features(f, scale)))
         chosen = having[names.index(name) % len(having)]
-        return name == "basic" or (name in COMPILED and family == chosen)
+        return family in BLOCKS if name == "basic" else name in COMPILED and family == chosen
     if name not in SHARED or (family == TWO_ROPES and "rope" in name):
         return True
     first = SHARED.index(name)

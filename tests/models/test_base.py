@@ -440,7 +440,35 @@ def test_a_memory_that_does_not_fit_is_refused() -> None:
         (model, {"memory": memory[:1]}, r"memory has shape \(1, 6, 10\); expected \(2, keys"),
         (model, {"memory_mask": torch.ones(2, 6)}, "memory_mask: it needs a memory"),
         (model, {"memory": memory, "memory_mask": torch.zeros(2, 5)}, "padding_mask has shape"),
+        (model, {"memory": memory, "memory_mask": torch.zeros(2, 6)}, "expected .* integers or bo"),
+        (model, {"memory": memory[..., 1:]}, r"memory has shape \(2, 6, 9\); expected .* 10\)"),
+        (model, {"memory": [1.0]}, "memory is a list; expected a tensor"),
+        (model, {"memory": memory, "prefix_lengths": 3}, "prefix_lengths is a int; expected a ten"),
         (tiny_model(), {"memory": memory}, "no layer of LigerLlama attends to one"),
     ):
         with pytest.raises(ValueError, match=complaint):
             taken(ids, **given)
+
+
+def test_build_trains_the_padding_token_if_asked() -> None:
+    class Trained(LigerLlama):
+        def __init__(self, config: LlamaConfig) -> None:
+            DecoderModel.__init__(self, config)
+            self.build(norm=RMSNorm(config.hidden_size), trains_padding=True)
+
+    config = LlamaConfig.small()
+    ids = torch.full((1, 4), config.pad_token_id)
+    for cls, trained in ((LigerLlama, False), (Trained, True)):
+        model = cls(config)
+        model(ids, labels=ids).loss.backward()
+        assert bool(model.embed_tokens.weight.grad[config.pad_token_id].any()) == trained
+        assert bool(model.embed_tokens.weight[config.pad_token_id].any()) == trained
+
+
+def test_a_block_that_is_no_module_is_named() -> None:
+    class Empty(LigerLlama):
+        def make_block(self, layer_index: int) -> Any:
+            return None
+
+    with pytest.raises(ConfigError, match="Empty: make_block returned NoneType; return an nn"):
+        Empty(LlamaConfig.small())

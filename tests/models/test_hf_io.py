@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -390,6 +391,50 @@ def test_an_architecture_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) 
         with pytest.raises(ConfigError, match=complaint):
             made.save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _with_buffers(register: bool = True, persistent: bool = False) -> Any:
+    class Slopes(Own):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            slopes = 2.0 ** -torch.arange(1, 4)
+            norm = self.layers[1].input_layernorm
+            if register:
+                norm.register_buffer("slopes", slopes, persistent=persistent)
+            else:
+                norm.slopes = slopes
+
+    return Slopes
+
+
+def test_a_load_computes_the_buffers_of_the_constructor(tmp_path: Path) -> None:
+    cls = _with_buffers()
+    model = cls(OwnConfig(**SIZES))
+    model.save_hf(tmp_path)
+    loaded = cls.from_hf(tmp_path, dtype=torch.bfloat16)
+    slopes = loaded.layers[1].input_layernorm.slopes
+    assert torch.equal(slopes, 2.0 ** -torch.arange(1, 4)) and slopes.dtype == torch.float32
+    assert not any(x.is_meta for x in loaded.buffers())
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name).bfloat16()), name
+
+    on_meta = cls.from_hf(tmp_path, device="meta").to_empty(device="cpu")
+    on_meta.read_parts()
+    assert torch.equal(on_meta.layers[1].input_layernorm.slopes, slopes)
+
+
+def test_a_tensor_that_a_load_could_not_fill_is_refused(tmp_path: Path) -> None:
+    """Also of a family with a weight map of its own."""
+    for cls, complaint in (
+        (_with_buffers(persistent=True), r"'layers\.1\.input_layernorm\.slopes' is a buffer"),
+        (_with_buffers(register=False), r"slopes' is a tensor, but no buffer.*register_buffer\('s"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            cls.on_meta(OwnConfig(**SIZES))
+        mapped = type("MappedConfig", (OwnConfig,), {"model_type": "mapped"})
+        members = {"config_class": mapped, "weight_map": staticmethod(LigerLlama.weight_map)}
+        with pytest.raises(ConfigError, match=complaint):
+            type("Mapped", (cls,), members).on_meta(mapped(**SIZES))
 
 
 def test_a_dtype_may_be_named(tmp_path: Path) -> None:

@@ -14,13 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ligermodels import AutoLiger, ConfigError, MemoryPlan, mean_over_ranks, no_sync, shard
+from ligermodels import (
+    AutoLiger,
+    ConfigError,
+    MemoryPlan,
+    clip_grad_norm_,
+    families,
+    mean_over_ranks,
+    no_sync,
+    shard,
+)
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from tests import outside
 from tests.families import OWN
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel_worker import count, data, make, relative
+from tests.parallel_worker import SIZES, count, data, relative
 
+# Families from outside whose modules tensor parallelism can cut.
+OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
 FLOAT32: dict[str, Any] = {"compute_dtype": None}
 
 
@@ -44,9 +56,11 @@ def meshes(ranks: int) -> dict[str, DeviceMesh]:
     def mesh(**sizes: int) -> DeviceMesh:
         return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
-    found = {"ddp": mesh(dp_replicate=ranks), "fsdp": mesh(dp_shard=ranks)}
     if ranks == 4:
-        found["hsdp"] = mesh(dp_replicate=2, dp_shard=2)
+        found = {"hsdp": mesh(dp_replicate=2, dp_shard=2), "fsdp and tp": mesh(dp_shard=2, tp=2)}
+        found |= {"ddp and tp": mesh(dp_replicate=2, tp=2), "tp": mesh(tp=4)}
+    else:
+        found = {name: mesh(**{name: ranks}) for name in ("dp_replicate", "dp_shard", "tp")}
     return found
 
 
@@ -68,13 +82,40 @@ def cases(ranks: int) -> dict[str, Case]:
             f"{layout}, reshard, prefetch": partial(
                 step, mesh, "llama", False, reshard_after_forward=True, prefetch=1
             ),
-            f"{layout}, bf16": partial(bf16, mesh),
             f"{layout}, load": partial(load, mesh, False),
             f"{layout}, load, tied": partial(load, mesh, True),
             f"{layout}, save": partial(save, mesh),
             f"{layout}, save, an error": partial(save_fails, mesh),
+            f"{layout}, logits and their gradient": partial(logits, mesh),
+            f"{layout}, norm of the gradients": partial(clipping, mesh),
         }
+        for name in OUTSIDE if ranks == 4 else OUTSIDE[:1]:
+            outside.family(name)
+            found[f"{layout}, {name}"] = partial(step, mesh, name, False)
+        if ranks == 4:  # Compiling takes seconds.
+            found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
+        if "tp" not in layout:
+            found[f"{layout}, bf16"] = partial(bf16, mesh)
+        for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
+            found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
+
+
+def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
+    torch.manual_seed(7)
+    cls = families()[family]
+    sizes = {**SIZES, "intermediate_size": 28, **OWN.get(family, {}), **changes}
+    return cls(cls.config_class(**sizes, tie_word_embeddings=tied, initializer_range=0.3))
+
+
+def own_rows(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the rows of this rank. The ranks of a tensor-parallel group have the same."""
+    number, ranks = 0, 1
+    for name in mesh.mesh_dim_names or ():
+        if name != "tp":
+            number = number * mesh[name].size() + mesh[name].get_local_rank()
+            ranks *= mesh[name].size()
+    return torch.arange(len(data()[0])).chunk(ranks)[number]
 
 
 def gradients(model: DecoderModel) -> dict[str, Tensor]:
@@ -93,11 +134,11 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def train_step(
-    sharded: DecoderModel, rank: int, ranks: int, steps: int = 1, unsynced: bool = False
+    sharded: DecoderModel, mesh: DeviceMesh, steps: int = 1, unsynced: bool = False
 ) -> float:
     """Run a step of this rank's rows, in micro-batches; return the loss of all ranks."""
     ids, labels = data()
-    rows = torch.arange(len(ids)).chunk(ranks)[rank]
+    rows = own_rows(mesh)
     normalizer = mean_over_ranks(sharded, count(labels[rows]))
     total = torch.zeros(())
     micros = rows.chunk(steps)
@@ -111,7 +152,7 @@ def train_step(
             out.loss.backward()
         total += out.loss.detach().float()
     dist.all_reduce(total)
-    return total.item() / ranks
+    return total.item() / mesh.size()
 
 
 def step(
@@ -124,15 +165,19 @@ def step(
     steps: int = 1,
     unsynced: bool = False,
     plan: MemoryPlan | None = None,
+    compiles: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     model = make(tied, family)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32, **options)
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers if compiles else ():
+        layer.compile(backend="aot_eager")
+    shard(sharded, mesh, **FLOAT32, **options)
     sharded.set_memory_plan(plan)
     ids, labels = data()
     expected = model(ids, labels=labels)
     expected.loss.backward()
-    loss = train_step(sharded, rank, mesh.size(), steps, unsynced)
+    loss = train_step(sharded, mesh, steps, unsynced)
     result = {
         "loss": abs(loss - expected.loss.item()),
         "gradient": differences(gradients(sharded), gradients(model)),
@@ -164,6 +209,71 @@ def bf16(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     ours = gradients(sharded)
     assert all(grad.dtype == torch.float32 for grad in ours.values())
     return {"loss": abs(out.loss.item() - losses[rank]), "gradient": differences(ours, reference)}
+
+
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "smoothing, z-loss and cap": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0},
+    "class weights": {"class_weights": torch.linspace(0.5, 2, SIZES["vocab_size"])},
+    "weights and smoothing": {
+        "class_weights": torch.linspace(0.5, 2, SIZES["vocab_size"]),
+        "label_smoothing": 0.2,
+    },
+    "chunks": {"chunk_size": 5},
+    "a budget": {"max_scratch_bytes": 12000},
+    "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
+    "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
+    "sum": {"reduction": "sum"},
+}
+
+
+def head(mesh: DeviceMesh, options: dict[str, Any], rank: int, folder: Path) -> dict[str, float]:
+    """The head whose vocabulary is split returns what a whole head returns, with any option."""
+    model = make(False)
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    rows = own_rows(mesh)
+    ids, labels = (x[rows] for x in data())
+    result, upstream = {}, torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
+    outs = [each(ids, labels=labels, **options) for each in (sharded, model)]
+    for out in outs:
+        total = (out.loss * upstream).sum()
+        if out.token_log_probs is not None:
+            total = total + (out.token_log_probs * upstream).sum() + out.token_entropy.sum()
+        total.backward()
+    for name, ours, theirs in zip(outs[0]._fields, *outs):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            result[name] = relative(ours, theirs)
+    if len(rows) == len(data()[0]):
+        result["gradient"] = differences(gradients(sharded), gradients(model))
+    return result
+
+
+def logits(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    model = make(True)
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    ids, _ = data()
+    hidden = model(ids).detach()
+    mine, whole = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    ours, theirs = sharded.head.logits(mine), model.head.logits(whole)
+    upstream = torch.rand(theirs.shape, generator=torch.Generator().manual_seed(1))
+    for out in (ours, theirs):
+        (out * upstream).sum().backward()
+    assert mine.grad is not None and whole.grad is not None
+    return {"logits": relative(ours, theirs), "gradient": relative(mine.grad, whole.grad)}
+
+
+def clipping(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    model = make(True)
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    ids, labels = data()
+    model(ids, labels=labels).loss.backward()
+    train_step(sharded, mesh)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    norm = clip_grad_norm_(sharded, 0.01)
+    return {
+        "norm": relative(norm, expected),
+        "gradient": differences(gradients(sharded), gradients(model)),
+    }
 
 
 class CountedReads:

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ligermodels import AutoLiger, LigerError
+from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.models.ranks import rank
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.processes import meet
+from ligermodels.training.processes import joined, meet
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.training.tiny_run import make_checkpoint, make_text
 
@@ -31,6 +31,9 @@ SIZES: dict[str, Any] = {
     "max_eval_rows": 5,
     "device": "cpu",
 }
+
+
+LOSSES = ("dpo", "kto", "orpo")
 
 
 def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
@@ -51,6 +54,35 @@ def losses(folder: Path) -> list[float]:
     return [entry.get("loss", entry.get("eval_loss")) for entry in map(json.loads, lines)]
 
 
+def metrics(folder: Path) -> dict[str, list[float]]:
+    """Return all that a run has logged, but for the times."""
+    found: dict[str, list[float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        for name, value in json.loads(line).items():
+            if name != "seconds":
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def pairs(folder: Path, name: str, loss: str, **changes: Any) -> FinetuneConfig:
+    """Return a run with a loss of pairs, whose steps and evaluations have three batches."""
+    changes = {"gradient_accumulation_steps": 3, "eval_fraction": 0.25, **changes}
+    changes = {"seq_len": 64, "max_eval_rows": None, "loss": loss, **changes}
+    config = options(folder, name, **changes)
+    config.train_files = [str(folder / "pairs.jsonl")]
+    return config
+
+
+def make_pairs(file: Path) -> None:
+    words = "cat dog bird fish".split()
+    records = [
+        {"prompt": f"{a} {i}:", "chosen": f" {a}" * (1 + i % 3), "rejected": f" {b}"}
+        for i in range(5)
+        for a, b in zip(words, words[1:] + words[:1])
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+
+
 def back_to(folder: Path, step: int) -> None:
     """Let a run look as if it had been killed after a step."""
     shutil.rmtree(folder / "model")
@@ -67,6 +99,14 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     # The processes resume this one.
     shutil.copytree(tmp_path / "alone", tmp_path / "from alone")
     back_to(tmp_path / "from alone", 2)
+    make_pairs(tmp_path / "pairs.jsonl")
+    for loss in LOSSES:
+        finetune(pairs(tmp_path, f"{loss} alone", loss), progress=False)
+        shutil.copytree(tmp_path / f"{loss} alone", tmp_path / f"{loss} two")
+        back_to(tmp_path / f"{loss} two", 2)
+    finetune(
+        pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
+    )
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
@@ -75,6 +115,16 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+    for loss in (*LOSSES, "dpo even"):
+        with subtests.test(loss):
+            one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
+            logged = metrics(one)
+            assert logged.keys() == metrics(two).keys()
+            for key, values in metrics(two).items():
+                assert values == pytest.approx(logged[key], rel=1e-4, abs=1e-5), key
+            expected_of_one = weights(one)
+            for key, value in weights(two).items():
+                torch.testing.assert_close(value, expected_of_one[key], rtol=1e-4, atol=2e-6)
     with subtests.test("a process resumes the run of two"):
         back_to(tmp_path / "two", 2)
         one = options(tmp_path, "two", resume=True)
@@ -87,6 +137,8 @@ def cases(ranks: int) -> dict[str, Case]:
     return {
         "a run, and again from its middle": run_twice,
         "a resumed run of one process": resume_alone,
+        "losses of pairs": losses_of_pairs,
+        "what needs one process": refused,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
     }
@@ -111,6 +163,27 @@ def resume_alone(number: int, folder: Path) -> dict[str, float]:
     return {"steps": abs(finetune(config, progress=False).steps - 4)}
 
 
+def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
+    """Two ranks share out three batches. With two, they also compute the reference's file."""
+    root = folder.parent
+    even = pairs(root, "dpo even two", "dpo", gradient_accumulation_steps=1)
+    runs = [pairs(root, f"{loss} two", loss, resume=True) for loss in LOSSES]
+    results = [finetune(config, progress=False) for config in (even, *runs)]
+    return {"steps": sum(abs(result.steps - 4) for result in results)}
+
+
+def refused(number: int, folder: Path) -> dict[str, float]:
+    """A loss that needs one process says so, and writes nothing."""
+    reward = {"reward_function": f"{__name__}:make_pairs", "max_completion_length": 8}
+    for loss, reason, changes in (
+        ("grpo", "one process samples", {**reward, "batch_size": 8}),
+        ("dpo", "the reference int8 is a copy", {"reference": "int8"}),
+    ):
+        with pytest.raises(ConfigError, match=f"loss: {loss} cannot run in 2 .*: {reason}"):
+            finetune(pairs(folder.parent, "refused", loss, **changes), progress=False)
+    return {"files": float((folder.parent / "refused" / "run.json").exists())}
+
+
 def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]:
     """All ranks raise the error of one of them, and one of them reports it."""
     config = options(folder.parent, f"failed {number if number == failing else 0}")
@@ -125,10 +198,7 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
 
 
 def hung_rank(number: int, folder: Path) -> dict[str, float]:
-    # The ranks of a group are not in step after this, so it is not the group of the other cases.
-    barrier = partial(dist.monitored_barrier, dist.new_group())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "monitored_barrier", barrier)
+    with joined(torch.device("cpu"), 1):
         if number == 1:
             time.sleep(2)
             return {}

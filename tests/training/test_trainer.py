@@ -61,7 +61,7 @@ def test_the_head_skips_the_rows_of_prompts(monkeypatch):
         batches = trainer.micro_batches(0)
         assert all(0 < batch.num_targets < 0.9 * batch.labels.numel() for batch in batches)
         given.clear()
-        loss, norm, _ = trainer.step(0, batches)
+        loss, norm, *_ = trainer.step(0, batches)
         results.append((loss, norm, trainer.evaluate()["eval_loss"]))
         assert [number if spares else None for _, number in given] == [told for told, _ in given]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
@@ -98,9 +98,8 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 def test_the_number_of_steps_covers_the_epochs():
     def steps(rows, **options):
-        return number_of_steps(
-            FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options), rows
-        )
+        config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
+        return number_of_steps(config, rows, config.batch_size * config.gradient_accumulation_steps)
 
     assert steps(10, batch_size=4) == 3
     assert steps(10, batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == 5
@@ -131,7 +130,7 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
         batches = trainer.micro_batches(0)
         if count > 1:  # If all had as many targets, a mean of means would also pass.
             assert len({batch.num_targets for batch in batches}) > 1
-        loss, norm, _ = trainer.step(0, batches)
+        loss, norm, *_ = trainer.step(0, batches)
         losses.append((loss.item(), norm.item()))
         weights.append(trainer.model.state_dict())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -152,7 +151,7 @@ def test_a_packed_step_equals_its_documents_one_by_one():
         total += trainer.model(ids, labels=labels, reduction="sum").loss.item()
         count += piece.num_targets
     assert batch.num_targets == count
-    loss, _, _ = trainer.step(0, [batch])
+    loss, *_ = trainer.step(0, [batch])
     assert loss.item() == pytest.approx(total / count, rel=1e-5)
 
 
@@ -177,7 +176,7 @@ def test_gradients_are_clipped_to_the_norm():
     hook = trainer.optimizer.register_step_pre_hook(
         lambda *_: before.append([p.grad.clone() for p in trainer.model.parameters()])
     )
-    _, norm, _ = trainer.step(0, trainer.micro_batches(0))
+    _, norm, *_ = trainer.step(0, trainer.micro_batches(0))
     hook.remove()
     assert norm > 1e-3
     assert torch.linalg.vector_norm(
@@ -230,7 +229,7 @@ def beside_transformers(folder, rows, steps, rate):
     losses = []
     for step in range(steps):
         (batch,) = trainer.micro_batches(step)
-        loss, _, now = trainer.step(step, [batch])
+        loss, _, now, *_ = trainer.step(step, [batch])
         # each row holds one document, so causal attention is enough
         logits = theirs(batch.input_ids).logits[:, :-1].flatten(0, 1)
         other = torch.nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten())

@@ -37,6 +37,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, VocabShard
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
@@ -72,6 +73,7 @@ def linear_cross_entropy(
     return_token_stats: bool | Collection[str] = False,
     alternatives: Tensor | None = None,
     top_k: int = 0,
+    vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of a linear head within a memory budget.
 
@@ -119,6 +121,10 @@ def linear_cross_entropy(
             one is negative, its log-probability is 0.
         top_k: how many of each token's likeliest classes to return, with their log-probabilities.
             Finding them reads the logits once more.
+        vocab_shard: for a vocabulary that is split over ranks: weight and bias are this rank's
+            classes, and everything else is the same on all ranks. max_scratch_bytes is for each
+            rank. All ranks return the same values, and the whole gradient of hidden. top_k must
+            be 0.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
         "none" so are all floating point statistics. If all targets are ignored, the loss is 0 and
         the gradients are zero. The weight gradient is summed in float32.
@@ -144,6 +150,7 @@ def linear_cross_entropy(
         chunking,
         request,
         one_loss,
+        shard=vocab_shard,
     )
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
@@ -162,7 +169,9 @@ def linear_cross_entropy(
     if plan.vocab_block is not None:
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
-    elif rows <= plan.chunk_size and _saves_logits_grad(rows, head.weight, head.args.needs_grad):
+    elif rows <= plan.chunk_size and _saves_logits_grad(
+        rows, head.weight, _classes(weight, vocab_shard), head.args.needs_grad
+    ):
         # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
@@ -186,6 +195,7 @@ def linear_log_probs(
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
     max_valid: int | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log p of each target and the entropy of p = softmax(t), both differentiable.
 
@@ -204,7 +214,7 @@ def linear_log_probs(
         bias: (vocab), in weight's dtype.
         entropy: whether to return the entropy.
         ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes,
-            skip_ignored, max_valid: as in `linear_cross_entropy`.
+            skip_ignored, max_valid, vocab_shard: as in `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
         inputs). Both are 0 if the target is ignored.
     Raises:
@@ -217,7 +227,10 @@ def linear_log_probs(
     options = check_options(options, temperature=temperature, entropy=entropy)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
     request = token_request(("log_probs", "entropy") if entropy else False, 0)
-    head = make_head(hidden, weight, targets, bias, None, None, options, chunking, request, False)
+    head = make_head(
+        *(hidden, weight, targets, bias, None, None, options, chunking, request, False),
+        shard=vocab_shard,
+    )
     out = token_outputs(head, targets)
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
@@ -259,6 +272,7 @@ def make_head(
     request: TokenRequest,
     one_loss: bool,
     may_save_logits_grad: bool = True,
+    shard: VocabShard | None = None,
 ) -> Head:
     """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
@@ -268,9 +282,17 @@ def make_head(
         those of hidden and weight.
     Raises: as `linear_cross_entropy`.
     """
+    vocab = None if shard is None else shard.vocab
     hidden, weight, bias = _checked(
-        hidden, weight, targets, bias, class_weights, options.ignore_index
+        hidden, weight, targets, bias, class_weights, options.ignore_index, vocab
     )
+    if shard is not None:
+        if request.top_k:
+            raise ValueError(
+                f"loss head: top_k={request.top_k} is not there for a vocabulary that is split "
+                "over ranks; compute the likeliest classes from head.logits"
+            )
+        hidden = SumGradient.apply(hidden, shard.group)
     grad = torch.is_grad_enabled()
     needs_grad = NeedsGrad(
         hidden=grad and hidden.requires_grad,
@@ -294,6 +316,7 @@ def make_head(
         sizes = _sizes(
             hidden,
             weight,
+            _classes(weight, shard),
             targets.numel(),
             rows,
             needs_grad,
@@ -310,7 +333,16 @@ def make_head(
         if last.stop - last.start == 1:
             pass  # evaluating the condition is enough
     args = LossArgs(
-        row_targets, index, class_weights, token_weights, None, options, plan, needs_grad, request
+        targets=row_targets,
+        row_index=index,
+        class_weights=class_weights,
+        token_weights=token_weights,
+        divisor=None,
+        options=options,
+        plan=plan,
+        needs_grad=needs_grad,
+        request=request,
+        shard=shard,
     )
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
@@ -331,6 +363,7 @@ def _checked(
     bias: Tensor | None,
     class_weights: Tensor | None,
     ignore_index: int,
+    vocab_of_all_ranks: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check all tensors of a call; return hidden, weight and bias, cast if autocast is enabled."""
     if hidden.dim() == 0 or weight.dim() != 2:
@@ -345,6 +378,7 @@ def _checked(
             f"{tuple(weight.shape)}; expected the same last dimension, of 1 or more"
         )
     shape = hidden.shape[:-1]
+    vocab = vocab if vocab_of_all_ranks is None else vocab_of_all_ranks
     check_targets(targets, shape, vocab, class_weights, ignore_index, hidden.device)
     check_floating("loss head", "hidden", hidden)
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -366,22 +400,30 @@ def _checked(
     return hidden, weight, bias
 
 
-def _saves_logits_grad(rows: int, weight: Tensor, needs_grad: NeedsGrad) -> bool:
+def _classes(weight: Tensor, shard: VocabShard | None) -> int:
+    """Return the number of classes that the work is planned for.
+
+    The ranks of a shard plan for the rank with most classes, so that all have the same plan.
+    """
+    return len(weight) if shard is None else shard.most_classes
+
+
+def _saves_logits_grad(rows: int, weight: Tensor, vocab: int, needs_grad: NeedsGrad) -> bool:
     """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
 
     Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
     the gradient of the logits avoids this copy. On a GPU it must also take less memory than the
     gradient of the weight.
     """
-    vocab, width = weight.shape
     return needs_grad.weight and (
-        real_device(weight.device).type == "cpu" or rows <= min(width, vocab)
+        real_device(weight.device).type == "cpu" or rows <= min(weight.shape[1], vocab)
     )
 
 
 def _sizes(
     hidden: Tensor,
     weight: Tensor,
+    vocab: int,
     tokens: int,
     rows: int,
     needs_grad: NeedsGrad,
@@ -390,14 +432,14 @@ def _sizes(
     one_loss: bool,
     may_save_logits_grad: bool,
 ) -> chunk_plan.Sizes:
-    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get logits."""
-    vocab, width = weight.shape
+    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits."""
+    width = weight.shape[1]
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
     copies, row_copies = chunk_plan.wide_copies(hidden, request)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32
-    elif one_loss and may_save_logits_grad and _saves_logits_grad(rows, weight, needs_grad):
+    elif one_loss and may_save_logits_grad and _saves_logits_grad(rows, weight, vocab, needs_grad):
         single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow

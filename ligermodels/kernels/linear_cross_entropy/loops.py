@@ -1,10 +1,8 @@
 """The two loops of the loss head: over chunks of tokens, and over blocks of the vocabulary.
 
-Both call `chunk_logits_grad` for a chunk's logits and their gradient. Support for a vocabulary that
-is split over ranks belongs there. That function would compute the logsumexp and the target logit of
-a rank's classes, reduce them over the process group, and compute the rank's gradient in a second
-launch. The gradient of hidden would be a sum over the group, in `token_loop` and in
-`LogitsGradInForward.backward`.
+Both call `chunk_logits_grad` for a chunk's logits and their gradient. If the vocabulary is split
+over ranks, that function reduces what depends on all classes, and the gradient of hidden is this
+rank's part of a sum over the group.
 """
 
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
     OutputGrads,
@@ -45,6 +44,7 @@ class LossArgs(NamedTuple):
     plan: ChunkPlan
     needs_grad: NeedsGrad
     request: TokenRequest
+    shard: VocabShard | None = None  # if the vocabulary is split over ranks: weight is a slice
 
 
 class Head(NamedTuple):
@@ -90,24 +90,37 @@ def chunk_logits_grad(
         grad_output. If lse is given, the two losses are meaningless.
     """
     _, weight, bias, args = head
+    vocab, first_column = len(head.weight), 0 if block is None else block.start
     if block is not None:
         weight, bias = weight[block], None if bias is None else bias[block]
-    logits = F.linear(hidden, weight, bias)
+    logits, targets = F.linear(hidden, weight, bias), args.targets[chunk]
     if stats is not None:
         stats = stats.rows(chunk)
         stats.fill_likeliest(logits, args.request.top_k)
-    return select("cross_entropy", hidden).cross_entropy_rows(
+    lse = None if lse is None else lse[chunk]
+    losses = None
+    if args.shard is not None:
+        vocab, first_column = args.shard.vocab, args.shard.first + first_column
+        if lse is None:
+            losses = sharded_rows(
+                logits, targets, args.class_weights, args.options, args.shard, stats
+            )
+            if grad_output is None:
+                return *losses, None
+            lse, stats = losses[2], None
+    made = select("cross_entropy", hidden).cross_entropy_rows(
         logits,
-        args.targets[chunk],
+        targets,
         None if grad_output is None else grad_output.rows(chunk),
-        None if lse is None else lse[chunk],
+        lse,
         args.class_weights,
         args.options,
         True,
         stats=stats,
-        first_column=0 if block is None else block.start,
-        vocab=len(head.weight),
+        first_column=first_column,
+        vocab=vocab,
     )
+    return made if losses is None else (*losses, made[3])
 
 
 class GradSums:

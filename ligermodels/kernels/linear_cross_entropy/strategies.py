@@ -213,8 +213,8 @@ def _save_head(ctx: Any, head: Head, *others: Tensor | None) -> None:
     """Save the inputs of the logits, and other tensors, for `_saved_head` in backward."""
     # Autograd checks that saved tensors were not modified, and frees them after backward.
     hidden, weight, bias, args = head
-    *tensors, options, plan, needs_grad, request = args
-    ctx.settings = (options, plan, needs_grad, request._replace(alternatives=None))
+    *tensors, options, plan, needs_grad, request, shard = args
+    ctx.settings = (options, plan, needs_grad, request._replace(alternatives=None), shard)
     ctx.save_for_backward(hidden, weight, bias, *tensors, *others)
 
 

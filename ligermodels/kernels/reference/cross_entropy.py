@@ -241,6 +241,17 @@ def _known_to_hold(condition: Tensor) -> bool:
     return bool(condition.all())
 
 
+def natural_lse(lse: Tensor, options: CrossEntropyOptions) -> tuple[Tensor, Tensor]:
+    """Return the largest t and log(sum(exp(t - largest))) of an lse that this module returned."""
+    top, log_sum = lse.unbind(-1)
+    return top, log_sum
+
+
+def kernel_lse(top: Tensor, log_sum: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """Return the lse (rows, 2) for `cross_entropy_rows`, from what `natural_lse` returns."""
+    return torch.stack((top, log_sum), -1)
+
+
 def mean_loss(
     loss: Tensor,
     z_loss: Tensor,

@@ -38,7 +38,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
-__all__ = ["cross_entropy_rows", "mean_loss", "scaled"]
+__all__ = ["cross_entropy_rows", "kernel_lse", "mean_loss", "natural_lse", "scaled"]
 
 
 @triton.jit
@@ -398,6 +398,21 @@ def cross_entropy_rows(
     if stats is not None and raw_picked is not None:
         _fill_picked(stats, raw_picked, targets, lse, columns, options)
     return loss, z_loss, lse, grad
+
+
+def natural_lse(lse: Tensor, options: CrossEntropyOptions) -> tuple[Tensor, Tensor]:
+    """Return what `reference.natural_lse` returns. The kernel stores t / unit, and base 2."""
+    top, log_sum = lse.unbind(-1)
+    return top * _unit(options), log_sum * LN_2.value
+
+
+def kernel_lse(top: Tensor, log_sum: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """Return the lse in the kernel's units; see `reference.kernel_lse`."""
+    return torch.stack((top / _unit(options), log_sum * LOG2_E.value), -1)
+
+
+def _unit(options: CrossEntropyOptions) -> float:
+    return options.logit_scale if options.softcap is None else options.softcap
 
 
 def _fill_picked(

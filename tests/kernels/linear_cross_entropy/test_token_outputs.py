@@ -17,7 +17,7 @@ from tests.kernels.checks import compare, random
 from tests.kernels.conftest import FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy import test_functions
 from tests.kernels.linear_cross_entropy.test_functions import ROWS, VOCAB, WIDTH, on, small_budget
-from tests.kernels.test_cross_entropy import CONSTANT, OPTIONS
+from tests.kernels.test_cross_entropy import CONSTANT
 from tests.pairwise import pairwise
 
 PICKED = ("alternative_log_probs", "top_ids", "top_log_probs")
@@ -111,7 +111,13 @@ def test_of_logits(place, name, request_) -> None:
     compare(of_logits, logits_formula, made, place, constant=CONSTANT)
 
 
-@pairwise(indirect=["place"], place=PLACES, name=OPTIONS, request_=ASKED, chunk_size=[None, 9])
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    name=["plain", "smoothing", "softcap", "everything"],
+    request_=ASKED,
+    chunk_size=[None, 9],
+)
 def test_of_a_head(place, name, request_, chunk_size) -> None:
     if place.dtype == torch.bfloat16 and "top_k" in ASKED[request_]:
         return
@@ -127,7 +133,7 @@ def test_budgets_without_an_accumulator(float32_place, extra) -> None:
     compare(ours, formula, made | {"max_scratch_bytes": budget}, float32_place)
 
 
-@pytest.mark.parametrize("vocab", [1, 1023, 5000])
+@pytest.mark.parametrize("vocab", [1, 1025])
 def test_vocabularies_at_the_edges_of_a_block(float32_place, vocab) -> None:
     made = test_cross_entropy.inputs((5,), vocab)
     made |= {"return_token_stats": TOKEN_STATS, "alternatives": alternatives(5, vocab), "top_k": 1}
@@ -156,6 +162,7 @@ def test_a_temperature_is_a_scale_of_the_capped_logits(place) -> None:
         made["logit_scale"] *= temperature
 
 
+@pytest.mark.skipif(INTERPRETING, reason="other tests run the same kernels in the interpreter")
 @pairwise(
     indirect=["place"],
     place=PLACES,
@@ -185,6 +192,7 @@ def test_token_weights(place, name, reduction, chunk_size) -> None:
     compare(weighted, weighted_formula, made, place, constant=(*CONSTANT, "token_weights"))
 
 
+@pytest.mark.skipif(INTERPRETING, reason="other tests run the same kernels in the interpreter")
 @pytest.mark.parametrize("budget", ["skip_ignored", "no gradients in forward", "vocabulary"])
 def test_token_weights_in_every_strategy(float32_place, budget) -> None:
     made = on(float32_place, test_functions.inputs((40,), bias=False))
@@ -211,6 +219,7 @@ def test_token_weights_need_no_fourth_product(float32_place, chunk_size) -> None
     assert counter.get_total_flops() == 3 * 2 * ROWS * WIDTH * VOCAB
 
 
+@pytest.mark.skipif(INTERPRETING, reason="other tests run the same kernels in the interpreter")
 def test_skipping_ignored_targets(float32_place) -> None:
     made = on(float32_place, asked("everything", test_functions.inputs(name="softcap")))
     plain = ours(**made)

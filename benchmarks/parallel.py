@@ -1,0 +1,354 @@
+"""Training on several GPUs: FSDP2 beside HF with Liger, tensor parallelism, loads and saves.
+
+    torchrun --nproc-per-node 2 -m benchmarks.parallel [--parts exact,fsdp,...] [--layers N]
+
+Each part prints a table. The results go into parallel.json in $OUT, or else in benchmarks/results,
+beside those of other numbers of GPUs.
+
+    exact   losses and gradients in float32 of every layout, against one GPU
+    fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
+    tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together
+    head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
+    files   load and save of Llama-3-8B in bfloat16
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.common import RESULTS, environment, release_memory
+from ligermodels import (
+    LigerLlama,
+    LlamaConfig,
+    clip_grad_norm_,
+    kernels,
+    mean_over_ranks,
+    shard,
+)
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.models.parts import whole_tensor
+
+GIB = 2**30
+PRESET = "llama-3-8b"
+TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
+STEPS = 5
+Row = dict[str, Any]
+
+
+def mesh(**sizes: int) -> Any:
+    return init_device_mesh("cuda", (*sizes.values(),), mesh_dim_names=(*sizes,))
+
+
+def config(layers: int | None, **changes: Any) -> LlamaConfig:
+    made = LlamaConfig.preset(PRESET, **changes)
+    if layers:
+        made.num_hidden_layers = layers
+    return made
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Return the time of a call on the slowest rank."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return max(everywhere((time.perf_counter() - start) * 1e3))
+
+
+def everywhere(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def training(model: Any, rows_together: int) -> Row:
+    """Measure steps with AdamW: the median of the slowest rank, and the largest peak."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    generator = torch.Generator().manual_seed(dist.get_rank() if rows_together > 1 else 0)
+    ids = torch.randint(3, 128000, (1, TOKENS), generator=generator).cuda()
+    losses = []
+
+    def step() -> None:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    first = milliseconds(step)
+    milliseconds(step)
+    torch.cuda.reset_peak_memory_stats()
+    times = [milliseconds(step) for _ in range(STEPS)]
+    median = statistics.median(times)
+    return {
+        "first ms": first,
+        "ms": median,
+        "ms spread": max(times) - min(times),
+        "tokens/s": rows_together * TOKENS / median * 1e3,
+        "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
+        "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
+        "loss": losses[-1].item(),
+    }
+
+
+def hf_with_liger(layers: int | None) -> Any:
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from ligermodels.converters.hf_config import to_hf
+
+    apply_liger_kernel_to_llama()
+    values = to_hf(config(layers)) | {"use_cache": False}
+    made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            made, dtype=torch.float32, attn_implementation="sdpa"
+        ).train()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*model.model.layers, model]:
+        fully_shard(module, mp_policy=policy)
+    return model
+
+
+def ours(layers: int | None, **options: Any) -> Any:
+    with torch.device("cuda"):
+        model = LigerLlama(config(layers)).train()
+    return shard(model, **options)
+
+
+def fsdp(layers: int | None) -> list[Row]:
+    ranks = dist.get_world_size()
+    variants: dict[str, Callable[[], Any]] = {
+        "HF + Liger": lambda: hf_with_liger(layers),
+        "ligermodels": lambda: ours(layers),
+        "ligermodels, prefetch 1": lambda: ours(layers, prefetch=1),
+        "ligermodels, no resharding": lambda: ours(layers, reshard_after_forward=False),
+    }
+    return [
+        attempt(name, lambda make=make: training(make(), ranks)) for name, make in variants.items()
+    ]
+
+
+def tp(layers: int | None) -> list[Row]:
+    ranks = dist.get_world_size()
+    return [
+        attempt(f"tp {ranks}", lambda: training(ours(layers, mesh=mesh(tp=ranks)), 1)),
+    ]
+
+
+def head(_: int | None) -> list[Row]:
+    """Compare the split vocabulary with the whole one on each GPU alone."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def run(shared: VocabShard | None) -> Row:
+        torch.manual_seed(0)
+        hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=torch.bfloat16) * 0.02
+        targets = torch.randint(0, VOCAB, (TOKENS,), device="cuda")
+        if shared is not None:
+            weight = weight[shared.first : shared.first + shared.most_classes].clone()
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        losses = []
+
+        def step() -> None:
+            hidden.grad = weight.grad = None
+            out = kernels.linear_cross_entropy(hidden, weight, targets, vocab_shard=shared)
+            out.loss.backward()
+            losses.append(out.loss.detach())
+
+        for _ in range(3):
+            step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        times = [milliseconds(step) for _ in range(10)]
+        return {
+            "ms": statistics.median(times),
+            "scratch GiB": (torch.cuda.max_memory_allocated() - before) / GIB,
+            "loss": losses[-1].item(),
+        }
+
+    whole = attempt("whole vocabulary on each", lambda: run(None))
+    part = VocabShard(dist.group.WORLD, rank * -(-VOCAB // ranks), VOCAB)
+    split = attempt(f"vocabulary split over {ranks}", lambda: run(part))
+    if "ms" in whole and "ms" in split:
+        split["of linear"] = whole["ms"] / split["ms"] / ranks
+    return [whole, split]
+
+
+def files(layers: int | None) -> list[Row]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    folders = [tempfile.mkdtemp(dir=os.environ.get("TMPDIR")) if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    folder = Path(str(folders[0]))
+
+    def host_peak() -> float:
+        return max(everywhere(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)) * 1024 / GIB
+
+    def bytes_read() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(lines[0].partition(":")[2])
+
+    def write() -> Row:
+        start = time.perf_counter()
+        if rank == 0:
+            with torch.device("cuda"):
+                model = LigerLlama(config(layers)).to(torch.bfloat16)
+            model.save_hf(folder / "model")
+        dist.barrier()
+        return {"s": time.perf_counter() - start}
+
+    def load() -> Row:
+        before, started = bytes_read(), host_peak()
+        start = time.perf_counter()
+        model = LigerLlama.from_hf(folder / "model", device="meta")
+        shard(model, compute_dtype=None)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        kept.append(model)
+        return {
+            "s": max(everywhere(seconds)),
+            "GiB read by a rank": max(everywhere(bytes_read() - before)) / GIB,
+            "host GiB before": started,
+            "host GiB": host_peak(),
+        }
+
+    def save() -> Row:
+        started = host_peak()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        kept[0].save_hf(folder / "again")
+        return {
+            "s": max(everywhere(time.perf_counter() - start)),
+            "host GiB before": started,
+            "host GiB": host_peak(),
+            "extra GPU GiB": (torch.cuda.max_memory_allocated() - before) / GIB,
+            "same files": float(same()) if rank == 0 else 1.0,
+        }
+
+    def same() -> bool:
+        names = sorted(p.name for p in (folder / "model").iterdir() if p.is_file())
+        return all(
+            (folder / "again" / name).stat().st_size == (folder / "model" / name).stat().st_size
+            for name in names
+        )
+
+    kept: list[Any] = []
+    try:
+        return [
+            attempt("save of a whole model", write),
+            attempt(f"load by {ranks}", load),
+            attempt(f"save by {ranks}", save),
+        ]
+    finally:
+        kept.clear()
+        if rank == 0:
+            shutil.rmtree(folder)
+
+
+def exact(_: int | None) -> list[Row]:
+    """Compare each layout with a model on one GPU, in float32, with the Triton kernels."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 1003, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    with torch.device("cuda"):
+        model = LigerLlama(LlamaConfig(**sizes, **heads, initializer_range=0.1))
+        ids = torch.randint(0, 1003, (2 * ranks, 128))
+    fresh = copy.deepcopy(model)
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+
+    def compare(layout: Any, splits_rows: bool) -> Row:
+        sharded = shard(copy.deepcopy(fresh), layout, compute_dtype=None)
+        rows = ids.chunk(ranks)[dist.get_rank()] if splits_rows else ids
+        normalizer = mean_over_ranks(sharded, rows[:, 1:].numel())
+        loss = sharded(rows, labels=rows, normalizer=normalizer).loss
+        loss.backward()
+        total = sum(everywhere(loss.item()))
+        worst = 0.0
+        for name, parameter in model.named_parameters():
+            grad = sharded.get_parameter(name).grad
+            whole = whole_tensor(grad, sharded.tensor_shards.get(name))
+            difference = (whole - parameter.grad).norm() / parameter.grad.norm()
+            worst = max(worst, difference.item())
+        norm = clip_grad_norm_(sharded, 1e9)
+        norms = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        return {
+            "loss differs by": abs(total / ranks - expected.item()),
+            "gradient differs by": worst,
+            "norm differs by": abs(norm.item() / norms.item() - 1),
+        }
+
+    layouts = {"dp_shard": True, "dp_replicate": True, "tp": False}
+    return [
+        attempt(name, lambda name=name, rows=rows: compare(mesh(**{name: ranks}), rows))
+        for name, rows in layouts.items()
+    ]
+
+
+def attempt(name: str, measure: Callable[[], Row]) -> Row:
+    """Return a row; an error becomes part of it, so that the other rows are measured."""
+    gc.collect()
+    release_memory()
+    try:
+        return {"name": name, **measure()}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        return {"name": name, "error": text}
+
+
+PARTS = {"exact": exact, "head": head, "files": files, "tp": tp, "fsdp": fsdp}
+
+
+def table(title: str, rows: list[Row]) -> str:
+    columns = [*dict.fromkeys(key for row in rows for key in row)]
+    lines = [title, "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (row.get(column, "") for column in columns)
+        texts = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, in this order")
+    parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
+    given = parser.parse_args()
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    file = Path(os.environ.get("OUT", RESULTS)) / "parallel.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    machine = environment()
+    for part in given.parts.split(","):
+        rows = PARTS[part](given.layers)
+        if rank == 0:
+            layers = f", {given.layers} layers" if given.layers else ""
+            title = f"{part}, {ranks} x {machine['gpu']}{layers}"
+            print(table(title, rows), flush=True)
+            found[title] = {"environment": machine, "rows": rows}
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

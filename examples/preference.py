@@ -1,0 +1,103 @@
+"""Teach a model to prefer "&" to "and", which it finds less likely at first.
+
+    python examples/preference.py build/smollm2 --output-dir runs/preference
+
+The pairs are made from a novel. The run prints for how many sentences that it has not seen the
+model gives the form with "&" the higher probability, before and after.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from ligermodels import AutoLiger, DecoderModel, Tokenizer, token_log_probs
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import FinetuneResult, finetune
+from ligermodels.training.grouped import GroupedRows
+from ligermodels.training.preference_data import read_pairs
+
+DATA = Path(__file__).parent / "data"
+
+
+def write_pairs(text: Path, file: Path, count: int, seed: int = 0) -> None:
+    """Write pairs of the end of a sentence, with "&" and with "and" in one place."""
+    sentences = text.read_text(encoding="utf-8").replace("\n", " ").split(". ")
+    records = []
+    for sentence in sentences:
+        words = sentence.split()
+        start, end = " ".join(words[:8]), " ".join(words[8:])
+        if 12 <= len(words) <= 40 and end.count(" and ") == 1:
+            chosen = f" {end.replace(' and ', ' & ')}."
+            records.append({"prompt": start, "chosen": chosen, "rejected": f" {end}."})
+    drawn = random.Random(seed).sample(records, count)
+    file.write_text("".join(json.dumps(each) + "\n" for each in drawn), encoding="utf-8")
+
+
+@torch.no_grad()
+def share_preferred(model: DecoderModel, tokenizer: Tokenizer, file: Path) -> float:
+    """Return the share of the pairs whose chosen end is the likelier one."""
+    rows = GroupedRows(read_pairs([file], tokenizer), 128)
+    right = 0.0
+    for i in range(len(rows)):
+        batch = rows.batch([i])
+        ids, labels, positions, mask = (
+            x.to(model.embed_tokens.weight.device)
+            for x in (batch.input_ids, batch.labels, batch.position_ids, batch.mask)
+        )
+        log_probs = token_log_probs(model, ids, labels, position_ids=positions)
+        chosen, rejected = (log_probs * mask).sum(1)
+        right += float(chosen > rejected)
+    return right / len(rows)
+
+
+def main(
+    model: str,
+    output_dir: Path,
+    *,
+    loss: str = "dpo",
+    pairs: int = 256,
+    held_out: int = 16,
+    **options: object,
+) -> FinetuneResult:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    files = {name: output_dir / f"{name}.jsonl" for name in ("train", "heldout")}
+    for name, count in (("train", pairs), ("heldout", held_out)):
+        write_pairs(DATA / f"persuasion-{name}.txt", files[name], count)
+    settings: dict = {"batch_size": 8, "learning_rate": 1e-5, "seq_len": 128} | options
+    config = FinetuneConfig(
+        model=model,
+        train_files=[str(files["train"])],
+        eval_files=[str(files["heldout"])],
+        output_dir=str(output_dir / "run"),
+        loss=loss,
+        overwrite_output_dir=True,
+        **settings,
+    )
+    tokenizer = Tokenizer.from_hf(model)
+    before = share_preferred(AutoLiger.from_hf(model), tokenizer, files["heldout"])
+    result = finetune(config)
+    after = share_preferred(result.model, tokenizer, files["heldout"])
+    print(f"held-out sentences where & is likelier: {before:.2f} -> {after:.2f}")
+    for key in ("eval_loss", "eval_rewards/margins"):
+        print(f"{key}: {result.eval_before[key]:.4f} -> {result.eval_after[key]:.4f}")
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="hub id or local folder")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--loss", default="dpo", choices=["dpo", "orpo", "cpo", "simpo"])
+    parser.add_argument("--pairs", type=int, default=256)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    given = parser.parse_args()
+    main(
+        given.model,
+        given.output_dir,
+        loss=given.loss,
+        pairs=given.pairs,
+        learning_rate=given.learning_rate,
+    )

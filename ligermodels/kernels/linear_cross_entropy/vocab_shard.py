@@ -1,0 +1,198 @@
+"""The loss of rows of logits whose classes are split over the ranks of a process group.
+
+Each rank computes the logits of its own classes, and a kernel their logsumexp. One gathering of a
+few numbers for each row makes the loss of all classes from them, the same on all ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenStats
+
+# torch renames these two, and warns of the old names.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The classes of a head that this rank has.
+
+    Attributes:
+        group: the ranks that have all classes together.
+        first: the first class of this rank.
+        vocab: the number of classes of all ranks. All have as many, the last ones may have fewer.
+    """
+
+    group: Any
+    first: int
+    vocab: int
+
+    @property
+    def most_classes(self) -> int:
+        """The classes of the rank that has most of them."""
+        return -(-self.vocab // dist.get_world_size(self.group))
+
+
+def sharded_rows(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: CrossEntropyOptions,
+    shard: VocabShard,
+    stats: TokenStats | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute loss (rows), z-loss (rows) and lse (rows, 2), as `cross_entropy_rows` returns them.
+
+    Args: logits (rows, classes of this rank), which stay as they are; targets (rows), of all
+        classes; class_weights (vocab), of all classes; stats, to be filled.
+    """
+    ignore_index, smoothing, z_loss, softcap, logit_scale = options
+    ops, dtype, columns = select("cross_entropy", logits), compute_dtype(logits), logits.shape[1]
+    valid = targets != ignore_index
+    inside = (targets >= 0) & (targets < shard.vocab)
+    here = targets - shard.first
+    mine = valid & (here >= 0) & (here < columns)
+    index = torch.where(mine, here, 0)
+
+    def capped(values: Tensor) -> Tensor:
+        t = cast(values, dtype) * logit_scale
+        return t if softcap is None else softcap * torch.tanh(t / softcap)
+
+    # Ignored rows get the default mark here: ignore_index may be the number of a rank's class.
+    alone = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
+    own_targets = torch.where(valid, index, alone.ignore_index)
+    own_lse = ops.cross_entropy_rows(logits, own_targets, None, None, None, alone, False)[2]
+    own_top, own_sum = ops.natural_lse(own_lse, alone)
+    own_raw = cast(logits.gather(1, index[:, None])[:, 0], dtype)
+    parts = [own_top, own_sum, torch.where(mine, own_raw, 0.0)]
+    if smoothing:
+        t = capped(logits) - own_top[:, None]
+        if class_weights is not None:
+            weights = cast(class_weights[shard.first : shard.first + columns], dtype)
+            parts += [(t * weights).sum(-1), weights.sum().expand_as(own_top)]
+        else:
+            parts += [t.sum(-1), torch.full_like(own_top, columns)]
+    tops, sums, raws, *smooth = _gathered(torch.stack(parts), shard).unbind(1)
+
+    top = tops.amax(0)
+    shift = torch.where(top == -torch.inf, 0.0, top)
+    log_sum = torch.exp(tops - shift + sums).sum(0).log()
+    target_raw = raws.sum(0)
+    target_t = capped(target_raw)
+    log_p = target_t - top - log_sum
+    target_weight = torch.full_like(log_p, 1 - smoothing)
+    if class_weights is not None:
+        target_weight = target_weight * class_weights[torch.where(inside, targets, 0)]
+    loss = -target_weight * log_p
+    if smoothing:
+        away, weight_sums = smooth
+        # The sum over classes of weight * (logsumexp - t).
+        total = (weight_sums * (top + log_sum - tops) - away).sum(0)
+        loss = loss + smoothing / shard.vocab * total
+    z = z_loss * (top + log_sum).square()
+    nan = torch.where(inside, 0.0, torch.nan)
+    if stats is not None:
+        own_log_p = capped(logits) - top[:, None] - log_sum[:, None]
+        _fill(
+            stats, logits, own_log_p, log_p, top + log_sum, valid, nan, targets, target_raw, shard
+        )
+    loss, z = (torch.where(valid, x + nan, 0.0).to(dtype) for x in (loss + z, z))
+    return loss, z, ops.kernel_lse(top, log_sum, options)
+
+
+def _fill(
+    stats: TokenStats,
+    logits: Tensor,
+    own_log_p: Tensor,
+    log_p: Tensor,
+    lse: Tensor,
+    valid: Tensor,
+    nan: Tensor,
+    targets: Tensor,
+    target_raw: Tensor,
+    shard: VocabShard,
+) -> None:
+    """Fill what is asked of each token; see `TokenStats`.
+
+    Args: own_log_p: the log-probabilities of this rank's classes; log_p: of the targets; nan: NaN
+        for the rows of targets outside the vocabulary, else 0; target_raw: the targets' logits.
+    """
+    columns = logits.shape[1]
+
+    def fill(out: Tensor | None, own: Callable[[], Tensor]) -> None:
+        """Fill a statistic that is a sum over classes, from this rank's part of it."""
+        if out is not None:
+            out.copy_(torch.where(valid, _gathered(own(), shard).sum(0) + nan, 0.0))
+
+    p = torch.exp(own_log_p)
+    if stats.log_probs is not None:
+        stats.log_probs.copy_(torch.where(valid, log_p + nan, 0.0))
+    fill(stats.entropy, lambda: -torch.where(p == 0, 0.0, p * own_log_p).sum(-1))
+    fill(stats.sum_sq_probs, lambda: p.square().sum(-1))
+    fill(stats.mean_logits, lambda: (own_log_p + lse[:, None]).sum(-1) / shard.vocab)
+    if stats.correct is not None:
+        # Compare before the softcap, because it may round different logits to one value.
+        raw = cast(logits, log_p.dtype)
+        classes = torch.arange(columns, device=logits.device) + shard.first
+        ties = (raw == target_raw[:, None]) & (classes < targets[:, None])
+        beaten = ((raw > target_raw[:, None]) | ties).any(-1) | target_raw.isnan()
+        most = _gathered(beaten.to(log_p.dtype), shard).amax(0)
+        stats.correct.copy_(valid & ~nan.isnan() & (most == 0))
+    if stats.picked is not None and stats.picked_log_probs is not None:
+        here = stats.picked - shard.first
+        mine = (here >= 0) & (here < columns)
+        own = torch.where(mine, own_log_p.gather(1, torch.where(mine, here, 0)), 0.0)
+        found = _gathered(own, shard).sum(0) + nan[:, None]
+        found = torch.where(stats.picked >= shard.vocab, torch.nan, found)
+        skipped = ~valid[:, None] | (stats.picked < 0)
+        stats.picked_log_probs.copy_(torch.where(skipped, 0.0, found))
+
+
+def _gathered(values: Tensor, shard: VocabShard) -> Tensor:
+    """Return (ranks, *values.shape): the values of each rank."""
+    ranks = dist.get_world_size(shard.group)
+    out = values.new_empty(ranks * values.shape[0], *values.shape[1:])
+    all_gather(out, values.contiguous(), group=shard.group)
+    return out.view(ranks, *values.shape)
+
+
+class SumGradient(torch.autograd.Function):
+    """Return a tensor itself. Its gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Return x, which all ranks of the group have."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Sum the parts of the gradient that the ranks have."""
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class GatherClasses(torch.autograd.Function):
+    """Return the logits of all classes; each rank takes its part of their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        """Return (..., vocab) for each rank's (..., classes)."""
+        ctx.first, ctx.columns = shard.first, logits.shape[-1]
+        padded = torch.nn.functional.pad(logits, (0, shard.most_classes - ctx.columns))
+        every = _gathered(padded, shard).movedim(0, -2).flatten(-2)
+        return every[..., : shard.vocab].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient of this rank's classes."""
+        return grad[..., ctx.first : ctx.first + ctx.columns], None

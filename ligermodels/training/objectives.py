@@ -1,0 +1,341 @@
+"""What a run minimises: one class for each kind of loss. The trainer knows no loss by name.
+
+An objective turns files into rows, and batches of rows into a loss. It calls the model through the
+trainer, which knows about devices and precision. The losses are those of `ligermodels.losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.layers import HeadOutput
+from ligermodels.losses import (
+    LossOutput,
+    Mean,
+    cpo_loss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    orpo_loss,
+    sft_loss,
+    token_metrics,
+)
+from ligermodels.losses.terms import mean_of
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import reshard
+from ligermodels.models.ranks import gathered
+from ligermodels.models.reference import frozen_copy
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data import read_documents
+from ligermodels.training.grouped import GroupBatch, GroupedRows
+from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
+from ligermodels.training.preference_data import read_judged, read_pairs
+from ligermodels.training.processes import shared_out, summed, summed_output
+from ligermodels.training.reference_file import reference_path, stored_log_probs
+
+STATS = ("entropy", "correct", "mean_logits")  # of each token, for the metrics of pairs
+Files = Sequence[str | Path]
+Rows = PackedRows | GroupedRows
+
+
+class Call(Protocol):
+    """How an objective calls the model: `call(batch, **options)` returns the head's output.
+
+    `options` are those of the loss head, and `model` is another model than the trained one.
+    """
+
+    def __call__(
+        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+    ) -> HeadOutput: ...
+
+
+class Objective:
+    """The mean loss of the next token: the base class of all others.
+
+    Attributes:
+        shown: the metric of an evaluation that tells how good the model is, and its name.
+        evaluates_loss: whether an evaluation measures the loss.
+        rows_per_item: how many rows of the model one item of the data makes.
+        one_process: why a run must have one process, or None if it may have several.
+    """
+
+    shown = ("eval_perplexity", "perplexity")
+    evaluates_loss = True
+    rows_per_item = 1
+    one_process: str | None = None
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        self.config = config
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return the items of data files.
+
+        Raises:
+            DataError: a file or a line is wrong.
+        """
+        return read_documents(files, tokenizer, separator=self.config.separator)
+
+    def rows(self, items: list[Any]) -> Rows:
+        """Return the rows from which batches are made.
+
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        return PackedRows(items, self.config.seq_len)
+
+    def prepare(
+        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
+    ) -> None:
+        """Do what must be done before the first step, with the weights that the run starts from.
+
+        Args: rows, all rows of the run; folder, for files; base, a hash of the weights.
+        """
+
+    def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
+        """Return the most rows of a forward pass, and their length, for the memory plan."""
+        width = max(each.width for each in rows)
+        return self.batch_size * self.rows_per_item, width
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of the data a step reads."""
+        return self.config.gradient_accumulation_steps
+
+    @property
+    def batch_size(self) -> int:
+        """How many items of the data a batch holds."""
+        return self.config.batch_size
+
+    def begin(
+        self, call: Call, batches: list[Any], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Return the micro-batches of a step, and metrics that are known before its forward.
+
+        Args: shared, whether the other ranks have other batches of the step.
+        """
+        return batches, {}
+
+    def counts(self, batch: Any) -> dict[str, int]:
+        """Return what a batch adds to the normalizers of its step, named as `loss` takes them."""
+        return {"normalizer": batch.num_targets}
+
+    def loss(self, call: Call, batch: Any, normalizer: Tensor, **_: Tensor) -> LossOutput:
+        """Return the loss of a batch, divided by the normalizers of the step, and its metrics."""
+        if self.config.loss_type in (None, "nll"):
+            return LossOutput(call(batch, normalizer=normalizer).loss, {})
+        targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        ends = F.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
+        log_probs = log_probs_of(call(batch, reduction="none"))
+        mask = ((targets != IGNORE_INDEX) & ~ends).to(log_probs.device)
+        return sft_loss(log_probs, mask, loss_type=self.config.loss_type, normalizer=normalizer)
+
+
+def log_probs_of(out: HeadOutput) -> Tensor:
+    """Return the log-probabilities of an output that was made with reduction "none"."""
+    return 0.0 - out.loss
+
+
+class PairObjective(Objective):
+    """DPO and its relatives, ORPO, CPO and SimPO: losses of a chosen and a rejected completion."""
+
+    shown = ("eval_rewards/accuracies", "reward accuracy")
+    rows_per_item = 2
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.needs_reference = config.loss == "dpo"
+        self.reference_model: DecoderModel | None = None
+        if config.reference not in (None, "file"):
+            self.one_process = (
+                f"the reference {config.reference} is a copy of the model, which is spread over "
+                "them (--reference file needs no copy)"
+            )
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return pairs."""
+        return read_pairs(files, tokenizer)
+
+    def rows(self, items: list[Any]) -> Rows:
+        """Return pairs of rows. ORPO's likelihood also covers the prompts."""
+        return GroupedRows(items, self.config.seq_len, prompt_targets=self.config.loss == "orpo")
+
+    def prepare(
+        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
+    ) -> None:
+        """Compute the reference's log-probabilities into a file, or copy the model."""
+        if not self.needs_reference:
+            return
+        if self.config.reference not in (None, "file"):
+            self.reference_model = frozen_copy(model, self.config.reference)
+            return
+        for each in rows:
+            assert isinstance(each, GroupedRows)
+            path = reference_path(folder, base, each.fingerprint(), str(self.config.seq_len))
+            each.reference = stored_log_probs(
+                path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
+            )
+        reshard(model)
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Count pairs, and the tokens of the chosen completions' likelihood."""
+        chosen = batch.labels[: len(batch.groups)]
+        return {
+            "normalizer": len(batch.groups),
+            "token_normalizer": int((chosen != IGNORE_INDEX).sum()),
+        }
+
+    def loss(  # type: ignore[override]
+        self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
+    ) -> LossOutput:
+        """Return the loss of the pairs of a batch, and its metrics."""
+        out = call(batch, reduction="none", return_token_stats=STATS)
+        log_probs = log_probs_of(out)
+        mask = batch.mask.to(log_probs.device)
+        config = self.config
+        counts = {"normalizer": normalizer, "token_normalizer": token_normalizer}
+        options = given(config, "beta", "label_smoothing", "loss_type") | counts
+        if config.loss == "orpo":
+            labels = (batch.labels[:, 1:] != IGNORE_INDEX).to(log_probs.device)
+            loss, metrics = orpo_loss(log_probs, mask, nll_mask=F.pad(labels, (0, 1)), **options)
+        elif config.loss == "dpo":
+            reference = reference_log_probs(call, batch, self.reference_model, log_probs)
+            loss, metrics = dpo_loss(log_probs, reference, mask, **options)
+        else:
+            options |= given(config, "simpo_gamma")
+            if config.loss == "simpo":
+                options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
+            loss, metrics = cpo_loss(log_probs, mask, **options)
+        metrics |= token_metrics(
+            mask,
+            entropy=out.token_entropy,
+            correct=out.token_correct,
+            mean_logits=out.token_mean_logits,
+            paired=True,
+        )
+        return LossOutput(loss, metrics)
+
+
+class JudgedObjective(PairObjective):
+    """KTO: a loss of completions that are desirable or not."""
+
+    shown = ("eval_loss", "loss")
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.needs_reference = True
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return completions, each with another one for the KL."""
+        return read_judged(files, tokenizer)
+
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Estimate the KL of the whole step, and keep only the rows of the loss."""
+        rows = sum(len(batch.groups) for batch in batches if batch.num_targets)
+        if shared:
+            rows = summed({"rows": rows})["rows"]
+        halves = [(_part(batch, 0), _part(batch, 1)) for batch in batches]
+        if self.config.loss_type == "apo_zero_unpaired":
+            return [first for first, _ in halves], {}
+        kl = torch.zeros(())
+        with torch.no_grad():
+            for _, other in halves:
+                log_probs = log_probs_of(call(other, reduction="none"))
+                reference = reference_log_probs(call, other, self.reference_model, log_probs)
+                mask = other.mask.to(log_probs.device)
+                part = kto_kl(log_probs, reference, mask, normalizer=rows)
+                kl = kl.to(part) + (part if other.num_targets else 0 * part)
+        if shared:
+            kl, _ = summed_output(kl, {})
+        return [replace(first, kl=kl) for first, _ in halves], {}
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Count completions."""
+        return {"normalizer": len(batch.groups)}
+
+    def loss(  # type: ignore[override]
+        self, call: Call, batch: GroupBatch, normalizer: Tensor
+    ) -> LossOutput:
+        """Return the loss of the completions of a batch, and its metrics."""
+        out = call(batch, reduction="none", return_token_stats=("entropy", "mean_logits"))
+        log_probs = log_probs_of(out)
+        mask = batch.mask.to(log_probs.device)
+        label = torch.tensor([group.label for group in batch.groups], device=log_probs.device)
+        loss, metrics = kto_loss(
+            log_probs,
+            reference_log_probs(call, batch, self.reference_model, log_probs),
+            mask,
+            label,
+            0.0 if batch.kl is None else batch.kl,
+            normalizer=normalizer,
+            **given(self.config, "beta", "loss_type", "desirable_weight", "undesirable_weight"),
+        )
+        metrics |= token_metrics(mask, entropy=out.token_entropy)
+        assert out.token_mean_logits is not None
+        for name, rows in (("chosen", label), ("rejected", ~label)):
+            tokens = mask & rows[:, None]
+            metrics[f"logits/{name}"] = mean_of(out.token_mean_logits, tokens)
+        return LossOutput(loss, metrics)
+
+
+def given(config: FinetuneConfig, *names: str) -> dict[str, Any]:
+    """Return the options that a config sets. The loss functions have defaults for the others."""
+    options = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def reference_log_probs(
+    call: Call, batch: GroupBatch, model: DecoderModel | None, like: Tensor
+) -> Tensor:
+    """Return the reference model's log-probabilities of a batch: stored ones, or by its model.
+
+    Args: like, a tensor on the device where they are needed.
+    """
+    if model is None:
+        assert batch.ref_log_probs is not None
+        return batch.ref_log_probs.to(like.device)
+    with torch.no_grad():
+        return log_probs_of(call(batch, model=model, reduction="none"))
+
+
+@torch.no_grad()
+def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
+    """Return the log-probabilities of all targets, in the order of the groups."""
+    starts = range(0, len(rows), batch_size)
+    mine = []
+    for start, _ in shared_out(starts):
+        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+        log_probs = log_probs_of(call(batch, reduction="none")).cpu()
+        count = len(batch.groups)
+        places = [row for i in range(count) for row in range(i, count * rows.per_group, count)]
+        mine.append(torch.cat([log_probs[row, batch.mask[row]] for row in places]))
+    every = gathered(mine)
+    return torch.cat([every[i % len(every)][i // len(every)] for i in range(len(starts))])
+
+
+def _part(batch: GroupBatch, number: int) -> GroupBatch:
+    """Return the rows of a batch that are the groups' documents of this number."""
+    count = len(batch.groups)
+    rows = slice(number * count, (number + 1) * count)
+    reference = batch.ref_log_probs
+    part = replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        labels=batch.labels[rows],
+        position_ids=batch.position_ids[rows],
+        mask=batch.mask[rows],
+        num_tokens=sum(len(group.documents[number]) for group in batch.groups),
+        num_targets=int((batch.labels[rows] != IGNORE_INDEX).sum()),
+        ref_log_probs=None if reference is None else reference[rows],
+    )
+    return part if batch.num_targets else part.uncounted()

@@ -1,0 +1,265 @@
+"""GRPO with the model's own `generate` as the sampler: sample, reward, and one step.
+
+This loop is whole but small: one process samples and trains in turns. Sampling takes most of the
+time. A serving engine (vLLM, SGLang) samples many times faster, and belongs here for large runs; it
+then computes slightly other probabilities, which `losses.importance_ratio` corrects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligermodels.errors import ConfigError, LigerError, first_line, shown
+from ligermodels.generation.generation_config import resolve_eos_token_ids
+from ligermodels.losses import (
+    LossOutput,
+    Mean,
+    group_advantages,
+    grpo_loss,
+    grpo_normalizer,
+    token_metrics,
+)
+from ligermodels.losses.terms import mean_of
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.reference import frozen_copy
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data import Document
+from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, stack
+from ligermodels.training.objectives import (
+    Call,
+    Files,
+    Objective,
+    Rows,
+    given,
+    log_probs_of,
+    reference_log_probs,
+)
+from ligermodels.training.preference_data import read_prompts
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+class GroupObjective(Objective):
+    """GRPO and its relatives: the advantage of sampled completions over others of their prompt."""
+
+    shown = ("eval_reward", "reward")
+    evaluates_loss = False
+    one_process = "one process samples the completions"
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        assert config.reward_function is not None
+        self.reward = load_reward(config.reward_function)
+        self.model: DecoderModel | None = None
+        self.reference_model: DecoderModel | None = None
+        self.tokenizer: Tokenizer | None = None
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return prompts."""
+        self.tokenizer = tokenizer
+        return read_prompts(files, tokenizer)
+
+    def rows(self, items: list[Any]) -> Rows:
+        """Return prompts that leave room for a completion."""
+        room = self.config.seq_len - self.config.max_completion_length
+        return GroupedRows(items, room, needs_targets=False)
+
+    def prepare(
+        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
+    ) -> None:
+        """Copy the reference model, if the loss has one."""
+        self.model = model
+        if self.config.beta:
+            self.reference_model = frozen_copy(model, self.config.reference or "bfloat16")
+
+    def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
+        """Return the completions of a forward pass and the longest of them."""
+        longest = max(each.width for each in rows) + self.config.max_completion_length
+        return self.config.batch_size, longest
+
+    @property
+    def batches_per_step(self) -> int:
+        """All prompts of a step are read at once."""
+        return 1
+
+    @property
+    def batch_size(self) -> int:
+        """The prompts of a step; `config.batch_size` counts completions."""
+        config = self.config
+        return config.batch_size * config.gradient_accumulation_steps // config.num_generations
+
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Sample completions of the prompts, reward them, and split them into micro-batches."""
+        config = self.config
+        groups = [
+            group
+            for batch in batches
+            for group in batch.groups
+            for _ in range(config.num_generations)
+        ]
+        completions = self._sample(groups)
+        rewards = self._rewards(groups, [document for document, _ in completions])
+        advantages = group_advantages(rewards, config.num_generations)
+        metrics = self._metrics(rewards, completions)
+        made = []
+        for start in range(0, len(groups), config.batch_size):
+            part = slice(start, start + config.batch_size)
+            batch, mask = stack([document for document, _ in completions[part]])
+            made.append(
+                GroupBatch(
+                    **vars(batch),
+                    mask=mask,
+                    groups=tuple(groups[part]),
+                    advantages=advantages[part],
+                )
+            )
+        if self.reference_model is not None:
+            none = torch.zeros(())  # on the CPU, where batches are
+            made = [
+                replace(
+                    batch,
+                    ref_log_probs=reference_log_probs(
+                        self._tempered(call), batch, self.reference_model, none
+                    ),
+                )
+                for batch in made
+            ]
+        return made, metrics
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Count rows or tokens, as the type of the loss divides by them."""
+        kind, longest = self.config.loss_type or "dapo", self.config.max_completion_length
+        return {"normalizer": int(grpo_normalizer(batch.mask, kind, longest))}
+
+    def loss(  # type: ignore[override]
+        self, call: Call, batch: GroupBatch, normalizer: Tensor
+    ) -> LossOutput:
+        """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
+        out = self._tempered(call)(batch, reduction="none", return_token_stats=("entropy",))
+        log_probs = log_probs_of(out)
+        mask = batch.mask.to(log_probs.device)
+        assert batch.advantages is not None
+        reference = batch.ref_log_probs
+        loss, metrics = grpo_loss(
+            log_probs,
+            batch.advantages.to(log_probs.device),
+            mask,
+            ref_log_probs=None if reference is None else reference.to(log_probs.device),
+            max_completion_length=self.config.max_completion_length,
+            normalizer=normalizer,
+            **given(self.config, "beta", "loss_type", "epsilon_high"),
+        )
+        return LossOutput(loss, metrics | token_metrics(mask, entropy=out.token_entropy))
+
+    def _tempered(self, call: Call) -> Call:
+        """Return the call with which the model has the probabilities that were sampled from."""
+        heat = self.config.temperature
+        return call if heat == 1 else partial(call, temperature=heat)
+
+    @torch.no_grad()
+    def _sample(self, groups: list[Group]) -> list[tuple[Document, bool]]:
+        """Return a completed document for each group, and whether its completion ended itself."""
+        assert self.model is not None
+        model, config = self.model, self.config
+        ends = set(resolve_eos_token_ids(None, model.source_generation_config, model.config))
+        found = []
+        was_training = model.training
+        model.eval()
+        for start in range(0, len(groups), config.batch_size):
+            some = groups[start : start + config.batch_size]
+            prompts = [group.documents[0].ids.tolist() for group in some]
+            longest = max(map(len, prompts))
+            rows = model.generate(
+                prompts,
+                max_new_tokens=config.max_completion_length,
+                do_sample=True,
+                temperature=config.temperature,
+                top_k=None,
+                top_p=None,
+                repetition_penalty=1.0,
+            )
+            for prompt, row in zip(prompts, rows[:, longest:].tolist()):
+                stop = next((i for i, token in enumerate(row) if token in ends), None)
+                new = row if stop is None else row[: stop + 1]
+                ids = np.array(prompt + new, dtype=np.int32)
+                mask = np.arange(len(ids)) >= len(prompt)
+                found.append((Document(ids, mask, divisible=False), stop is not None))
+        model.train(was_training)
+        return found
+
+    def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
+        """Return the reward of each completion: (completions) float32, NaN for None."""
+        assert self.tokenizer is not None
+        prompts = [group.record["prompt"] for group in groups]
+        ids = [document.ids[document.loss_mask].tolist() for document in documents]
+        texts: list[Any] = [self.tokenizer.decode(each) for each in ids]
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, list):
+                texts[i] = [{"role": "assistant", "content": texts[i]}]
+        names = dict.fromkeys(name for group in groups for name in group.record)
+        columns = {n: [group.record.get(n) for group in groups] for n in names if n != "prompt"}
+        where = f"reward function {self.config.reward_function}"
+        try:
+            made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
+            rewards = [float("nan") if each is None else float(each) for each in made]
+        except Exception as error:  # the function is the user's own
+            raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
+        if len(rewards) != len(groups):
+            raise LigerError(f"{where}: it returned {len(rewards)} rewards for {len(groups)} texts")
+        return torch.tensor(rewards)
+
+    def _metrics(
+        self, rewards: Tensor, completions: list[tuple[Document, bool]]
+    ) -> dict[str, Mean]:
+        scored = ~rewards.isnan()
+        deviations = rewards.view(-1, self.config.num_generations).std(1)
+        lengths = torch.tensor([float(document.num_targets) for document, _ in completions])
+        cut_off = torch.tensor([float(not ended) for _, ended in completions])
+        return {
+            "reward": mean_of(rewards, scored),
+            "reward_std": mean_of(deviations, ~deviations.isnan()),
+            "frac_reward_zero_std": mean_of((deviations < 1e-8).float()),
+            "completions/mean_length": mean_of(lengths),
+            "completions/clipped_ratio": mean_of(cut_off),
+        }
+
+
+def load_reward(name: str) -> Reward:
+    """Return the function that FILE.py:NAME or MODULE:NAME names.
+
+    Raises:
+        ConfigError: there is no such function, or its file cannot be imported.
+    """
+    where, _, function = name.rpartition(":")
+    if not where or not function.isidentifier():
+        raise ConfigError(f"reward_function: {shown(name)} is not FILE.py:NAME or MODULE:NAME")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("ligermodels_reward", where)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(where)
+    except Exception as error:  # the file is the user's own
+        raise ConfigError(
+            f"reward_function: {where} cannot be imported: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"reward_function: {where} has no function {function!r}")
+    return found

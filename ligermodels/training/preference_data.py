@@ -1,0 +1,159 @@
+"""Read JSONL files of preferences, of judged completions, and of prompts, as TRL's data sets are.
+
+A text is a string, or a list of messages, which the chat template formats. One line is one of
+
+    {"prompt", "chosen", "rejected"}    a pair
+    {"chosen", "rejected"}              a pair of conversations, whose beginning is the prompt
+    {"prompt", "completion", "label"}   a completion that is desirable (true) or not
+    {"prompt", ...}                     a prompt; a reward function is given the other keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ligermodels.errors import DataError
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.data import (
+    JSONL_SUFFIXES,
+    Document,
+    Encoder,
+    check_files,
+    checked_messages,
+    checked_string,
+    read_records,
+)
+from ligermodels.training.grouped import Group
+
+Text = Any  # a string, or a list of messages
+
+
+def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+    """Return groups of a chosen and a rejected completion, in file order.
+
+    Raises:
+        DataError: a file or a line is wrong; the message names them.
+    """
+    return _read(paths, tokenizer, lambda record, where, encoder: [_pair(record, where, encoder)])
+
+
+def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+    """Return groups of a completion, and the next example's completion after the same prompt.
+
+    A pair gives two groups. KTO estimates its KL from the second document of each group.
+
+    Raises:
+        DataError: a file or a line is wrong, or there is only one example.
+    """
+    groups = _read(paths, tokenizer, _judged)
+    if len(groups) < 2:
+        raise DataError("KTO needs at least two examples, because each is compared with another")
+    others = [*groups[1:], groups[0]]
+    return [
+        Group((*a.documents, _mixed(a.documents[0], b.documents[0])), a.label, a.record)
+        for a, b in zip(groups, others)
+    ]
+
+
+def read_prompts(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+    """Return groups of a prompt alone, whose record holds the line.
+
+    Raises:
+        DataError: a file or a line is wrong.
+    """
+    return _read(paths, tokenizer, _prompt)
+
+
+def _read(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    convert: Callable[[dict[str, Any], str, Encoder], list[Group]],
+) -> list[Group]:
+    encoder = Encoder(tokenizer)
+    groups: list[Group] = []
+    for file in check_files(paths):
+        if file.suffix.lower() not in JSONL_SUFFIXES:
+            raise DataError(f"{file}: this loss needs .jsonl files, with one object per line")
+        for record, where in read_records(file):
+            if not isinstance(record, dict):
+                raise DataError(f"{where}: expected an object")
+            groups += convert(record, where, encoder)
+    if not groups:
+        raise DataError(f"{', '.join(map(str, paths))}: there is nothing to train on")
+    return groups
+
+
+def _pair(record: dict[str, Any], where: str, encoder: Encoder) -> Group:
+    chosen, rejected = (_text(record, key, where) for key in ("chosen", "rejected"))
+    if "prompt" in record:
+        prompt = _text(record, "prompt", where)
+    else:
+        prompt, chosen, rejected = _split(chosen, rejected, where)
+    return Group(
+        tuple(_completed(prompt, each, where, encoder) for each in (chosen, rejected)),
+        record=record,
+    )
+
+
+def _judged(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
+    if "chosen" in record:
+        pair = _pair(record, where, encoder)
+        return [Group((document,), i == 0, record) for i, document in enumerate(pair.documents)]
+    prompt, completion = (_text(record, key, where) for key in ("prompt", "completion"))
+    label = record.get("label")
+    if not isinstance(label, bool):
+        raise DataError(f'{where}: "label" must be true or false')
+    return [Group((_completed(prompt, completion, where, encoder),), label, record)]
+
+
+def _prompt(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
+    prompt = _text(record, "prompt", where)
+    found = encoder.prompt(prompt, where)
+    if not len(found):
+        raise DataError(f"{where}: the prompt is empty")
+    return [Group((found,), record=record)]
+
+
+def _text(record: dict[str, Any], key: str, where: str) -> Text:
+    """Return a string or checked messages."""
+    if not isinstance(record.get(key), list):
+        return checked_string(record, key, where)
+    return checked_messages(record[key], where, key)
+
+
+def _split(chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
+    """Return the common beginning of two conversations, and what is left of each."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise DataError(f'{where}: "prompt" is missing')
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    # The last message of each is an answer, even if both are the same.
+    same = min(same, len(chosen) - 1, len(rejected) - 1)
+    if same == 0:
+        raise DataError(f'{where}: "chosen" and "rejected" have no common beginning: no prompt')
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _completed(prompt: Text, completion: Text, where: str, encoder: Encoder) -> Document:
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise DataError(
+            f"{where}: one of prompt and completion is a string, the other a list of messages; "
+            "write both as one of the two"
+        )
+    if isinstance(prompt, list):
+        return encoder.reply(prompt, completion, where)
+    return encoder.completion(prompt, completion)
+
+
+def _mixed(document: Document, other: Document) -> Document:
+    """Return the prompt of a document with the completion of another."""
+    mine, theirs = document.loss_mask, other.loss_mask
+    ids = np.concatenate([document.ids[~mine], other.ids[theirs]])
+    mask = np.concatenate([np.zeros((~mine).sum(), bool), np.ones(theirs.sum(), bool)])
+    mask[:1] = False
+    return Document(ids, mask, divisible=False)

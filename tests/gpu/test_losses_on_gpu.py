@@ -1,0 +1,92 @@
+"""The losses on a GPU: the numbers of the CPU, without waiting for the GPU; and short runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
+from ligermodels.losses.preference import DPO_LOSS_TYPES
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune
+from tests.gpu.synchronisation import no_synchronisation
+from tests.losses.batches import gradients, masks, random_tokens
+from tests.losses.test_policy import GRPO_OPTIONS, ours, some_advantages
+from tests.training.tiny_run import make_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+
+def losses_of(tokens, label, advantages):
+    """Yield every loss of some tokens."""
+    pairs = tokens.log_probs, tokens.ref, tokens.mask
+    for name in DPO_LOSS_TYPES:
+        options = {"label_smoothing": 0.1, "ld_alpha": 0.5}
+        if "aot" not in name:
+            options |= {"use_weighting": True, "log_sum_sq_probs": tokens.sum_sq}
+        yield dpo_loss(*pairs, loss_type=name, **options).loss
+    yield kto_loss(*pairs, label, 0.1, desirable_weight=2.0).loss
+    yield orpo_loss(tokens.log_probs, tokens.mask).loss
+    yield cpo_loss(tokens.log_probs, tokens.mask, loss_type="simpo").loss
+    yield sft_loss(tokens.log_probs, tokens.mask, loss_type="dft").loss
+    for options in GRPO_OPTIONS:
+        yield ours(tokens, advantages, **options).loss
+
+
+def test_losses_equal_those_of_the_cpu() -> None:
+    tokens = random_tokens(next(masks(6))[1]).to(torch.float32)
+    label, advantages = torch.arange(6) % 2 == 0, some_advantages(6, torch.float32)
+    there = type(tokens)(*(x.detach().cuda() for x in tokens))
+    there.log_probs.requires_grad_()
+    expected = list(losses_of(tokens, label, advantages))
+    label, advantages = label.cuda(), advantages.cuda()
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        found = list(losses_of(there, label, advantages))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            gradients(one, there.log_probs)[0].cpu(),
+            gradients(other, tokens.log_probs)[0],
+            rtol=1e-3,
+            atol=1e-5,
+        )
+
+
+def test_info_nce() -> None:
+    torch.manual_seed(0)
+    vectors = torch.nn.functional.normalize(torch.randn(2, 64, 32), dim=-1)
+    expected = info_nce(*vectors.double(), symmetric=True).loss
+    found = info_nce(*vectors.cuda(), symmetric=True).loss
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo", "simpo", "grpo"])
+def test_a_short_run(loss: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    pairs = [{"prompt": f"{i}:", "chosen": "a" * (i + 1), "rejected": "bc"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "rewards.py").write_text(
+        "def short(completions, **_):\n    return [-len(each) for each in completions]\n"
+    )
+    options = {"reward_function": f"{tmp_path / 'rewards.py'}:short", "max_completion_length": 8}
+    config = FinetuneConfig(
+        model=tmp_path / "model",
+        train_files=tmp_path / "pairs.jsonl",
+        eval_files=tmp_path / "pairs.jsonl",
+        output_dir=tmp_path / "out",
+        loss=loss,
+        seq_len=64,
+        batch_size=8,
+        max_steps=3,
+        learning_rate=1e-3,
+        device="cuda",
+        **(options if loss == "grpo" else {}),
+    )
+    result = finetune(config, progress=False)
+    assert result.shown[0] in result.eval_after
+    if loss != "grpo":
+        assert result.eval_loss_after < result.eval_loss_before

@@ -1,0 +1,81 @@
+"""A shard that has all classes gives what no shard gives. Several ranks: tests/parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ligermodels import kernels
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
+from ligermodels.kernels.loss_options import CrossEntropyOptions
+
+VOCAB, WIDTH, ROWS = 37, 16, 11
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 2.0, "logit_scale": 3.0, "z_loss": 0.1, "chunk_size": 4},
+    {"label_smoothing": 0.1, "class_weights": torch.linspace(0.1, 2, VOCAB)},
+    {
+        "reduction": "none",
+        "return_token_stats": ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits"),
+        "alternatives": torch.arange(-1, 21).reshape(11, 2),
+        "softcap": 4.0,
+    },
+]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[VocabShard]:
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield VocabShard(dist.group.WORLD, 0, VOCAB)
+    dist.destroy_process_group()
+
+
+def check(shard: VocabShard, device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    targets = torch.randint(0, VOCAB, (ROWS,))
+    targets[3] = -100
+    made = torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH), torch.randn(VOCAB)
+    for options in OPTIONS:
+        options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
+        results = []
+        for here in (None, shard):
+            hidden, weight, bias = (x.to(device, copy=True).requires_grad_() for x in made)
+            out = kernels.linear_cross_entropy(
+                hidden, weight, targets.to(device), bias, vocab_shard=here, **options
+            )
+            floats = [x for x in out if x is not None and x.requires_grad]
+            torch.stack([x.sum() for x in floats]).sum().backward()
+            results.append([*out, hidden.grad, weight.grad, bias.grad])
+        for expected, found in zip(*results):
+            assert (expected is None) == (found is None)
+            if expected is not None:
+                torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_shard_of_all_classes_changes_nothing(shard: VocabShard) -> None:
+    check(shard)
+
+
+@pytest.mark.interpreter
+def test_the_kernels_give_the_same(shard: VocabShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    check(shard)
+
+
+@pytest.mark.interpreter
+def test_an_ignored_class_is_no_number_of_a_rank(
+    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
+    second = VocabShard(shard.group, 20, VOCAB)  # the last 17 classes
+    logits, targets = torch.randn(4, 17), torch.full((4,), 25)
+    marks = []
+    for ignore_index in (-100, 5, 0):  # 25 is class 5 of this rank
+        options = CrossEntropyOptions(ignore_index)
+        marks.append(sharded_rows(logits, targets, None, options, second, None)[0])
+    assert marks[0].equal(marks[1]) and marks[0].equal(marks[2])

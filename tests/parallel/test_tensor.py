@@ -1,0 +1,75 @@
+"""What tensor parallelism refuses. Its results are compared in test_shard.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ligermodels import ConfigError
+from ligermodels.parallel.tensor import tensor_parallel
+from tests import outside
+from tests.parallel.test_shard import make
+
+
+class Mesh:
+    """As much of a mesh as checks need, without processes."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_group(self) -> None:
+        return None
+
+    def get_local_rank(self) -> int:
+        return 0
+
+
+def refuse(message: str, ranks: int = 2, **changes: Any) -> None:
+    model = make(True, **changes)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=message):
+        tensor_parallel(model, Mesh(ranks))  # type: ignore[arg-type]
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    refuse("4 query heads and 2 key heads", ranks=3)
+    refuse("an MLP of width 27", intermediate_size=27)
+
+
+def test_a_swapped_projection_is_refused() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = make(True)
+    model.layers[1].mlp.down_proj = Other(28, 20)
+    with pytest.raises(ConfigError, match=r"a projection of layers.1.mlp is a Other"):
+        tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("starcoder2", r"layers.0.mlp.\w+ is a Linear, which cannot be cut"),
+        ("qwen3_moe", r"layers.0.mlp.*cannot be cut"),
+        ("olmo2", r"layers.0.self_attn|over all heads"),
+    ],
+)
+def test_modules_that_are_not_known_are_refused(name: str, message: str) -> None:
+    outside.family(name)
+    refuse(message, family=name)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    model = make(True)
+    tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pad the rows to a multiple of 2"):
+        model(torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model(inputs_embeds=torch.ones(1, 4, 20))

@@ -1,0 +1,210 @@
+"""Runs with each loss on a tiny model: they learn, resume exactly, and count exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels import AutoLiger
+from ligermodels.errors import ConfigError
+from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
+from ligermodels.models.reference import token_log_probs
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
+from ligermodels.training.finetune import OBJECTIVES, finetune
+from ligermodels.training.objectives import PairObjective
+from ligermodels.training.trainer import Trainer
+from tests.training.tiny_run import make_checkpoint
+
+OFFLINE = [loss for loss in LOSS_TYPES if loss not in ("sft", "grpo")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a checkpoint and pairs: the better answer repeats the prompt."""
+    path = tmp_path_factory.mktemp("preference")
+    make_checkpoint(path / "model")
+    words = "cat dog bird fish".split()
+    records = [
+        {"prompt": f"{a} {i}:", "chosen": f" {a}" * (1 + i % 3), "rejected": f" {b}"}
+        for i in range(6)
+        for a, b in zip(words, words[1:] + words[:1])
+    ]
+    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def run(folder: Path, out: Path, loss: str, **options):
+    settings = {
+        "max_steps": 6,
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3,
+        "eval_fraction": 0.2,
+        "eval_steps": 6,
+    }
+    config = FinetuneConfig(
+        model=folder / "model",
+        train_files=folder / "pairs.jsonl",
+        output_dir=out,
+        loss=loss,
+        **settings | options,
+    )
+    return finetune(config, progress=False)
+
+
+@pytest.mark.parametrize(
+    "loss", ["dpo", "kto", *(pytest.param(x, marks=pytest.mark.long) for x in OFFLINE[2:])]
+)
+def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: str) -> None:
+    result = run(folder, tmp_path / "a", loss, save_steps=2, save_total_limit=9)
+    assert result.eval_loss_after < result.eval_loss_before
+    key, _ = result.shown
+    assert key in result.eval_before and key in result.eval_after
+    first, last = (result.metrics[i] for i in (1, -2))
+    assert last["loss"] < first["loss"]
+    names = {"rewards/chosen", "rewards/rejected", "logps/chosen", "logits/chosen", "entropy"}
+    assert names <= last.keys()
+    if loss in ("dpo", "simpo"):  # the likelihood is most of the others' loss in so few steps
+        assert last["rewards/margins"] > first["rewards/margins"]
+        assert result.eval_after["eval_rewards/accuracies"] == 1
+        assert "mean_token_accuracy" in last
+    trained = result.model.state_dict()
+    # A run that was killed after step 2.
+    for step in (4, 6):
+        (tmp_path / "a" / "checkpoints" / f"step-{step:08d}.safetensors").unlink()
+    resumed = run(folder, tmp_path / "a", loss, save_steps=2, save_total_limit=9, resume=True)
+    assert resumed.metrics[-1] == result.metrics[-1]
+    for name, weight in resumed.model.state_dict().items():
+        assert weight.equal(trained[name]), name
+    made = AutoLiger.from_hf(result.model_dir).state_dict()
+    assert all(weight.equal(trained[name]) for name, weight in made.items())
+
+
+def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Trainer:
+    config = FinetuneConfig(
+        model=folder / "model",
+        train_files=folder / "pairs.jsonl",
+        output_dir="o",
+        loss=loss,
+        batch_size=size,
+        gradient_accumulation_steps=count,
+        max_steps=1,
+        **options,
+    )
+    objective = OBJECTIVES.get(loss, PairObjective)(config)
+    model = AutoLiger.from_hf(folder / "model")
+    rows = objective.rows(objective.read(config.train_files, Tokenizer.from_hf(folder / "model")))
+    trainer = Trainer(model, config, rows, rows, torch.device("cpu"), "float32", objective)
+    with torch.no_grad():  # so that the reference differs from the policy
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return trainer
+
+
+def with_reference(trainer: Trainer, folder: Path, out: Path) -> Trainer:
+    policy = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(AutoLiger.from_hf(folder / "model").state_dict())
+    trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], out, "base")
+    trainer.model.load_state_dict(policy)
+    return trainer
+
+
+@pytest.mark.parametrize("loss", OFFLINE)
+def test_micro_batches_equal_one_batch(folder: Path, tmp_path: Path, loss: str) -> None:
+    found, gradients = [], []
+    for size, count in ((8, 1), (2, 4), (1, 8)):
+        trainer = with_reference(trainer_of(folder, loss, size, count), folder, tmp_path)
+        grads = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_, model=trainer.model, grads=grads: grads.extend(
+                p.grad.clone() for p in model.parameters()
+            )
+        )
+        step = trainer.step(0, trainer.micro_batches(0))
+        found.append({"loss": step.loss, **{k: v.value for k, v in step.metrics.items()}})
+        gradients.append(grads)
+    assert found[0].keys() == found[1].keys()
+    for other, grads in zip(found[1:], gradients[1:]):
+        for key in found[0]:
+            torch.testing.assert_close(other[key], found[0][key], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads, gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_every_reference_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    losses = {}
+    for kind in ("file", "float32", "bfloat16", "int8"):
+        trainer = trainer_of(folder, "dpo", 4, 1, reference=kind)
+        with_reference(trainer, folder, tmp_path / kind)
+        losses[kind] = trainer.step(0, trainer.micro_batches(0)).loss.item()
+    assert losses["float32"] == pytest.approx(losses["file"], rel=1e-6)
+    assert losses["bfloat16"] == pytest.approx(losses["file"], rel=0.05)
+    assert losses["int8"] == pytest.approx(losses["file"], rel=0.05)
+
+
+def test_a_step_has_the_loss_of_its_formula(folder: Path, tmp_path: Path) -> None:
+    for loss, options in (
+        ("dpo", {"loss_type": "ipo", "beta": 0.3}),
+        ("dpo", {"loss_type": "robust", "label_smoothing": 0.2}),
+        ("orpo", {"beta": 0.5}),
+        ("cpo", {"loss_type": "hinge"}),
+        ("simpo", {"simpo_gamma": 1.1, "beta": 2.0}),
+    ):
+        trainer = with_reference(trainer_of(folder, loss, 3, 1, **options), folder, tmp_path)
+        (batch,) = trainer.micro_batches(0)
+        inputs = batch.input_ids, batch.labels
+        with torch.no_grad():
+            log_probs = token_log_probs(trainer.model, *inputs, position_ids=batch.position_ids)
+        if loss == "dpo":
+            reference = AutoLiger.from_hf(folder / "model")
+            with torch.no_grad():
+                ref = token_log_probs(reference, *inputs, position_ids=batch.position_ids)
+            expected = dpo_loss(log_probs, ref, batch.mask, **options).loss
+        elif loss == "orpo":
+            # The likelihood covers the chosen rows up to their padding.
+            every = torch.nn.functional.pad(batch.labels[:, 1:] != -100, (0, 1))
+            assert every[:3].sum() > batch.mask[:3].sum()
+            expected = orpo_loss(log_probs, batch.mask, nll_mask=every, **options).loss
+        else:
+            more = {"loss_type": "simpo", "cpo_alpha": 0} if loss == "simpo" else {}
+            expected = cpo_loss(log_probs, batch.mask, **options, **more).loss
+        torch.testing.assert_close(trainer.step(0, [batch]).loss, expected)
+
+
+def test_sft_with_a_weighting(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
+    config = FinetuneConfig(
+        model=folder / "model", train_files=file, output_dir="o", loss_type="dft", max_steps=1
+    )
+    objective = OBJECTIVES["sft"](config)
+    rows = objective.rows(objective.read([file], Tokenizer.from_hf(folder / "model")))
+    model = AutoLiger.from_hf(folder / "model")
+    trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
+    (batch,) = trainer.micro_batches(0)
+    with torch.no_grad():
+        log_probs = token_log_probs(
+            model, batch.input_ids, batch.labels, position_ids=batch.position_ids
+        )
+    valid = log_probs[log_probs != 0]
+    assert len(valid) == batch.num_targets
+    expected = (-valid * valid.exp()).mean()
+    torch.testing.assert_close(trainer.step(0, [batch]).loss, expected)
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    for options, fault in (
+        ({"loss": "dpo", "loss_type": "dft"}, "loss_type: dpo has no variant 'dft'; expected"),
+        ({"loss": "orpo", "loss_type": "ipo"}, "it has no variants"),
+        ({"loss": "dpo", "beta": 0.0}, "beta: must be more than 0 for dpo"),
+        ({"loss": "dpo", "loss_type": "exo_pair"}, "exo_pair needs more than 0"),
+        ({"loss": "grpo"}, "reward_function: grpo needs one"),
+        ({"loss": "kto", "label_smoothing": 0.1}, "only for the losses dpo, cpo, simpo"),
+        ({"beta": 0.1}, "beta: only for the losses dpo, kto"),
+        ({"loss": "ppo"}, "loss: must be one of sft, dpo"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)

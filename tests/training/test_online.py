@@ -1,0 +1,176 @@
+"""GRPO on a tiny model: the reward rises, runs resume exactly, and samples are on policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels.errors import ConfigError, LigerError
+from ligermodels.models.reference import token_log_probs
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune
+from ligermodels.training.online import GroupObjective, load_reward
+from tests.training.test_objectives import trainer_of
+from tests.training.tiny_run import make_checkpoint
+
+REWARDS = """
+def vowels(prompts, completions, completion_ids, wanted, **_):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(wanted)
+    return [sum(c in wanted[0] for c in text) / max(1, len(text)) for text in completions]
+
+def some(completions, **_):
+    return [None if i % 4 == 0 else float(i) for i in range(len(completions))]
+
+def few(completions, **_):
+    return [1.0]
+
+def broken(**_):
+    raise KeyError("x")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("grpo")
+    make_checkpoint(path / "model")
+    records = [{"prompt": f"say {i}:", "wanted": "aeiou" * 9} for i in range(8)]
+    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (path / "rewards.py").write_text(REWARDS)
+    return path
+
+
+SETTINGS = {
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "seq_len": 64,
+    "temperature": 0.8,
+}
+
+
+def run(folder: Path, out: Path, function: str = "vowels", **options):
+    settings = {
+        "max_steps": 4,
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "eval_files": folder / "pairs.jsonl",
+        "eval_steps": 4,
+        "warmup_steps": 0,
+        **SETTINGS,
+    }
+    config = FinetuneConfig(
+        model=folder / "model",
+        train_files=folder / "pairs.jsonl",
+        output_dir=out,
+        loss="grpo",
+        reward_function=f"{folder / 'rewards.py'}:{function}",
+        **settings | options,
+    )
+    return finetune(config, progress=False)
+
+
+def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path) -> None:
+    options = {"max_steps": 8, "eval_steps": 8, "save_steps": 4, "save_total_limit": 9}
+    result = run(folder, tmp_path, **options)
+    assert result.shown == ("eval_reward", "reward")
+    assert result.eval_after["eval_reward"] > result.eval_before["eval_reward"] + 0.1
+    keys = {"reward", "reward_std", "entropy", "completions/mean_length", "clip_ratio/low_mean"}
+    assert keys <= result.metrics[1].keys()
+    trained = result.model.state_dict()
+    (tmp_path / "checkpoints" / "step-00000008.safetensors").unlink()
+    resumed = run(folder, tmp_path, **options, resume=True)
+    assert resumed.metrics[-1] == result.metrics[-1]
+    assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
+
+
+def grpo_trainer(folder: Path, size: int, count: int, **options):
+    reward = f"{folder / 'rewards.py'}:{options.pop('function', 'vowels')}"
+    trainer = trainer_of(folder, "grpo", size, count, reward_function=reward, **SETTINGS | options)
+    trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], folder, "base")
+    return trainer
+
+
+def test_micro_batches_equal_one_batch(folder: Path) -> None:
+    for kind in ("dapo", "dr_grpo", "sapo"):  # each has another normalizer
+        losses = []
+        for size, count in ((8, 1), (2, 4)):
+            trainer = grpo_trainer(folder, size, count, loss_type=kind, beta=0.1, epsilon_high=2.0)
+            objective = trainer.objective
+            torch.manual_seed(0)
+            # The samples depend on the size of the batches that are sampled, so they are fixed.
+            whole = grpo_trainer(folder, 8, 1, loss_type=kind, beta=0.1, epsilon_high=2.0)
+            batches, _ = whole.objective.begin(whole.call, whole.micro_batches(0))
+            (batch,) = batches
+            parts = [part_of(batch, slice(i, i + size)) for i in range(0, 8, size)]
+            normalizers = trainer._normalizers(parts)
+            losses.append(
+                sum(objective.loss(trainer.call, p, **normalizers).loss for p in parts).item()
+            )
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6), kind
+
+
+def part_of(batch, rows: slice):
+    names = ("input_ids", "labels", "position_ids", "mask", "ref_log_probs", "advantages")
+    parts = {name: getattr(batch, name)[rows] for name in names}
+    parts["num_targets"] = int((parts["labels"] != -100).sum())
+    return type(batch)(**vars(batch) | parts)
+
+
+def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
+    trainer = grpo_trainer(folder, 8, 1)
+    assert isinstance(trainer.objective, GroupObjective)
+    (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    assert batch.input_ids.shape == (8, 64) and batch.advantages.shape == (8,)
+    assert batch.mask.sum(1).max() <= 6
+    call = trainer.objective._tempered(trainer.call)
+    found = 0.0 - call(batch, reduction="none").loss
+    logits = trainer.model.head.logits(
+        trainer.model(batch.input_ids, position_ids=batch.position_ids)
+    )
+    every = torch.log_softmax(logits / 0.8, -1)[:, :-1]
+    expected = every.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found[batch.mask], expected[batch.mask[:, :-1]])
+    plain = token_log_probs(trainer.model, batch.input_ids, batch.labels)
+    assert not torch.allclose(found[batch.mask], plain[batch.mask], atol=1e-3)
+    # Advantages of a group have the mean 0.
+    assert batch.advantages.view(2, 4).sum(1).abs().max() < 1e-4
+    assert float(metrics["completions/mean_length"].value) == batch.mask.sum(1).float().mean()
+
+
+def test_rewards_that_are_missing_or_wrong(folder: Path) -> None:
+    trainer = grpo_trainer(folder, 8, 1, function="some")
+    (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    assert batch.advantages[::4].eq(0).all() and batch.advantages.isfinite().all()
+    assert float(metrics["reward"].value) == pytest.approx((1 + 2 + 3 + 5 + 6 + 7) / 6)
+    for function, fault in (("few", "it returned 1 rewards for 8"), ("broken", "KeyError: 'x'")):
+        trainer = grpo_trainer(folder, 8, 1, function=function)
+        with pytest.raises(LigerError, match=fault):
+            trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+
+
+def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+    assert load_reward("operator:add")(1, 2) == 3
+    (tmp_path / "bad.py").write_text("1 +")
+    for name, fault in (
+        ("vowels", "is not FILE.py:NAME"),
+        (f"{folder / 'rewards.py'}:consonants", "has no function 'consonants'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        (f"{tmp_path / 'bad.py'}:f", "SyntaxError"),
+        (f"{tmp_path / 'none.py'}:f", "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            load_reward(name)
+
+
+def test_options_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+    for options, fault in (
+        ({"num_generations": 3}, "num_generations: must divide"),
+        ({"max_completion_length": 64}, "leave no room for a prompt"),
+        ({"reference": "file"}, "a file cannot hold them"),
+        ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            run(folder, tmp_path, **options)
