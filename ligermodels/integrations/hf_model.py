@@ -319,6 +319,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                     f"{name} is not among the model's parameters, because a tool has put another "
                     "module in its place; for one of PEFT call merge_and_unload() before"
                 )
+        if "lm_head.weight" not in weights and "lm_head.weight" in own:  # no longer tied
+            yield "lm_head.weight", own["lm_head.weight"]
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""

@@ -20,6 +20,7 @@ class LigerTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Return (loss, logits, labels) of a batch, or (loss, None, None)."""
-        if prediction_loss_only and "labels" in inputs:
+        smooths = self.label_smoother is not None  # it computes its loss from logits
+        if prediction_loss_only and "labels" in inputs and not smooths:
             inputs = {**inputs, "skip_logits": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -62,6 +62,22 @@ class HFModel(nn.Module):
         self.tensor_shards: dict[str, TensorShard] = {}
         self._unread: Checkpoint | None = None  # the checkpoint of a model on the meta device
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load as `nn.Module` does, but let no tensor under HF's names be left out.
+
+        Tools load with strict=False: PEFT an adapter, and HF's Trainer a checkpoint to resume.
+        """
+        theirs = next((key for key in state_dict if key.startswith(f"{prefix}model.")), None)
+        if theirs is not None and not hasattr(self, "model"):
+            raise CheckpointError(
+                f"state dict: {theirs!r} is a name of HF's model, and this model's names differ; "
+                "load a checkpoint with from_hf, and convert an adapter with "
+                "ligermodels.converters.adapters.pack_adapter"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
         """Return the map from this config's parameters to the tensors of an HF checkpoint.
@@ -429,7 +445,8 @@ def _check_savable(
         raise SaveError(
             f"{where}: parameter {odd[0]!r} does not belong to this architecture or is missing "
             f"(this is so for {len(odd)} parameters); merge adapters first (peft: "
-            f"merge_and_unload), and remove wrappers around projections\n{listing(odd)}"
+            "merge_and_unload), remove wrappers around projections, and pack those that were split "
+            f"(ligermodels.integrations.projections.pack_projections)\n{listing(odd)}"
         )
     for name, shape in expected.items():
         weight = weights[name]

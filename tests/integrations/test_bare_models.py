@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 
+from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
 from tests.integrations.test_hf_model import examples, train
 from tests.integrations.tiny_text import tokenizer
@@ -71,6 +74,16 @@ def test_it_resumes_and_evaluates(folder: Path, tmp_path: Path) -> None:
         for model in (AutoLiger.from_hf(folder), theirs(folder))
     ]
     assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
+
+
+def test_tensors_of_other_names_are_not_left_out(folder: Path, tmp_path: Path) -> None:
+    """PEFT and Trainer load with strict=False, and would go on with the old weights."""
+    config = LoraConfig(target_modules=["q_proj", "o_proj"])
+    peft.get_peft_model(theirs(folder), config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is a name of HF's model.*with .*pack_adapter"):
+        peft.PeftModel.from_pretrained(AutoLiger.from_hf(folder), str(tmp_path))
+    with pytest.raises(CheckpointError, match="load a checkpoint with from_hf"):
+        AutoLiger.from_hf(folder).load_state_dict(theirs(folder).state_dict(), strict=False)
 
 
 def test_a_loop_of_accelerate(folder: Path) -> None:

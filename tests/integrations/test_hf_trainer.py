@@ -33,3 +33,12 @@ def test_logits_are_made_only_for_metrics(tmp_path: Path, monkeypatch: pytest.Mo
     found = LigerTrainer(model, arguments, **metrics).evaluate(rows)
     assert made and found["eval_size"] == 2 * 12 * 131 and found["eval_loss"] == loss
     assert Trainer(model, arguments).evaluate(rows)["eval_loss"] == loss
+
+
+def test_smoothed_labels_have_their_logits(tmp_path: Path) -> None:
+    model = LigerForCausalLM.from_native(random_model("llama", vocab_size=131))
+    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, **options)
+    rows = examples([12, 3])
+    found = [cls(model, arguments).evaluate(rows)["eval_loss"] for cls in (LigerTrainer, Trainer)]
+    assert found[0] == found[1]

@@ -187,6 +187,8 @@ def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path
     logits = expected(input_ids=ids()).logits
     torch.testing.assert_close(ours(input_ids=ids()).logits, logits, rtol=1e-5, atol=1e-5)
     merged = ours.merge_and_unload()
+    walked = dict(merged.hf_named_parameters())
+    assert torch.equal(walked["lm_head.weight"], merged.lm_head.weight)
     merged.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)

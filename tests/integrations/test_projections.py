@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.projections import pack_projections, split_projections
 from ligermodels.models.auto import families
@@ -61,6 +61,15 @@ def test_parts_that_changed_stay_split() -> None:
     attention.q_proj = nn.Sequential(attention.q_proj)
     pack_projections(shell)
     assert hasattr(attention, "q_proj") and not hasattr(shell.model.layers[1].self_attn, "q_proj")
+
+
+def test_split_projections_are_packed_before_a_native_save(tmp_path: Path) -> None:
+    shell = LigerForCausalLM.from_native(random_model("llama"))
+    split_projections(shell)
+    with pytest.raises(SaveError, match=r"pack those that were split .*pack_projections"):
+        shell.native.save_hf(tmp_path)
+    pack_projections(shell)
+    shell.native.save_hf(tmp_path)
 
 
 def test_a_packed_linear_that_is_not_plain_is_refused() -> None:
