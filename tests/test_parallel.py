@@ -16,14 +16,14 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 300
 
 
-def run_workers(folder: Path) -> dict[str, dict[str, float] | str]:
-    """Run every case in one pair of processes, because starting them costs more than the cases."""
+def run_workers(folder: Path, whole: bool) -> dict[str, dict[str, float] | str]:
+    """Run the cases in one pair of processes, because starting them costs more than the cases."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.parallel_worker"]
-    results = folder / "results.pt"
+    results, runs = folder / "results.pt", "whole" if whole else "sample"
     workers = [
         subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous"), str(results)],
+            [*command, str(rank), str(folder / "rendezvous"), str(results), runs],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -41,9 +41,10 @@ def run_workers(folder: Path) -> dict[str, dict[str, float] | str]:
     return torch.load(results)
 
 
-def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    report = run_workers(tmp_path)
-    assert len(report) == len(parallel_worker.RUNS)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests, whole: bool) -> None:
+    report = run_workers(tmp_path, whole)
+    assert len(report) == len(parallel_worker.RUNS if whole else parallel_worker.SAMPLE)
     for name, outcome in report.items():
         with subtests.test(name):
             assert isinstance(outcome, dict), outcome

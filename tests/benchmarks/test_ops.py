@@ -82,7 +82,13 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("op", TINY)
+# Each takes seconds, so the default run has one with a plain kernel and one with products.
+DEFAULT = ("rms_norm", "linear_cross_entropy")
+
+
+@pytest.mark.parametrize(
+    "op", [op if op in DEFAULT else pytest.param(op, marks=pytest.mark.long) for op in TINY]
+)
 def test_an_op_is_measured_with_every_implementation(op, tmp_path, monkeypatch, capsys):
     """Everything runs except the clocks, which need a GPU."""
     table, sweep = TINY[op]

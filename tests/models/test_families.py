@@ -162,14 +162,14 @@ def test_compiled_with_checkpointing_equals_eager(family: str) -> None:
         assert relative(grad, expected[name]) <= 1e-6, name
 
 
-@pytest.mark.parametrize("family", in_the_default_run("gemma2"))
+@pytest.mark.parametrize("family", in_the_default_run("llama"))
 def test_compiled_at_lengths_that_change(family: str) -> None:
     """Dynamo makes the shapes dynamic at the second length; the losses stay those of eager."""
     torch._dynamo.reset()
     model = make(family, num_hidden_layers=2)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids, labels = batch()
-    for length in (ids.shape[1], ids.shape[1] - 3, ids.shape[1] - 5):
+    for length in (ids.shape[1], ids.shape[1] - 3):
         part = ids[:, :length].contiguous(), labels[:, :length].contiguous()
         expected = model(part[0], labels=part[1]).loss
         torch.testing.assert_close(compiled(part[0], labels=part[1]).loss, expected)

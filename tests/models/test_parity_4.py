@@ -45,8 +45,9 @@ save_file(found, sys.argv[2])
 REFUSED = "longrope, short"
 
 
-# The default run takes the sample of tests/models/test_parity.py.
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+# `whole` is all pairs, and not only the sample of tests/models/test_parity.py.
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*loading the text model alone:UserWarning")
 def test_exports_compute_the_same_in_transformers_4(tmp_path: Path, whole: bool) -> None:
