@@ -25,6 +25,9 @@ from ligermodels.memory.simulate import Simulation, simulate
 RESERVE, SHARDED_RESERVE = 0.01, 0.02
 _PARTS = (4, 8)  # into which the tokens are divided where MLPs are tiled
 _SMALLEST_TILE = 1024  # tokens
+# Pairs of a query and a key. torch counts the bytes of a tensor in 63 bits, also without data, and
+# a matrix of all scores has four bytes for each pair and head.
+_MOST_PAIRS = 2**52
 
 
 class Planner:
@@ -160,6 +163,8 @@ class Planner:
         usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
 
         def needed(number: int) -> int:
+            if _too_large(*shape(number)):
+                return usable + 1
             space = self._spaces(*_shape(*shape(number)))[-1]
             return space.peak(space.smallest)
 
@@ -250,7 +255,16 @@ def _shape(batch: int, seq: int) -> tuple[int, int]:
     for name, value in (("batch", batch), ("seq", seq)):
         if type(value) is not int or not 1 <= value < 2**31:
             raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of 1 or more")
+    if _too_large(batch, seq):
+        raise ConfigError(
+            f"memory plan: {batch} rows of {seq} tokens are more than any device holds; lower "
+            "batch or seq"
+        )
     return batch, seq
+
+
+def _too_large(batch: int, seq: int) -> bool:
+    return batch * seq * seq > _MOST_PAIRS
 
 
 def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:

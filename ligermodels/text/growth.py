@@ -19,6 +19,14 @@ _ORDINARY = 64
 _MAX_LENGTH = 100_000_000
 _OF_TYPE = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "ByteLevel": 4}
 _OF_TYPE |= {"BertNormalizer": 12, "WordPiece": 2, "CTC": 2}
+# Steps whose growth depends on the values of these keys.
+_KEYS = {
+    "Sequence": ("normalizers", "decoders", "processors"),
+    "Replace": ("pattern",),
+    "Prepend": ("prepend",),
+    "Precompiled": ("precompiled_charsmap",),
+    "TemplateProcessing": ("single",),
+}
 
 
 def growth_of(step: Any) -> float:
@@ -28,7 +36,19 @@ def growth_of(step: Any) -> float:
     """
     if not isinstance(step, Mapping):
         return 1
-    match step.get("type"):
+    kind = step.get("type")
+    if isinstance(kind, str) and kind in _OF_TYPE:
+        return _OF_TYPE[kind]
+    if isinstance(kind, str) and kind in _KEYS:
+        return _growth_as(kind, step)
+    # The library takes a step of an unknown type, or without one, for what its other keys fit.
+    fitting = [kind for kind, keys in _KEYS.items() if not step.keys().isdisjoint(keys)]
+    return max([1, *(_growth_as(kind, step) for kind in fitting)])
+
+
+def _growth_as(kind: str, step: Mapping[str, Any]) -> float:
+    """Return the growth of a step of this type."""
+    match kind:
         case "Sequence":
             inner = (step.get(f"{kind}s") for kind in ("normalizer", "decoder", "processor"))
             return math.prod(growth_of(each) for steps in inner for each in steps or ())
@@ -45,7 +65,7 @@ def growth_of(step: Any) -> float:
                 return 1
         case "TemplateProcessing":
             return max(1, len(step["single"]))
-    return _OF_TYPE.get(step.get("type", ""), 1)
+    raise AssertionError(kind)
 
 
 def check_growth(growth: float, path: Path, what: str) -> None:

@@ -43,9 +43,10 @@ class TokenizersBackend:
         read = tokenizers.Tokenizer.from_buffer
         self.tokenizer = tokenizer = self._call("this is not a tokenizer file", read, raw)
         _check_ids(path, content)
-        self.growth = growth_of(content.get("normalizer"))
-        for what in ("normalizer", "decoder", "post_processor"):
-            check_growth(growth_of(content.get(what)), path, f"the {what}")
+        for what in ("post_processor", "decoder", "normalizer"):
+            growth = self._call(f"the {what} cannot be read", growth_of, content.get(what))
+            check_growth(growth, path, f"the {what}")
+        self.growth = growth  # of the normalizer
         # A file may have been saved with settings for training: truncation, padding, and dropout,
         # which leaves out merges at random.
         tokenizer.no_truncation()

@@ -179,6 +179,7 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, -1, {}, "seq=-1"),
         (1, True, {}, "seq=True"),
         (2**40, 16, {}, "batch=1099511627776"),
+        (1, 2**31 - 1, {}, "1 rows of 2147483647 tokens are more than any device holds"),
         (1, 16, {"optimizer_bytes": -1}, "optimizer_bytes=-1"),
         (1, 16, {"count": "all"}, "count='all'"),
         (1, 16, {"budget": "9" * 400}, "budget='999"),

@@ -40,6 +40,9 @@ def test_growth_is_a_bound():
         if step:
             made = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(normalizer=step)))
             assert len(made.normalizer.normalize_str(text)) <= bound * len(text)
+            for odd in ({}, {"type": {}}, {"type": "?"}):  # the library goes by the other keys
+                named = step["type"] in ("NFKC", "Lowercase")
+                assert growth_of({**step, "type": None} | odd) == (1 if named else bound)
     processor = {"type": "TemplateProcessing", "single": [{}] * 7}
     assert growth_of(sequence(processor, processor, kind="processors")) == 49
 
