@@ -13,6 +13,7 @@ from torch import Tensor
 from ligermodels.generation.generation_config import (
     checked_generation_config,
     resolve_eos_token_ids,
+    resolve_repetition_penalty,
 )
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.kernels.checks import check_count
@@ -36,6 +37,7 @@ def generate_ahead(
     *,
     max_new_tokens: int = 64,
     eos_token_id: int | Iterable[int] | None = None,
+    repetition_penalty: float | None = None,
     callback: Callable[[Tensor], object] | None = None,
 ) -> AheadResult:
     """Continue one prompt with the likeliest tokens, several for each forward pass.
@@ -47,13 +49,22 @@ def generate_ahead(
         model, heads: the body and heads trained on it.
         input_ids: one prompt, as `generate` takes it.
         max_new_tokens, eos_token_id: as in `generate`.
+        repetition_penalty: 1, which means none. If generation_config.json has another one, the
+            default is an error, because these would not be the tokens of `generate`.
         callback: a function that is called after every pass with its new tokens (new,).
     Raises:
         ValueError: there is more than one prompt, or an argument is wrong.
     """
     check_count("generate", "max_new_tokens", max_new_tokens, 1)
     config = model.config
-    stops = resolve_eos_token_ids(eos_token_id, checked_generation_config(model), config)
+    defaults = checked_generation_config(model)
+    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
+    if penalty != 1.0:
+        raise ValueError(
+            f"generate with heads: repetition_penalty={penalty:g}, given or from "
+            "generation_config.json; heads know none, so pass repetition_penalty=1.0"
+        )
+    stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     ids, _ = batch_prompts(input_ids, None, 0, config.vocab_size)
     if len(ids) != 1:
         raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")

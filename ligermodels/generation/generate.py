@@ -120,11 +120,11 @@ def _with_heads(
     callback: Callable[[Tensor], object] | None,
     options: GenerateOptions,
 ) -> Tensor:
-    possible = ("max_new_tokens", "eos_token_id")
+    possible = ("max_new_tokens", "eos_token_id", "repetition_penalty")
     if input_ids is None or any(value and name not in possible for name, value in options.items()):
         raise ValueError(
             "generate: heads take input_ids and, of the options, only max_new_tokens, "
-            "eos_token_id and callback; leave the others out"
+            "eos_token_id, repetition_penalty=1.0 and callback; leave the others out"
         )
     given = {name: value for name, value in options.items() if name in possible}
     return generate_ahead(model, heads, input_ids, callback=callback, **given).ids  # type: ignore[arg-type]

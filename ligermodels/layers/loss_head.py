@@ -312,7 +312,8 @@ class LossHead(nn.Module):
 
         This costs three matrix products, where a loss of `log_probs` costs four, if the budget
         holds the logits of whole groups of sequences. `ligermodels.kernels.linear_group_loss`
-        explains the arguments and what loss_function may do.
+        explains the arguments and what loss_function may do. With max_valid, nothing waits for the
+        GPU, and it costs four.
 
         Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
         Raises: as `linear_group_loss` and `log_probs`.
@@ -340,7 +341,13 @@ class LossHead(nn.Module):
                 **given,
             )
         given |= {"reduction": "none", "return_token_stats": return_token_stats}
-        made = self._module_loss(hidden, targets, None, alternatives, **given)
+        if self.is_linear:
+            weight, bias = self.parameters_here(hidden)
+            made = kernels.linear_cross_entropy(
+                hidden, weight, targets, bias, alternatives=alternatives, **given
+            )
+        else:
+            made = self._module_loss(hidden, targets, None, alternatives, **given)
         return loss_function(made, slice(0, len(targets)))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:

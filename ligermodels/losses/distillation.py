@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ligermodels.kernels import linear_divergence
 from ligermodels.layers.loss_head import LossHead
+from ligermodels.losses.terms import divided
 
 
 def distillation(
@@ -165,5 +166,4 @@ def hidden_cosine(
         )
     away = 1 - F.cosine_similarity(hidden.float(), teacher_hidden.detach().float(), dim=-1)
     counts = torch.ones_like(away) if targets is None else (targets != ignore_index).to(away)
-    divisor = counts.sum().clamp(min=1) if normalizer is None else normalizer
-    return torch.where(counts > 0, away, 0.0).sum() / divisor
+    return divided(torch.where(counts > 0, away, 0.0).sum(), normalizer, counts.sum())

@@ -108,7 +108,7 @@ def grpo_loss(
     Raises:
         ConfigError: an option or a shape is wrong.
     """
-    _check_grpo(loss_type, importance_sampling_level, beta, ref_log_probs, max_completion_length)
+    _check_grpo(loss_type, importance_sampling_level, beta, ref_log_probs)
     check_shapes(
         log_probs=log_probs,
         mask=mask,
@@ -187,7 +187,7 @@ def grpo_loss(
     loss = divided(rows.sum(), normalizer, count)
     if entropy_coef:
         assert entropy is not None
-        metrics["policy_loss"] = mean_of(loss[None])
+        metrics["policy_loss"] = Mean(rows.sum().detach(), count)
         total = torch.where(acting, entropy, 0.0).sum()
         loss = loss - entropy_coef * divided(total, token_normalizer, acting.sum())
     return LossOutput(loss, metrics)
@@ -200,12 +200,16 @@ def grpo_normalizer(
 
     Args: mask (batch, seq); loss_type, max_completion_length, as in `grpo_loss`.
     Returns: a scalar int64 tensor; the sum over micro-batches and ranks is that of the step.
+    Raises:
+        ConfigError: the type is unknown, or it is "dr_grpo" and there is no length.
     """
+    check_choice("loss_type", loss_type, GRPO_LOSS_TYPES)
     rows = torch.full((), len(mask), device=mask.device)
     if loss_type in _MEAN_OF_ROWS:
         return rows
     if loss_type == "dr_grpo":
-        assert max_completion_length is not None
+        if max_completion_length is None:
+            raise ConfigError("max_completion_length: dr_grpo divides by it, so it is needed")
         return rows * max_completion_length
     return mask.bool().sum()
 
@@ -371,19 +375,11 @@ def importance_ratio(
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-def _check_grpo(
-    loss_type: str,
-    level: str,
-    beta: float,
-    ref_log_probs: Tensor | None,
-    max_completion_length: int | None,
-) -> None:
+def _check_grpo(loss_type: str, level: str, beta: float, ref_log_probs: Tensor | None) -> None:
     check_choice("loss_type", loss_type, GRPO_LOSS_TYPES)
     check_choice("importance_sampling_level", level, LEVELS)
     if beta and ref_log_probs is None:
         raise ConfigError("ref_log_probs: beta is not 0, so those of the reference are needed")
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ConfigError("max_completion_length: dr_grpo divides by it, so it is needed")
 
 
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def bradley_terry_loss(
     Args:
         chosen, rejected: (pairs), or (pairs, seq) for one reward of each token.
         mask: of the same shape, the pairs or tokens that count; by default all.
-        margin: broadcast to the shape of the rewards: by how much the chosen one should win.
+        margin: (pairs), or of the rewards' shape: by how much the chosen one should win.
         center_rewards_coefficient: the weight of (chosen + rejected)^2, which keeps rewards near 0.
         normalizer: the number of pairs (or tokens) of the whole step.
     Returns: the loss and the metrics accuracy, margin and mean_reward.
@@ -36,8 +36,15 @@ def bradley_terry_loss(
         ConfigError: a shape is wrong.
     """
     _check_same(chosen=chosen, rejected=rejected, mask=mask)
-    difference = chosen - rejected
-    losses = -F.logsigmoid(difference if margin is None else difference - margin)
+    difference = beyond = chosen - rejected
+    if margin is not None:
+        if margin.shape not in (chosen.shape, chosen.shape[:1]):
+            raise ConfigError(
+                f"margin: the shape is {tuple(margin.shape)}; expected ({len(chosen)},), one for "
+                "each pair, or the shape of the rewards"
+            )
+        beyond = difference - margin.view(*margin.shape, *[1] * (chosen.dim() - margin.dim()))
+    losses = -F.logsigmoid(beyond)
     if center_rewards_coefficient is not None:
         losses = losses + center_rewards_coefficient * (chosen + rejected) ** 2
     count = losses.numel() if mask is None else mask.bool().sum()

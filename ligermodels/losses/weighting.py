@@ -37,11 +37,14 @@ def sft_loss(
     check_choice("loss_type", loss_type, SFT_LOSS_TYPES)
     check_shapes(log_probs=log_probs, mask=mask)
     mask = mask.bool()
+    log_probs = torch.where(mask, log_probs, 0.0)
     losses = -log_probs
     if loss_type == "dft":
         losses = losses * log_probs.detach().exp()
     elif loss_type == "focal":
-        losses = losses * (-torch.expm1(log_probs)).clamp(min=0) ** focal_gamma
+        # An exponent below 1 has an infinite slope at 0, which times 0 would be NaN.
+        missed = (-torch.expm1(log_probs)).clamp(min=torch.finfo(log_probs.dtype).tiny)
+        losses = losses * missed**focal_gamma
     if weights is not None:
         losses = losses * weights
     return LossOutput(

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import refuse_double_backward
+from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models.base import DecoderModel, next_token_targets
@@ -127,9 +128,7 @@ class MedusaHeads(nn.Module):
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
-        divisors = (
-            valid.clamp(min=1) if normalizer is None else torch.full_like(valid, 1) * normalizer
-        )
+        divisors = loss_divisors(valid, normalizer)
         divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
         options["reduction"], options["normalizer"] = "sum", None
@@ -179,6 +178,12 @@ def shared_head_loss(
     return out.loss, out.token_loss.flatten(1).sum(1)
 
 
+def loss_divisors(valid: Tensor, normalizer: float | Tensor | None) -> Tensor:
+    """Return the divisors of the heads' sums: the normalizer, or valid (heads). 0 counts as 1."""
+    divisors = valid if normalizer is None else torch.ones_like(valid) * normalizer
+    return torch.where(divisors == 0, 1, divisors)
+
+
 def ahead_targets(
     labels: Tensor, ahead: int, document_ids: Tensor | None, ignore_index: int
 ) -> Tensor:
@@ -188,7 +193,9 @@ def ahead_targets(
         targets = F.pad(targets[:, 1:], (0, 1), value=ignore_index)
     if document_ids is None:
         return targets
-    later = F.pad(document_ids[:, ahead + 1 :], (0, ahead + 1), value=-1)
+    later = document_ids
+    for _ in range(ahead + 1):
+        later = F.pad(later[:, 1:], (0, 1), value=-1)
     return targets.masked_fill(later != document_ids, ignore_index)
 
 
@@ -243,7 +250,10 @@ class _BackwardNow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("MedusaHeads")
-        grads = [None if x is None else x * grad_output.to(x.dtype) for x in ctx.saved_tensors]
+        # The scale is not rounded to the low precision of a gradient.
+        grads = [
+            None if x is None else scaled_grad(x, grad_output, x.dtype) for x in ctx.saved_tensors
+        ]
         return grads[0], None, None, None, None, *grads[1:]
 
 
@@ -253,8 +263,11 @@ class MedusaModel(nn.Module):
     Args:
         model: the body.
         heads: on its head.
-        freeze_body: Medusa's first stage: the body computes no gradient and keeps nothing. Without
-            it, the second stage: the loss is that of the body and heads_weight times the heads'.
+        freeze_body: Medusa's first stage: the layers of the body keep nothing and get no gradient.
+            Freeze the parameters too, `model.requires_grad_(False)`, before DDP or an optimizer
+            gets them: a projection that the heads share would learn, and DDP would wait for the
+            others. Without it, the second stage: the loss is that of the body and heads_weight
+            times the heads'.
         heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
     """
 

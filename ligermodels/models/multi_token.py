@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from ligermodels.layers import AttentionContext
 from ligermodels.models.base import DecoderModel, next_token_targets
-from ligermodels.models.heads import AheadOutput, ahead_targets, shared_head_loss
+from ligermodels.models.heads import (
+    AheadOutput,
+    ahead_targets,
+    loss_divisors,
+    shared_head_loss,
+)
 
 
 class MultiTokenModule(nn.Module):
@@ -66,15 +71,16 @@ class MultiTokenModel(nn.Module):
         context, embeds = contexts[model.ropes[-1]], model.embed_tokens(input_ids)
         ignore_index = model.head.loss_options.get("ignore_index", -100)
         states, targets = [model(input_ids)], [next_token_targets(labels, None, ignore_index)]
+        later = embeds
         for k, module in enumerate(self.mtp, 1):
             # The last k positions have no later token, and no target either.
-            later = F.pad(embeds[:, k:], (0, 0, 0, k))
+            later = F.pad(later[:, 1:], (0, 0, 0, 1))
             states.append(module(states[-1], later, context))
             targets.append(ahead_targets(labels, k, None, ignore_index))
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         share = self.weight / max(len(self.mtp), 1)
         shares = torch.tensor([1.0, *[share] * len(self.mtp)]).to(embeds.device, non_blocking=True)
-        divisors = valid.clamp(min=1) if normalizer is None else torch.ones_like(valid) * normalizer
+        divisors = loss_divisors(valid, normalizer)
         loss, parts = shared_head_loss(
             model.head, torch.stack(states), targets, shares / divisors, {"reduction": "sum"}
         )

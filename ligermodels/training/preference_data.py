@@ -42,9 +42,10 @@ def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]
 
 
 def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
-    """Return groups of a completion, and the next example's completion after the same prompt.
+    """Return groups of a completion, and another example's completion after the same prompt.
 
-    A pair gives two groups. KTO estimates its KL from the second document of each group.
+    A pair gives two groups. The other example is the next one with another prompt, if there is one.
+    KTO estimates its KL from the second document of each group.
 
     Raises:
         DataError: a file or a line is wrong, or there is only one example.
@@ -52,10 +53,9 @@ def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group
     groups = _read(paths, tokenizer, _judged)
     if len(groups) < 2:
         raise DataError("KTO needs at least two examples, because each is compared with another")
-    others = [*groups[1:], groups[0]]
     return [
-        Group((*a.documents, _mixed(a.documents[0], b.documents[0])), a.label, a.record)
-        for a, b in zip(groups, others)
+        Group((*a.documents, _mixed(a.documents[0], groups[i].documents[0])), a.label, a.record)
+        for a, i in zip(groups, _others(groups))
     ]
 
 
@@ -148,6 +148,19 @@ def _completed(prompt: Text, completion: Text, where: str, encoder: Encoder) -> 
     if isinstance(prompt, list):
         return encoder.reply(prompt, completion, where)
     return encoder.completion(prompt, completion)
+
+
+def _others(groups: list[Group]) -> list[int]:
+    """Return for each group the next one, around the end, whose prompt is another one."""
+    documents = [group.documents[0] for group in groups]
+    prompts = [document.ids[~document.loss_mask].tobytes() for document in documents]
+    after = [*range(1, len(groups)), 0]
+    if len(set(prompts)) == 1:
+        return after
+    others = list(after)
+    for i in (*reversed(range(len(groups))),) * 2:  # twice, because the search goes around the end
+        others[i] = after[i] if prompts[i] != prompts[after[i]] else others[after[i]]
+    return others
 
 
 def _mixed(document: Document, other: Document) -> Document:

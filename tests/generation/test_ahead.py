@@ -110,5 +110,11 @@ def test_refusals() -> None:
     model, heads = with_heads(llama)
     with pytest.raises(ValueError, match="got 2 prompts; expected one"):
         generate_ahead(model, heads, torch.ones(2, 3, dtype=torch.int64))
+    prompt = torch.tensor([[1, 2]])
+    model.source_generation_config = {"repetition_penalty": 1.3}
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3, given or from"):
+        generate_ahead(model, heads, prompt)
+    found = model.generate(prompt, heads=heads, repetition_penalty=1.0, max_new_tokens=9)
+    assert torch.equal(found, model.generate(prompt, repetition_penalty=1.0, max_new_tokens=9))
     with pytest.raises(ValueError, match="heads take input_ids and"):
         model.generate(torch.tensor([[1]]), heads=heads, do_sample=True)

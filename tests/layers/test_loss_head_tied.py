@@ -59,3 +59,13 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     loss, _ = dense(F.embedding(ids, weight), weight, targets)
     (loss.sum() / (targets != -100).sum()).backward()
     assert relative(embedding.weight.grad, weight.grad) <= 1e-6
+
+
+def test_from_log_probs_with_a_bound_on_the_targets() -> None:
+    head, _ = make(tied=True)
+    hidden, targets = data()
+    options = {"skip_ignored": True, "max_valid": targets.numel()}
+    found = head.from_log_probs(
+        hidden, targets, lambda tokens, _: tokens.log_probs.sum(), **options
+    )
+    assert relative(found, head.log_probs(hidden, targets)[0].sum()) <= 1e-6

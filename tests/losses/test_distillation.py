@@ -164,7 +164,9 @@ def test_hidden_cosine() -> None:
     assert relative(loss, wanted) <= 1e-6
     loss.backward()
     assert teacher.grad is None and (hidden.grad[~valid] == 0).all()
-    assert hidden_cosine(hidden, teacher, targets=targets * 0 - 100) == 0
+    for normalizer in (None, 0, torch.tensor(0)):
+        nothing = hidden_cosine(hidden, teacher, targets=targets * 0 - 100, normalizer=normalizer)
+        assert nothing == 0
     assert (
         relative(hidden_cosine(hidden, teacher, normalizer=2), 7 * hidden_cosine(hidden, teacher))
         <= 1e-6

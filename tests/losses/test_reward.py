@@ -37,6 +37,11 @@ def test_rewards_of_each_token() -> None:
     torch.testing.assert_close(loss, -F.logsigmoid(chosen - rejected)[mask].mean())
     nothing = bradley_terry_loss(chosen, rejected, torch.zeros_like(mask)).loss
     assert nothing == 0 and gradients(nothing, chosen)[0].eq(0).all()
+    margin = torch.rand(3, dtype=torch.float64)
+    loss = bradley_terry_loss(chosen, rejected, mask, margin=margin).loss
+    wanted = -F.logsigmoid(chosen - rejected - margin[:, None])[mask].mean()
+    torch.testing.assert_close(loss, wanted)
+    loss = bradley_terry_loss(chosen, rejected, mask).loss
     parts = [
         bradley_terry_loss(a, b, m, normalizer=mask.sum()).loss
         for a, b, m in zip(chosen.split(2), rejected.split(2), mask.split(2))
@@ -62,5 +67,7 @@ def test_process_rewards() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="rejected: the shape"):
         bradley_terry_loss(torch.ones(3), torch.ones(2))
+    with pytest.raises(ConfigError, match=r"margin: the shape is \(3, 1\); expected \(3,\)"):
+        bradley_terry_loss(torch.ones(3), torch.ones(3), margin=torch.ones(3, 1))
     with pytest.raises(ConfigError, match="labels: the shape"):
         token_reward_loss(torch.ones(3, 2), torch.ones(3))

@@ -80,12 +80,33 @@ def test_micro_batches_with_a_normalizer() -> None:
     assert relative(sum(x.losses for x in parts), whole.losses) <= 1e-6
 
 
+def test_a_normalizer_of_zero_counts_as_one() -> None:
+    hidden, labels = data()
+    for tied in (False, True):
+        _, heads = make(tied)
+        for normalizer in (0, torch.tensor(0)):
+            out = heads(hidden, torch.full_like(labels, -100), normalizer=normalizer)
+            assert out.loss == 0 and (out.losses == 0).all()
+
+
+def test_the_upstream_gradient_is_not_rounded() -> None:
+    _, heads = make()
+    heads.to(torch.bfloat16)
+    hidden, labels = data()
+    leaves = [*heads.heads.parameters()]
+    loss = heads(hidden.detach().bfloat16(), labels).loss
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for grad, scaled in zip(grads, torch.autograd.grad(0.3 * loss, leaves)):
+        assert torch.equal(scaled, (grad.float() * 0.3).bfloat16())
+
+
 def test_targets_stay_in_their_document() -> None:
     labels = torch.arange(8)[None]
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
     assert ahead_targets(labels, 1, None, -1).tolist() == [[2, 3, 4, 5, 6, 7, -1, -1]]
     assert ahead_targets(labels, 1, documents, -1).tolist() == [[2, -1, -1, 5, 6, -1, -1, -1]]
-    assert ahead_targets(labels, 9, None, -1).tolist() == [[-1] * 8]
+    for given in (None, documents):  # further ahead than the row is long
+        assert ahead_targets(labels, 9, given, -1).tolist() == [[-1] * 8]
 
 
 class Flops(TorchDispatchMode):

@@ -64,6 +64,15 @@ def test_no_module_sees_what_it_predicts() -> None:
     assert relative(model(changed, labels=labels).losses, model(ids, labels=labels).losses) <= 1e-6
 
 
+def test_rows_shorter_than_the_modules_look_ahead() -> None:
+    torch.manual_seed(0)
+    model = MultiTokenModel(BODIES["llama"](), 3)
+    out = model(torch.ones(2, 2, dtype=torch.int64), labels=torch.ones(2, 2, dtype=torch.int64))
+    assert out.num_valid.tolist() == [2, 0, 0, 0] and out.loss > 0
+    nothing = torch.full((2, 2), -100)
+    assert model(torch.ones_like(nothing), labels=nothing, normalizer=0).loss == 0
+
+
 def test_micro_batches_with_a_normalizer() -> None:
     torch.manual_seed(0)
     model = MultiTokenModel(BODIES["llama"](), 1)

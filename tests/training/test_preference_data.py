@@ -84,9 +84,15 @@ def test_judged_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:
     found = [[texts(tokenizer, document) for document in group.documents] for group in groups]
     assert found == [
         [("a", "1</s>"), ("a", "2</s>")],
-        [("b", "2</s>"), ("b", "3</s>")],
+        [("b", "2</s>"), ("b", "1</s>")],  # not the other completion of its own prompt
         [("b", "3</s>"), ("b", "1</s>")],
     ]
+    pairs = [{"prompt": p, "chosen": p + "1", "rejected": p + "2"} for p in "aba"]
+    groups = read_judged(jsonl(tmp_path, *pairs), tokenizer)
+    others = [texts(tokenizer, group.documents[1])[1] for group in groups]
+    assert others == ["b1</s>", "b1</s>", "a1</s>", "a1</s>", "b1</s>", "b1</s>"]
+    groups = read_judged(jsonl(tmp_path, pairs[0]), tokenizer)  # there is no other prompt
+    assert [texts(tokenizer, group.documents[1])[1] for group in groups] == ["a2</s>", "a1</s>"]
     with pytest.raises(DataError, match="at least two examples"):
         read_judged(jsonl(tmp_path, {"prompt": "a", "completion": "1", "label": True}), tokenizer)
 
