@@ -151,8 +151,10 @@ def _apo_down(pairs: _Pairs) -> Tensor:
 
 def _discopop(pairs: _Pairs) -> Tensor:
     """Lu et al. 2024, arXiv 2406.08414, eq. 5: a blend of the logistic and the exponential loss."""
-    blend = torch.sigmoid(pairs.logits / pairs.discopop_tau)
-    return -F.logsigmoid(pairs.logits) * (1 - blend) + torch.exp(-pairs.logits) * blend
+    log_blend = F.logsigmoid(pairs.logits / pairs.discopop_tau)
+    # As one power, because exp(-logits) alone is infinite where the blend is 0.
+    exponential = torch.exp(log_blend - pairs.logits)
+    return -F.logsigmoid(pairs.logits) * (1 - log_blend.exp()) + exponential
 
 
 def _sigmoid_norm(pairs: _Pairs) -> Tensor:

@@ -221,3 +221,11 @@ def test_what_is_refused() -> None:
         dpo_loss(tokens.log_probs, tokens.ref.sum(1), tokens.mask)
     with pytest.raises(ConfigError, match=r"label: the shape is \(2,\)"):
         kto_loss(tokens.log_probs, tokens.ref, tokens.mask, torch.ones(2))
+
+
+def test_discopop_of_a_pair_that_is_far_off() -> None:
+    log_probs = torch.tensor([[-2000.0], [-1.0]], requires_grad=True)
+    reference, mask = torch.full((2, 1), -1.0), torch.ones(2, 1, dtype=torch.bool)
+    loss = dpo_loss(log_probs, reference, mask, loss_type="discopop").loss
+    torch.testing.assert_close(loss, torch.tensor(199.9))
+    torch.testing.assert_close(gradients(loss, log_probs)[0], torch.tensor([[-0.1], [0.1]]))
