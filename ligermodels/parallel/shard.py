@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ligermodels.errors import ConfigError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import local_parts, local_tensor
+from ligermodels.models.parts import local_parts, local_tensor, reshard
 from ligermodels.parallel.tensor import tensor_parallel
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -31,6 +31,7 @@ DIMENSIONS = (REPLICATE, SHARD, TENSOR)
 # Models whose gathered weights take less than this keep them from forward to backward, and save
 # the second gathering. 2 GiB are 1e9 parameters in bfloat16.
 KEEP_GATHERED_BYTES = 2 * 2**30
+_NOT_SHARDED = "this model is not sharded; call ligermodels.shard(model) first"
 
 
 def shard(
@@ -119,10 +120,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     It saves the communication of all micro-batches but the last. Until then each rank holds whole
     gradients: leave it out where memory is short, the sums are the same.
+
+    Raises:
+        ConfigError: the model is not sharded.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    assert isinstance(model, FSDPModule), "shard(model) comes first"
+    if not isinstance(model, FSDPModule):
+        raise ConfigError(_NOT_SHARDED)
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -178,9 +183,10 @@ def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
 
 def data_mesh_of(model: nn.Module) -> DeviceMesh:
     """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
+    reshard(model)  # after a forward without backward, no parameter may be a sharded one
     parameter = next(filter(is_sharded, model.parameters()), None)
     if parameter is None:
-        raise ConfigError("this model is not sharded; call ligermodels.shard(model) first")
+        raise ConfigError(_NOT_SHARDED)
     return parameter.device_mesh  # type: ignore[attr-defined]
 
 
@@ -195,6 +201,10 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return init_device_mesh(device, (ranks,), mesh_dim_names=(SHARD,))
+    if mesh.size() != ranks:
+        raise ConfigError(
+            f"shard: the mesh has {mesh.size()} ranks, but {ranks} are running; make it of all"
+        )
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim == 1:
         return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=(SHARD,))
@@ -203,9 +213,10 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"shard: the mesh has the dimensions {names}; name each of them, with names from "
             f"{', '.join(DIMENSIONS)}: init_device_mesh(..., mesh_dim_names=...)"
         )
-    if mesh.size() != ranks:
+    if {REPLICATE, SHARD} <= {*names} and names.index(SHARD) < names.index(REPLICATE):
         raise ConfigError(
-            f"shard: the mesh has {mesh.size()} ranks, but {ranks} are running; make it of all"
+            f"shard: the mesh has the dimensions {names}; put {REPLICATE} before {SHARD}, because "
+            "the copies are the outer dimension"
         )
     return mesh
 

@@ -44,7 +44,14 @@ from ligermodels.training.memory import planner, summary, weight_dtype
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import is_restarted, joined, local_device, losing_ranks, meet
+from ligermodels.training.processes import (
+    is_restarted,
+    joined,
+    launch_id,
+    local_device,
+    losing_ranks,
+    meet,
+)
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
 
@@ -114,11 +121,14 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
         stack.enter_context(joined(device, config.rank_timeout))
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
-        if is_restarted():
-            config = replace(config, resume=True, overwrite_output_dir=False)
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
         run = None
         try:
+            with error_on_all_ranks():
+                found = (run_dir.read_settings() if is_restarted() else None) or {}
+            # Processes that failed before they began a run may have found another one here.
+            if from_rank_0(bool(found) and found["launch"] == launch_id()):
+                config = replace(config, resume=True, overwrite_output_dir=False)
             with error_on_all_ranks():
                 inputs = [("model", Path(config.model))]
                 inputs += [("training data", file) for file in check_files(config.train_files)]
@@ -409,6 +419,7 @@ class _Run:
             **facts,
             "memory_plan": None if in_use is None else in_use.to_dict(),
             "ranks": self.ranks,
+            "launch": launch_id(),
         }
         if saved is None:
             files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}

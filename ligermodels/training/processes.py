@@ -39,6 +39,16 @@ def is_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def launch_id() -> str | None:
+    """Return what tells a start of torchrun from others, restarts included; None without it.
+
+    Of several ranks, that of rank 0 counts.
+    """
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    # "none" is what torchrun uses without an id. Then it is known by its process.
+    return f"process {os.getppid()}" if given == "none" else given
+
+
 @contextlib.contextmanager
 def joined(device: torch.device, timeout: int) -> Iterator[None]:
     """Join the processes that torchrun has started, if it has, for a `with` block.

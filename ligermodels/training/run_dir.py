@@ -64,6 +64,7 @@ _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "memory_plan": (dict, type(None)),
     "exported": (bool,),  # whether the run has begun to write model/
     "ranks": (int,),  # number of processes that the run was started with
+    "launch": (str, type(None)),  # which start of torchrun has begun or resumed it, if one has
     "ligermodels": (str,),  # the version
 }
 
@@ -229,6 +230,7 @@ class RunDir:
         if found is None:
             return None
         found.setdefault("ranks", 1)  # runs of older versions had one process
+        found.setdefault("launch", None)
         for key, kind in _RUN_KEYS.items():
             if key not in found:
                 raise CheckpointError(

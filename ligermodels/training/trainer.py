@@ -362,6 +362,7 @@ class Trainer:
         """
         if not self._between_steps:
             return
+        reshard(self.model)  # an evaluation that was broken off has left gathered weights
         if self._waiting:
             self._log(run_dir, time.perf_counter(), None)
         latest = from_rank_0(checkpoints.latest() if rank() == 0 else None)

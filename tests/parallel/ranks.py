@@ -25,7 +25,7 @@ Report = dict[str, "dict[str, float] | str"]
 
 
 def run_ranks(module: str, ranks: int, folder: Path) -> Report:
-    """Run the cases of a module of tests in so many processes, and return rank 0's results."""
+    """Run the cases of a module of tests in so many processes; return the results of all ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.parallel.ranks", module]
     workers = [
@@ -79,8 +79,11 @@ def main(module: str, rank: int, ranks: int, folder: Path) -> None:
             # All ranks run the same code and fail at the same place, so the next case finds
             # them in step.
             report[name] = traceback.format_exc()
+    reports: list[Report] = [{}] * ranks
+    dist.all_gather_object(reports, report)
     if rank == 0:
-        torch.save(report, folder / "results.pt")
+        named = {f"{case}, rank {i}": r[case] for i, r in enumerate(reports) for case in r}
+        torch.save(named, folder / "results.pt")
     dist.barrier()  # no process may end while another still sends to it
     dist.destroy_process_group()
     # On a busy machine the interpreter's shutdown can end in std::terminate while gloo's threads

@@ -48,6 +48,8 @@ def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> 
 def test_a_model_alone_is_not_sharded() -> None:
     with pytest.raises(ConfigError, match="torchrun"):
         shard(make(True))
+    with pytest.raises(ConfigError, match="is not sharded"), no_sync(make(True)):
+        pass
 
 
 def meshes(ranks: int) -> dict[str, DeviceMesh]:
@@ -66,7 +68,7 @@ def meshes(ranks: int) -> dict[str, DeviceMesh]:
 
 def cases(ranks: int) -> dict[str, Case]:
     layouts = meshes(ranks)
-    found: dict[str, Case] = {}
+    found: dict[str, Case] = {"refused meshes": refused}
     for layout, mesh in layouts.items():
         for number, family in enumerate(sorted(OWN)):
             tied = number % 2 == 0
@@ -186,6 +188,16 @@ def step(
         return result | {"hidden": relative(sharded(ids), model(ids))}
 
 
+def refused(rank: int, folder: Path) -> dict[str, float]:
+    with pytest.raises(ConfigError, match="the mesh has 1 ranks"):
+        shard(make(True), DeviceMesh("cpu", [0]))
+    names = ("dp_shard", "dp_replicate")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
+    with pytest.raises(ConfigError, match="put dp_replicate before dp_shard"):
+        shard(make(True), mesh)
+    return {"refused": 0.0}
+
+
 def bf16(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """A float32 normalizer is not rounded, and gradients are those of bfloat16 weights, summed."""
     model = make(False)
@@ -233,11 +245,15 @@ def head(mesh: DeviceMesh, options: dict[str, Any], rank: int, folder: Path) -> 
     rows = own_rows(mesh)
     ids, labels = (x[rows] for x in data())
     result, upstream = {}, torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
+    if options.get("reduction") == "none":  # classes of every rank
+        classes = torch.stack([ids, (ids + 30) % SIZES["vocab_size"]], -1)
+        options = {**options, "alternatives": classes}
     outs = [each(ids, labels=labels, **options) for each in (sharded, model)]
     for out in outs:
         total = (out.loss * upstream).sum()
         if out.token_log_probs is not None:
             total = total + (out.token_log_probs * upstream).sum() + out.token_entropy.sum()
+            total = total + (out.token_alternative_log_probs * upstream[..., None]).sum()
         total.backward()
     for name, ours, theirs in zip(outs[0]._fields, *outs):
         assert (ours is None) == (theirs is None), name
@@ -269,8 +285,12 @@ def clipping(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     model(ids, labels=labels).loss.backward()
     train_step(sharded, mesh)
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with torch.no_grad():
+        sharded(ids)  # leaves gathered weights behind
+    mean = mean_over_ranks(sharded, 3)
     norm = clip_grad_norm_(sharded, 0.01)
     return {
+        "mean": abs(mean - 3),
         "norm": relative(norm, expected),
         "gradient": differences(gradients(sharded), gradients(model)),
     }

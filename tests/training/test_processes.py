@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.models.ranks import rank
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
+from ligermodels.training.interrupts import Interrupted
 from ligermodels.training.processes import joined, meet
+from ligermodels.training.trainer import Trainer
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.training.tiny_run import make_checkpoint, make_text
 
@@ -29,6 +34,7 @@ SIZES: dict[str, Any] = {
     "save_steps": 2,
     "save_total_limit": 5,
     "max_eval_rows": 5,
+    "eval_fraction": 0.25,
     "device": "cpu",
 }
 
@@ -136,6 +142,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
 def cases(ranks: int) -> dict[str, Case]:
     return {
         "a run, and again from its middle": run_twice,
+        "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
@@ -156,6 +163,31 @@ def run_twice(number: int, folder: Path) -> dict[str, float]:
     dist.barrier()
     files = [(root / run / "model/model.safetensors").read_bytes() for run in ("two", "again")]
     return {"steps": abs(result.steps - 4), "files": float(files[0] != files[1])}
+
+
+def interrupted_evaluation(number: int, folder: Path) -> dict[str, float]:
+    """A signal between two batches of an evaluation loses nothing."""
+    root, evaluate = folder.parent, Trainer.evaluate
+
+    def interrupted(self: Trainer, check: Callable[[], None]) -> dict[str, float]:
+        def check_and_send() -> None:
+            check()
+            if self.done == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return evaluate(self, check_and_send)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", interrupted)
+        with pytest.raises(Interrupted) as stop:
+            finetune(options(root, "interrupted"), progress=False)
+    assert "the state after step 3 is saved" in str(stop.value), stop.value
+    dist.barrier()
+    finetune(options(root, "interrupted", resume=True), progress=False)
+    dist.barrier()
+    runs = ("two", "interrupted")
+    files = [(root / run / "model/model.safetensors").read_bytes() for run in runs]
+    return {"files": float(files[0] != files[1])}
 
 
 def resume_alone(number: int, folder: Path) -> dict[str, float]:
@@ -201,7 +233,7 @@ def hung_rank(number: int, folder: Path) -> dict[str, float]:
     with joined(torch.device("cpu"), 1):
         if number == 1:
             time.sleep(2)
-            return {}
+            return {"slept": 0.0}
         with pytest.raises(LigerError, match=r"^step 7: rank 1 of 2 did not come") as caught:
             meet("step 7", None, 1)
     return {"reported": float(caught.value.is_repeated)}

@@ -37,7 +37,11 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, VocabShard
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
+    SumGradient,
+    VocabShard,
+    wide_copies,
+)
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
@@ -299,7 +303,7 @@ def make_head(
         weight=grad and weight.requires_grad,
         bias=grad and bias is not None and bias.requires_grad,
     )
-    request = check_request(request, targets, len(weight))
+    request = check_request(request, targets, vocab or len(weight))
     row_targets = targets.flatten()
     index = valid_rows(row_targets, options.ignore_index, chunking)
     if token_weights is not None:
@@ -324,6 +328,7 @@ def make_head(
             request,
             one_loss,
             may_save_logits_grad,
+            0 if shard is None else wide_copies(options, request),
         )
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
@@ -431,11 +436,16 @@ def _sizes(
     request: TokenRequest,
     one_loss: bool,
     may_save_logits_grad: bool,
+    least_copies: int,
 ) -> chunk_plan.Sizes:
-    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits."""
+    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits.
+
+    Args: least_copies, how many copies of the logits in `compute_dtype` exist at least.
+    """
     width = weight.shape[1]
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
     copies, row_copies = chunk_plan.wide_copies(hidden, request)
+    copies = max(copies, least_copies)
     saved_weight = single_chunk = 0
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ligermodels import kernels
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
 from ligermodels.kernels.loss_options import CrossEntropyOptions
+from tests.kernels.scratch import peak_scratch
 
 VOCAB, WIDTH, ROWS = 37, 16, 11
 OPTIONS: list[dict[str, Any]] = [
@@ -59,6 +60,27 @@ def check(shard: VocabShard, device: str = "cpu") -> None:
 
 def test_a_shard_of_all_classes_changes_nothing(shard: VocabShard) -> None:
     check(shard)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1, "softcap": 5.0}, {"return_token_stats": True}],
+    ids=["plain", "smoothing", "stats"],
+)
+def test_logits_and_their_copies_stay_within_the_budget(
+    shard: VocabShard, options: dict[str, Any]
+) -> None:
+    shard = VocabShard(shard.group, 0, 3000)
+    hidden = torch.randn(300, WIDTH).bfloat16().requires_grad_()
+    weight = torch.randn(shard.vocab, WIDTH).bfloat16().requires_grad_()
+    targets, budget = torch.arange(300), 2_000_000  # all logits take 1.8 MB
+
+    def forward() -> torch.Tensor:
+        return kernels.linear_cross_entropy(
+            hidden, weight, targets, max_scratch_bytes=budget, vocab_shard=shard, **options
+        ).loss
+
+    assert max(peak_scratch(forward, (hidden, weight))) <= budget
 
 
 @pytest.mark.interpreter
