@@ -149,7 +149,7 @@ WORKS = {
         "llama-3-8b",
         1,
         131072,
-        (*peers(("input", None)), *plans(110)),
+        (*peers(("input", None)), *plans(110, (110, 100))),
         changes=LONG,
         adamw=False,
         steps=1,
