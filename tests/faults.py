@@ -157,10 +157,11 @@ class Outcome(NamedTuple):
 def run(test: str, folder: Path, marker: str) -> Outcome:
     """Run a test in a folder that has `tests` and a package."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, "-m", marker, test],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
