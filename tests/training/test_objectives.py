@@ -14,8 +14,9 @@ from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
 from ligermodels.models.reference import token_log_probs
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
-from ligermodels.training.finetune import OBJECTIVES, finetune
+from ligermodels.training.finetune import finetune
 from ligermodels.training.objectives import PairObjective
+from ligermodels.training.run import OBJECTIVES
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint
 
