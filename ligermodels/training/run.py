@@ -42,16 +42,27 @@ from ligermodels.training.inputs import (
     weights_hash,
 )
 from ligermodels.training.interrupts import Interrupts
+from ligermodels.training.medusa import MedusaObjective
 from ligermodels.training.memory import planner, summary, weight_dtype
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
 from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
 OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
+
+
+def objective_of(config: FinetuneConfig) -> Objective:
+    """Return what a run minimises."""
+    if config.teacher is not None:
+        return TeacherObjective(config)
+    if config.medusa_heads is not None:
+        return MedusaObjective(config)
+    return OBJECTIVES.get(config.loss, PairObjective)(config)
 
 
 @dataclass(kw_only=True)
@@ -118,7 +129,7 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
-        self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        self.objective = objective_of(config)
         if is_distributed() and (reason := self.objective.one_process):
             raise ConfigError(
                 f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
@@ -140,11 +151,15 @@ class Run:
             model = self._model(source, rows, eval_rows)
         if is_distributed():
             self._shard(model)
-        self._plan_memory(model, rows, eval_rows, saved)
+        with error_on_all_ranks():
+            held = self.objective.load(model)
+            trained = self.objective.module(model)
+        self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.model = model
         trainer = Trainer(
-            model,
+            trained,
             config,
             rows,
             eval_rows,
@@ -204,8 +219,9 @@ class Run:
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [os.path.realpath(file) for file in settings[name]]
-        if Path(self.config.model).is_dir():
-            settings["model"] = os.path.realpath(self.config.model)
+        for name in ("model", "teacher"):
+            if settings[name] is not None and Path(settings[name]).is_dir():
+                settings[name] = os.path.realpath(settings[name])
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
     def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
@@ -260,8 +276,12 @@ class Run:
         rows: Rows,
         eval_rows: Rows | None,
         saved: dict[str, Any] | None,
+        held: int,
     ) -> None:
-        """Choose what the layers keep for backward; a resumed run keeps its plan."""
+        """Choose what the layers keep for backward; a resumed run keeps its plan.
+
+        Args: held, the bytes on the device that other models take.
+        """
         config = self.config
         if config.activation_checkpointing:
             model.activation_checkpointing_enable()
@@ -275,6 +295,7 @@ class Run:
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
             run = planner(model, budget, precision=self.precision, accumulates=accumulates)
+            run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
             plan = run.plan(*self.objective.largest_batch(every))
             model.set_memory_plan(plan)
@@ -284,6 +305,8 @@ class Run:
         """Return "off", or the memory that the run may take."""
         if self.config.memory is not None:
             return self.config.memory
+        if self.config.medusa_heads is not None:  # it does not know of them
+            return "off"
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"
@@ -300,7 +323,7 @@ class Run:
 
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
-        in_use = trainer.model.memory_plan
+        in_use = self.model.memory_plan
         facts = {"base": base, "rows": rows.fingerprint(), "steps": trainer.total_steps}
         settings = self._settings()
         self.saved = {
@@ -347,7 +370,7 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        config, model = self.config, trainer.model
+        config, model = self.config, self.model
         self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
@@ -375,15 +398,15 @@ class Run:
         )
 
     def _export(self, trainer: Trainer) -> None:
-        model, name = trainer.model, self.config.export_dtype
+        trained, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
-        if odd := first_not_finite(model.named_parameters()):
+        if odd := first_not_finite(trained.named_parameters()):
             raise LigerError(
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        if odd := first_not_finite(model.named_parameters(), dtype):
+        if odd := first_not_finite(trained.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
@@ -394,8 +417,11 @@ class Run:
             self.run_dir.write_settings(self.saved)
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
-            model.to(dtype)
-        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+            trained.to(dtype)
+        folder = self.run_dir.model_dir
+        self.model.save_hf(folder, max_shard_size=self.config.max_shard_size)
+        if rank() == 0:
+            self.objective.export(folder)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
