@@ -1,4 +1,4 @@
-"""Train with Lightning; several processes shard the model with FSDP2.
+"""Train with Lightning; several processes shard the model.
 
 torchrun --nproc-per-node 2 -m examples.trainers.lightning_module MODEL TEXT OUT
 """
@@ -11,12 +11,23 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.trainers.rows import Rows, mean_over_processes, num_targets, read_rows
 from ligermodels import AutoLiger, shard
+
+
+def fsdp2(processes: int) -> ModelParallelStrategy:
+    """Return the strategy that lets `NextToken` shard the model: FSDP2."""
+    return ModelParallelStrategy(data_parallel_size=processes, tensor_parallel_size=1)
+
+
+def fsdp1(model: nn.Module) -> FSDPStrategy:
+    """Return the strategy that wraps each layer, and then the model: FSDP 1. It needs GPUs."""
+    layers = {type(layer) for layer in model.layers}
+    return FSDPStrategy(auto_wrap_policy=layers, use_orig_params=True)
 
 
 class NextToken(lightning.LightningModule):
@@ -47,15 +58,13 @@ class NextToken(lightning.LightningModule):
 
 
 def train(
-    module: NextToken, rows: Rows, processes: int = 1, batch_size: int = 2, **options: Any
+    module: NextToken, rows: Rows, batch_size: int = 2, strategy: Any = "auto", **options: Any
 ) -> list[float]:
     """Train on all rows once, and return the loss of each step.
 
     Args: options, of Lightning's Trainer.
     """
-    if processes > 1:
-        options["strategy"] = ModelParallelStrategy(processes, 1)
-    trainer = lightning.Trainer(max_epochs=1, devices=processes, **options)
+    trainer = lightning.Trainer(max_epochs=1, strategy=strategy, **options)
     trainer.fit(module, DataLoader(rows, batch_size))
     return module.losses
 
@@ -64,5 +73,8 @@ if __name__ == "__main__":
     name, text, out = sys.argv[1:]
     model = AutoLiger.from_hf(name)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    print(train(NextToken(model), read_rows(name, Path(text)), processes))
+    strategy = fsdp2(processes) if processes > 1 else "auto"
+    print(
+        train(NextToken(model), read_rows(name, Path(text)), strategy=strategy, devices=processes)
+    )
     model.save_hf(out)

@@ -118,7 +118,8 @@ def with_lightning(model: Any, native: bool) -> list[float]:
 
     sharding = partial(shard, compute_dtype=None) if native else shard_layers
     module = lightning_module.NextToken(model, RATE, sharding)
-    return lightning_module.train(module, make_rows(), processes=2, **QUIET)
+    strategy = lightning_module.fsdp2(RANKS)
+    return lightning_module.train(module, make_rows(), strategy=strategy, devices=RANKS, **QUIET)
 
 
 QUIET = {
@@ -181,7 +182,8 @@ def cases(ranks: int) -> dict[str, Case]:
         tool, _, feature = name.partition(", ")
         if find_spec(TOOLS[tool]) is None:
             continue
-        train, save = with_lightning, save_hf
+        train: Any = with_lightning
+        save = save_hf
         if tool == "accelerate":
             train = partial(with_accelerate, fsdp=feature == "FSDP2")
         if tool == "DeepSpeed":
