@@ -268,3 +268,15 @@ def test_numbers_of_numpy_are_numbers(kind: str) -> None:
             options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
             assert options == {name: value}
             assert type(options[name]) is type(value)
+
+
+def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
+    hidden, targets = data()
+    for kind, call in (("own", "from_log_probs"), ("swapped", "forward")):
+        head = build(kind)[0]
+        head.vocab_shard = object()
+        with pytest.raises(ValueError, match="vocabulary is split over ranks"):
+            if call == "forward":
+                head._module_loss(hidden, targets, None, None)
+            else:
+                head.from_log_probs(hidden, targets, lambda log_probs: log_probs.sum())
