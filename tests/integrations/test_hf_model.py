@@ -18,11 +18,13 @@ from transformers import (
 )
 
 from ligermodels.errors import ConfigError, SaveError
+from ligermodels.integrations import hf_model
 from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
     LigerForSequenceClassification,
     LigerModel,
 )
+from ligermodels.models import auto
 from ligermodels.models.auto import AutoLiger
 from tests import outside
 from tests.integrations.tiny_text import tokenizer
@@ -411,3 +413,11 @@ def test_a_pipeline(folders: dict[str, Path]) -> None:
     ]
     expected = model.generate(torch.tensor([[8, 9, 10]]), max_new_tokens=4)
     assert made == expected[0].tolist()
+
+
+def test_a_class_of_another_family_is_refused() -> None:
+    llama, mistral = (auto.families()[name] for name in ("llama", "mistral"))
+    made = hf_model._class_of(llama, LigerForCausalLM)
+    assert hf_model._class_of(llama, made) is made
+    with pytest.raises(ConfigError, match="is the class of another family than LigerMistral"):
+        hf_model._class_of(mistral, made)
