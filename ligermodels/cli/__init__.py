@@ -26,8 +26,7 @@ with quit_on_interrupt():
     from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
     from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
-    from ligermodels.cli.suggestions import did_you_mean
-    from ligermodels.errors import LigerError, first_line, printable
+    from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 
 COMMANDS = (finetune, generate, inspect, convert, families, check_family)
 

@@ -5,17 +5,16 @@ This module does not import torch, so that the command line shows its help quick
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, get_origin
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.training.options import check_options, types_of
+from ligermodels.training.options import free_option as _free_option
+from ligermodels.training.options import option as _option
 
 # The losses, and the choices of loss_type for each; the first one is the default.
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
@@ -48,27 +47,6 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Runs beyond these never end, or take more memory than there is.
 MAX_STEPS = 10**9
 MAX_ROWS = 2**20  # of one optimizer step
-
-
-def _option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    free_on_resume: bool = False,
-    **limits: float,
-) -> Any:
-    """Return a dataclass field that holds an option's help, choices and limits.
-
-    `limits` are those of `limit_complaint`. A resumed run may change an option that is
-    `free_on_resume`: either it does not affect the trained weights, or (the data files, the model)
-    a hash of the content is compared instead.
-    """
-    facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
-    return field(default=default, metadata=facts)
-
-
-_free_option = partial(_option, free_on_resume=True)
 
 
 @dataclass(kw_only=True)
@@ -235,18 +213,14 @@ class FinetuneConfig:
         for name in ("model", "output_dir"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))
-        for name in ("train_files", "eval_files"):
-            setattr(self, name, _as_list(getattr(self, name)))
+        for name, kind in types_of(type(self)).items():
+            if get_origin(kind) is list:
+                setattr(self, name, _as_list(getattr(self, name)))
         if type(self.memory) is int:
             self.memory = str(self.memory)
-        types, optional = option_types(), _optional()
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is None and option.name in optional:
-                continue
-            complaint = _complaint(option, types[option.name], value)
-            if complaint is not None:
-                raise ConfigError(f"{option.name}: {complaint}")
+        if isinstance(self.max_shard_size, str):
+            self.max_shard_size = parse_bytes(self.max_shard_size, "max_shard_size")
+        check_options(self)
         if not self.train_files:
             raise ConfigError("train_files: at least one file is needed")
         if self.batch_size * self.gradient_accumulation_steps > MAX_ROWS:
@@ -304,64 +278,9 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-def option_types() -> dict[str, type]:
-    """Return the type of each option's value, without None: str, list[str], int, float or bool."""
-    hints = get_type_hints(FinetuneConfig)
-    # An optional value is annotated as `type | None`, in this order.
-    return {
-        name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        for name, hint in hints.items()
-    }
-
-
-def _optional() -> set[str]:
-    """Return the names of the options that may be None."""
-    hints = get_type_hints(FinetuneConfig)
-    return {name for name, hint in hints.items() if isinstance(hint, UnionType)}
-
-
-_LIMITS = {
-    "at_least": operator.ge,
-    "more_than": operator.gt,
-    "at_most": operator.le,
-    "less_than": operator.lt,
-}
-
-
-def limit_complaint(value: float, **limits: float) -> str | None:
-    """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
-
-    A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
-
-    Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
-    """
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "must fit into 64 bits"
-    for name, limit in limits.items():
-        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
-            return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
-    return None
-
-
-_KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
-
-
-def _complaint(option: Field[Any], kind: Any, value: Any) -> str | None:
-    choices = option.metadata["choices"]
-    if choices is not None and value not in choices:
-        return f"must be one of {', '.join(choices)}, not {shown(value)}"
-    if kind == list[str]:
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return None if fits else f"must be a list of paths, not {shown(value)}"
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        return f"must be {_KINDS[kind]}, not {shown(value)}"
-    return limit_complaint(value, **option.metadata["limits"]) if kind in (int, float) else None
-
-
 def _as_list(paths: Any) -> Any:
-    """Return paths as a list of strings; a single path gives a list of one."""
-    if isinstance(paths, (str, os.PathLike)):
+    """Return paths as a list of strings; a single path, or number, gives a list of one."""
+    if isinstance(paths, (str, os.PathLike, float)):
         paths = [paths]
     if not isinstance(paths, Iterable) or isinstance(paths, Mapping):
         return paths

@@ -33,6 +33,7 @@ from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
+from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
 from ligermodels.training.inputs import (
     changed,
@@ -323,6 +324,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
+        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 

@@ -1,6 +1,7 @@
 """The folder of a training run: its settings and metrics. A kill damages none.
 
     run.json        the options of the run, and the hashes of its model and data
+    run.yaml        the options, for `ligermodels finetune --config`
     metrics.jsonl   one line per step and per evaluation
     checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
     reference/      log-probabilities of the reference model
@@ -46,13 +47,14 @@ from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.reference_file import remove_stored
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "run.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOSS_PLOT = "loss.png"
 REFERENCE = "reference"
 LOCK_FILE = ".lock"
-OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT)
+OWNED = (RUN_FILE, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT)
 
 # run.json has these keys, with values of these types.
 _RUN_KEYS: dict[str, tuple[type, ...]] = {
@@ -77,6 +79,7 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / CONFIG_FILE
         self.metrics_file = self.path / METRICS_FILE
         self.model_dir = self.path / MODEL
         self.loss_plot = self.path / LOSS_PLOT
@@ -188,7 +191,7 @@ class RunDir:
         Raises:
             SaveError: something cannot be removed.
         """
-        for file in (self.loss_plot, self.metrics_file):
+        for file in (self.loss_plot, self.metrics_file, self.config_file):
             _remove(file.with_name(file.name + PART))
             _remove(file)
         if self.checkpoint_dir.is_symlink():
@@ -247,8 +250,11 @@ class RunDir:
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write run.json."""
-        text = json.dumps(settings, indent=2) + "\n"
-        atomic_write(self.path / RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
+        _write_text(self.path / RUN_FILE, json.dumps(settings, indent=2) + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Write run.yaml."""
+        _write_text(self.config_file, text)
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""
@@ -286,9 +292,7 @@ class RunDir:
     def cut_metrics(self, step: int) -> None:
         """Remove every metric after `step`; a negative step removes all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
-        atomic_write(
-            self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
-        )
+        _write_text(self.metrics_file, "".join(lines))
 
 
 class ReadOnlyRunDir(RunDir):
@@ -303,6 +307,9 @@ class ReadOnlyRunDir(RunDir):
         """Do nothing."""
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def write_config(self, text: str) -> None:
         """Do nothing."""
 
     def log(self, entry: Metrics) -> None:
@@ -320,6 +327,10 @@ def _is_within(path: Path, folder: Path) -> bool:
     real = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(path))
     return path == real or real in path.parents
+
+
+def _write_text(path: Path, text: str) -> None:
+    atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _remove(path: Path) -> None:
