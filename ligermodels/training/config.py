@@ -63,7 +63,9 @@ class FinetuneConfig:
 
     model: str = _free_option(MISSING, "hub id or local folder of the checkpoint to start from")
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
-        MISSING, "plain text, or .jsonl objects with text, prompt and completion, or messages"
+        MISSING,
+        "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
+        "of ShareGPT (conversations) and of Alpaca (instruction, input, output)",
     )
     output_dir: str = _free_option(
         MISSING, "folder of the run; the exported model goes to its subfolder model/"
