@@ -24,6 +24,7 @@ GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
     "reference reward_function num_generations max_completion_length temperature epsilon_high",
+    "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm seed",
@@ -32,7 +33,13 @@ GROUPS = {
     "export_dtype max_shard_size",
     "hub": "revision",
 }
-METAVARS = {"output_dir": "DIR", "separator": "LINE", "memory": "auto|SIZE|off"}
+METAVARS = {
+    "lora": "r=N[,...]",
+    "lora_targets": "NAME",
+    "output_dir": "DIR",
+    "separator": "LINE",
+    "memory": "auto|SIZE|off",
+}
 REQUIRED = {"model": "MODEL", "train_files": "--train-files", "output_dir": "--output-dir"}
 
 
@@ -84,7 +91,7 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
     if kind is bool:
         return {"help": help, "action": "store_true"}
     if kind == list[str]:
-        return {"help": help, "nargs": "+", "metavar": "FILE"}
+        return {"help": help, "nargs": "+", "metavar": METAVARS.get(option.name, "FILE")}
     if option.default not in (None, MISSING):
         help = f"{help} (default: {option.default})"
     if kind is str:

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from ligermodels.errors import ConfigError, shown
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.training.lora_options import parse_lora
 
 # The losses, and the choices of loss_type for each; the first one is the default.
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
@@ -44,6 +45,8 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
 REFERENCES = ("file", "float32", "bfloat16", "int8")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
+LOAD_IN = ("4bit", "8bit")
+EXPORTS = ("merged", "adapter")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Runs beyond these never end, or take more memory than there is.
 MAX_STEPS = 10**9
@@ -170,6 +173,28 @@ class FinetuneConfig:
         at_most=MAX_STEPS,
     )
 
+    lora: str | None = _option(
+        None,
+        "freeze the model and train adapters on its linears: the rank r, and if wanted the scale "
+        "alpha and a dropout, as in r=16,alpha=32,dropout=0.05 (default of alpha: twice r)",
+    )
+    lora_targets: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "the linears that get an adapter, by HF's names, such as q_proj v_proj (default: all "
+        "linears of the layers)",
+    )
+    load_in: str | None = _option(
+        None,
+        "with lora, keep the frozen weights of the layers in so few bits: 4bit (NF4) or 8bit",
+        choices=LOAD_IN,
+    )
+    export: str = _free_option(
+        "merged",
+        "with lora, what to export: the model with the adapters added to the checkpoint's "
+        "weights, or the adapters alone in PEFT's format",
+        choices=EXPORTS,
+    )
+
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
     min_lr_rate: float = _option(
         0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1
@@ -235,7 +260,7 @@ class FinetuneConfig:
         for name in ("model", "output_dir"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))
-        for name in ("train_files", "eval_files"):
+        for name in ("train_files", "eval_files", "lora_targets"):
             setattr(self, name, _as_list(getattr(self, name)))
         if type(self.memory) is int:
             self.memory = str(self.memory)
@@ -255,6 +280,7 @@ class FinetuneConfig:
                 f"{MAX_ROWS}, not {self.batch_size * self.gradient_accumulation_steps}"
             )
         self._check_loss()
+        self._check_lora()
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -265,6 +291,16 @@ class FinetuneConfig:
                     "activation_checkpointing and memory: choose one of the two; memory recomputes "
                     "only as much as is needed"
                 )
+
+    def _check_lora(self) -> None:
+        if self.lora is not None:
+            parse_lora(self.lora)
+            return
+        given = {"lora_targets": self.lora_targets, "load_in": self.load_in}
+        given["export"] = "adapter" if self.export == "adapter" else None
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}: only with adapters; set lora, for example to r=16")
 
     def _check_loss(self) -> None:
         types = LOSS_TYPES[self.loss]
