@@ -25,9 +25,10 @@ GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
     "reference reward_function num_generations max_completion_length temperature epsilon_high",
+    "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
-    "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
-    "adam_epsilon max_grad_norm seed",
+    "optimizer": "optimizer learning_rate lr_scheduler_type min_lr_rate warmup_steps weight_decay "
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm freeze train_only seed",
     "machine": "device precision memory activation_checkpointing compile rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
     "export_dtype max_shard_size quiet",
@@ -35,7 +36,15 @@ GROUPS = {
     "several GPUs": "gpus max_restarts",
 }
 OPTIONS = (FinetuneConfig, launch.LaunchOptions)
-METAVARS = {"output_dir": "DIR", "separator": "LINE", "memory": "auto|SIZE|off"}
+METAVARS = {
+    "freeze": "NAME",
+    "train_only": "NAME",
+    "lora": "r=N[,...]",
+    "lora_targets": "NAME",
+    "output_dir": "DIR",
+    "separator": "LINE",
+    "memory": "auto|SIZE|off",
+}
 REQUIRED = {"model": "MODEL", "train_files": "--train-files", "output_dir": "--output-dir"}
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_origin
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.training.lora_options import parse_lora
 from ligermodels.training.options import check_options, types_of
 from ligermodels.training.options import free_option as _free_option
 from ligermodels.training.options import option as _option
@@ -43,6 +44,10 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
 REFERENCES = ("file", "float32", "bfloat16", "int8")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
+LOAD_IN = ("4bit", "8bit")
+EXPORTS = ("merged", "adapter")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Runs beyond these never end, or take more memory than there is.
 MAX_STEPS = 10**9
@@ -150,7 +155,50 @@ class FinetuneConfig:
         at_most=MAX_STEPS,
     )
 
+    lora: str | None = _option(
+        None,
+        "freeze the model and train adapters on its linears: the rank r, and if wanted the scale "
+        "alpha and a dropout, as in r=16,alpha=32,dropout=0.05 (default of alpha: twice r)",
+    )
+    lora_targets: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "the linears that get an adapter, by HF's names, such as q_proj v_proj (default: all "
+        "linears of the layers)",
+    )
+    load_in: str | None = _option(
+        None,
+        "with lora, keep the frozen weights of the layers in so few bits: 4bit (NF4) or 8bit",
+        choices=LOAD_IN,
+    )
+    export: str = _free_option(
+        "merged",
+        "with lora, what to export: the model with the adapters added to the checkpoint's "
+        "weights, or the adapters alone in PEFT's format",
+        choices=EXPORTS,
+    )
+
+    freeze: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "parameters or modules that are not trained, by name; * stands for anything, as in "
+        "embed_tokens layers.*.mlp",
+    )
+    train_only: list[str] | None = _option(  # noqa: RUF009
+        None, "the only parameters or modules that are trained, by name, as for freeze"
+    )
+
+    optimizer: str = _option(
+        "adamw",
+        "adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of the "
+        "layers, and AdamW the rest; adafactor's rate is relative to the size of the weights, so "
+        "that it needs a larger one, such as 1e-3",
+        choices=OPTIMIZERS,
+    )
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
+    lr_scheduler_type: str = _option(
+        "cosine",
+        "how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps",
+        choices=SCHEDULES,
+    )
     min_lr_rate: float = _option(
         0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1
     )
@@ -231,6 +279,10 @@ class FinetuneConfig:
                 f"{MAX_ROWS}, not {self.batch_size * self.gradient_accumulation_steps}"
             )
         self._check_loss()
+        self._check_lora()
+        chosen = [name for name in ("lora", "freeze", "train_only") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -241,6 +293,16 @@ class FinetuneConfig:
                     "activation_checkpointing and memory: choose one of the two; memory recomputes "
                     "only as much as is needed"
                 )
+
+    def _check_lora(self) -> None:
+        if self.lora is not None:
+            parse_lora(self.lora)
+            return
+        given = {"lora_targets": self.lora_targets, "load_in": self.load_in}
+        given["export"] = "adapter" if self.export == "adapter" else None
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}: only with adapters; set lora, for example to r=16")
 
     def _check_loss(self) -> None:
         types = LOSS_TYPES[self.loss]

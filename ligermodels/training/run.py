@@ -31,6 +31,7 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.adapters import add_adapters, export_adapter, merged, quantize
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.config_file import config_text
@@ -43,9 +44,11 @@ from ligermodels.training.inputs import (
     weights_hash,
 )
 from ligermodels.training.interrupts import Interrupts
-from ligermodels.training.memory import planner, summary, weight_dtype
+from ligermodels.training.lora_options import parse_lora
+from ligermodels.training.memory import frozen_dtype, planner, summary, weight_dtype
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
+from ligermodels.training.optimizers import freeze
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
 from ligermodels.training.run_dir import RunDir, plot_losses
@@ -120,6 +123,13 @@ class Run:
         self.progress = progress
         self.notes: list[str] = []
         self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        if is_distributed() and config.lora is not None:
+            raise ConfigError("lora: adapters are trained in one process (without --gpus)")
+        if is_distributed() and config.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
+                "with several GPUs"
+            )
         if is_distributed() and (reason := self.objective.one_process):
             raise ConfigError(
                 f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
@@ -239,8 +249,12 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.
-        device = "meta" if is_distributed() else self.device
-        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
+        device = torch.device("meta") if is_distributed() else self.device
+        with_adapters = self.config.lora is not None
+        dtype = (frozen_dtype if with_adapters else weight_dtype)(self.precision)
+        if self.config.load_in is not None:
+            device = torch.device("cpu")  # the linears are converted one by one
+        model = AutoLiger.from_hf(source, dtype=dtype, device=device)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -253,7 +267,22 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
+        if with_adapters:
+            self._add_adapters(model)
+        elif patterns := self.config.freeze or self.config.train_only:
+            trained = freeze(model, patterns, only=self.config.train_only is not None)
+            self._note(f"{_count(trained, 'trained parameter')}; the others are frozen")
         return model
+
+    def _add_adapters(self, model: DecoderModel) -> None:
+        config = self.config
+        assert config.lora is not None
+        if config.load_in is not None:
+            quantize(model, int(config.load_in[0]), self.device)
+        dtype, options = weight_dtype(self.precision), parse_lora(config.lora)
+        add_adapters(model, options, config.lora_targets, dtype=dtype, seed=config.seed)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._note(f"adapters: {_count(trained, 'trained parameter')}, the model is frozen")
 
     def _plan_memory(
         self,
@@ -350,8 +379,8 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        config, model = self.config, trainer.model
-        self._export(trainer)
+        config = self.config
+        model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
         if rank() == 0 and not plot_losses(metrics, self.run_dir.loss_plot):
@@ -377,7 +406,8 @@ class Run:
             notes=self.notes,
         )
 
-    def _export(self, trainer: Trainer) -> None:
+    def _export(self, trainer: Trainer) -> DecoderModel:
+        """Write the export, and return the model that it holds."""
         model, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
@@ -386,6 +416,9 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
+        adapter = self.config.export == "adapter"
+        if self.config.lora is not None and not adapter:
+            model = merged(model)
         if odd := first_not_finite(model.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
@@ -395,10 +428,15 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
+        if adapter:
+            base = self._settings()["model"]
+            export_adapter(model, self.run_dir.model_dir, base, dtype)
+            return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             model.to(dtype)
         model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+        return model
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

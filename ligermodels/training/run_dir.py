@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
@@ -215,6 +217,7 @@ class RunDir:
     def _exported(self) -> list[str]:
         """Return the names in model/ that an export writes."""
         own = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *COPIED_FILES}
+        own |= {ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME}
         names = names_if_present(self.model_dir, CheckpointError) or []
         found = [name for name in names if name in own or SHARD_NAME.fullmatch(name)]
         if CHAT_TEMPLATE_DIR in names:
