@@ -88,8 +88,12 @@ class Checkpoints:
         atomic_write(file, lambda path: save_file(tensors, path, metadata))
         return file
 
-    def load(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """Copy the state after `step` steps into the model and a fresh optimizer.
+
+        Without an optimizer, copy the weights only, of whatever run.
 
         Of several ranks, every one calls it.
 
@@ -98,7 +102,8 @@ class Checkpoints:
                 was changed, unless the file was changed while it was read.
         """
         path = from_rank_0(self.files()[step] if rank() == 0 else None)
-        allocate_state(optimizer, step)
+        if optimizer is not None:
+            allocate_state(optimizer, step)
         try:
             if path.suffix:
                 with error_on_all_ranks(CheckpointError):
@@ -111,10 +116,10 @@ class Checkpoints:
             raise CheckpointError("\n".join([first, *rest])) from None
 
     def _load(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         file = SafetensorsFile(path)
-        _match(file, _expected(model, optimizer))
+        _match(file, _expected(model, optimizer), "" if optimizer else _WEIGHTS)
         text = file.metadata.get(_FACTS, "{}").encode(errors="surrogatepass")
         facts = parse_json(text, f"{path} (header)", CheckpointError)
         if facts.pop("sha256", None) != _seal(facts, digests(file.tensors, file.read)):
@@ -125,14 +130,15 @@ class Checkpoints:
                 f"{path}: the name says step {step}, but the file holds step "
                 f"{shown(facts.get('step'))}"
             )
-        self._check_run(path, facts)
+        if optimizer is not None:
+            self._check_run(path, facts)
         for name, stored in _stored(model, optimizer).items():
             for part in stored.parts:
                 _copy(file, name, part, stored.shape)
         file.close()
 
     def _load_folder(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         with error_on_all_ranks(CheckpointError):
             facts = sharded_checkpoints.facts_of(path)
@@ -141,8 +147,10 @@ class Checkpoints:
                     f"{path}: the name says step {step}, but the folder holds step "
                     f"{shown(facts.get('step'))}"
                 )
-            self._check_run(path, facts)
-        sharded_checkpoints.read(path, _stored(model, optimizer))
+            if optimizer is not None:
+                self._check_run(path, facts)
+        prefix = "" if optimizer else _WEIGHTS
+        sharded_checkpoints.read(path, _stored(model, optimizer), prefix=prefix)
 
     def _check_run(self, path: Path, facts: Mapping[str, Any]) -> None:
         if facts.get("run") != self.run:
@@ -180,12 +188,12 @@ def _remove(path: Path) -> None:
 
 
 def named_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that resuming needs: trained weights and optimizer's state, by name."""
     for name, parameter in _trained(model):
-        yield f"model.{name}", parameter.detach()
-        for key, value in state_of(optimizer, parameter):
+        yield f"{_WEIGHTS}{name}", parameter.detach()
+        for key, value in () if optimizer is None else state_of(optimizer, parameter):
             yield f"optimizer.{key}.{name}", value
 
 
@@ -240,6 +248,7 @@ def _seal(facts: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
     return fingerprint({"facts": dict(facts), "tensors": dict(tensors)})
 
 
+_WEIGHTS = "model."
 _COUNT = "optimizer.step."
 
 
@@ -248,14 +257,15 @@ def _cuts(model: torch.nn.Module) -> dict[str, TensorShard]:
 
 
 def _stored(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, sharded_checkpoints.Stored]:
     """Return this rank's parts of the weights and of the optimizer's state, by name."""
     cuts, found = _cuts(model), {}
     for name, parameter in _trained(model):
         cut = cuts.get(name)
         tensors = {"model": parameter.detach()}
-        tensors |= {f"optimizer.{key}": value for key, value in state_of(optimizer, parameter)}
+        if optimizer is not None:
+            tensors |= {f"optimizer.{key}": each for key, each in state_of(optimizer, parameter)}
         for kind, tensor in tensors.items():
             if kind != "optimizer.step":
                 shape = tuple(tensor.shape) if cut is None else cut.shape
@@ -265,7 +275,7 @@ def _stored(
 
 
 def _expected(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and the shape of each tensor of a checkpoint."""
     found = {name: (each.dtype, each.shape) for name, each in _stored(model, optimizer).items()}
@@ -274,10 +284,16 @@ def _expected(
 
 
 def _match(
-    file: SafetensorsFile, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    file: SafetensorsFile,
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    prefix: str,
 ) -> None:
-    """Raise CheckpointError unless a file has exactly the expected tensors."""
-    held = {name: (DTYPES.get(info.dtype), info.shape) for name, info in file.tensors.items()}
+    """Raise CheckpointError unless a file has exactly the expected tensors with that prefix."""
+    held = {
+        name: (DTYPES.get(info.dtype), info.shape)
+        for name, info in file.tensors.items()
+        if name.startswith(prefix)
+    }
     names = sorted(held.keys() | expected.keys())
     wrong = [name for name in names if held.get(name) != expected.get(name)]
     if not wrong:

@@ -20,7 +20,6 @@ from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.ranks import (
     error_on_all_ranks,
@@ -31,7 +30,7 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.adapters import add_adapters, export_adapter, merged, quantize
+from ligermodels.training.adapters import export_adapter, merged
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.config_file import config_text
@@ -44,14 +43,13 @@ from ligermodels.training.inputs import (
     weights_hash,
 )
 from ligermodels.training.interrupts import Interrupts
-from ligermodels.training.lora_options import parse_lora
-from ligermodels.training.memory import frozen_dtype, planner, summary, weight_dtype
+from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
-from ligermodels.training.optimizers import freeze
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
 from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
@@ -249,12 +247,8 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.
-        device = torch.device("meta") if is_distributed() else self.device
-        with_adapters = self.config.lora is not None
-        dtype = (frozen_dtype if with_adapters else weight_dtype)(self.precision)
-        if self.config.load_in is not None:
-            device = torch.device("cpu")  # the linears are converted one by one
-        model = AutoLiger.from_hf(source, dtype=dtype, device=device)
+        meta = is_distributed()
+        model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -267,22 +261,11 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
-        if with_adapters:
-            self._add_adapters(model)
-        elif patterns := self.config.freeze or self.config.train_only:
-            trained = freeze(model, patterns, only=self.config.train_only is not None)
-            self._note(f"{_count(trained, 'trained parameter')}; the others are frozen")
+        if not all(p.requires_grad for p in model.parameters()):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            what = "the others are" if self.config.lora is None else "the model is"
+            self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
         return model
-
-    def _add_adapters(self, model: DecoderModel) -> None:
-        config = self.config
-        assert config.lora is not None
-        if config.load_in is not None:
-            quantize(model, int(config.load_in[0]), self.device)
-        dtype, options = weight_dtype(self.precision), parse_lora(config.lora)
-        add_adapters(model, options, config.lora_targets, dtype=dtype, seed=config.seed)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self._note(f"adapters: {_count(trained, 'trained parameter')}, the model is frozen")
 
     def _plan_memory(
         self,
