@@ -30,8 +30,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
         "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
         "SOURCE to the native layout and back in a temporary folder, and compares the result with "
-        "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a run, "
-        "as RUN/checkpoint-STEP or by its file in RUN/checkpoints."
+        "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
+        "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints."
     )
     command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
     add = command.add_argument

@@ -31,6 +31,7 @@ GROUPS = {
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm freeze train_only seed",
     "machine": "device precision memory activation_checkpointing compile rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
+    "report_to sample_prompts sample_tokens sample_chat "
     "export_dtype max_shard_size quiet",
     "hub": "revision",
     "several GPUs": "gpus max_restarts",
@@ -38,6 +39,7 @@ GROUPS = {
 OPTIONS = (FinetuneConfig, launch.LaunchOptions)
 METAVARS = {
     "freeze": "NAME",
+    "sample_prompts": "TEXT",
     "train_only": "NAME",
     "lora": "r=N[,...]",
     "lora_targets": "NAME",

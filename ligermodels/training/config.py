@@ -46,6 +46,7 @@ PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
 LOAD_IN = ("4bit", "8bit")
 EXPORTS = ("merged", "adapter")
+LOGGERS = ("tensorboard", "wandb")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -246,6 +247,19 @@ class FinetuneConfig:
     )
     save_total_limit: int = _free_option(2, "number of newest checkpoints to keep", at_least=1)
     logging_steps: int = _free_option(1, "steps between two reports of the loss", at_least=1)
+    report_to: list[str] | None = _free_option(  # noqa: RUF009
+        None,
+        "loggers that get the metrics: tensorboard (in DIR/tensorboard), wandb (its environment "
+        "variables say where)",
+        choices=LOGGERS,
+    )
+    sample_prompts: list[str] | None = _free_option(  # noqa: RUF009
+        None, "texts that the model continues at each evaluation, greedily, into DIR/samples.jsonl"
+    )
+    sample_tokens: int = _free_option(64, "most tokens of such a continuation", at_least=1)
+    sample_chat: bool = _free_option(
+        False, "take each of these texts as the message of a user, for the chat template"
+    )
     export_dtype: str | None = _free_option(
         None,
         "dtype of the export (default: the dtype of the trained weights)",

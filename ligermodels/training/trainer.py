@@ -269,13 +269,14 @@ class Trainer:
         checkpoints: Checkpoints,
         *,
         check: Callable[[], None] = lambda: None,
+        sample: Callable[[int], None] = lambda step: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped.
+            if it had not been stopped. sample is called with the step at each evaluation.
         Raises:
             CheckpointError: the last checkpoint or the metrics cannot be resumed from.
             LigerError: a loss or a weight is no longer finite.
@@ -314,6 +315,7 @@ class Trainer:
                 and (self.done or saved is None)
             ):
                 self._evaluate(run_dir, bar, check)
+                sample(self.done)
             for step in range(self.done, self.total_steps):
                 check()
                 self._between_steps = False
@@ -340,6 +342,7 @@ class Trainer:
                 self._between_steps = True
                 if evaluates:
                     self._evaluate(run_dir, bar, check)
+                    sample(self.done)
                 if saves:
                     self.save(run_dir, checkpoints)
 

@@ -37,7 +37,7 @@ def test_what_is_not_there_is_named(text, tmp_path):
         load_checkpoint(tmp_path, 1)
     run(base, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
     (base / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="tokenizer_config.json: the file was changed"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the file was changed"):
         load_checkpoint(tmp_path / "run", 1)
 
 
