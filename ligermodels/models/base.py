@@ -353,7 +353,7 @@ class DecoderModel(HFModel):
             for x in (context.cos, context.sin, context.memory)
             if x is not None
         ]
-        store.forward_pass([*shared, *self.parameters()])
+        store.forward_pass([*shared, *self.parameters(), *self.buffers()])
         return store
 
     @property

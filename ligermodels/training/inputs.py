@@ -30,7 +30,7 @@ def check_unchanged(source: Path, files: dict[str, str]) -> None:
 
 def weights_hash(model: DecoderModel) -> str:
     """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
-    weights = dict(model.named_parameters())
+    weights = model.state_dict()
     if not is_distributed():
         return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
     found: dict[str, str] = {}

@@ -6,9 +6,12 @@ output folder. `finetune` makes a `Run` and calls it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.ranks import (
     error_on_all_ranks,
@@ -31,8 +33,10 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.adapters import export_adapter, merged
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
+from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
 from ligermodels.training.inputs import (
     changed,
@@ -43,13 +47,15 @@ from ligermodels.training.inputs import (
 )
 from ligermodels.training.interrupts import Interrupts
 from ligermodels.training.medusa import MedusaObjective
-from ligermodels.training.memory import planner, summary, weight_dtype
+from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
-from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.run_dir import Metrics, RunDir, plot_losses
+from ligermodels.training.samples import Sampler
 from ligermodels.training.teacher import TeacherObjective
+from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
@@ -130,6 +136,20 @@ class Run:
         self.progress = progress
         self.notes: list[str] = []
         self.objective = objective_of(config)
+        if is_distributed() and config.lora is not None:
+            raise ConfigError("lora: adapters are trained in one process (without --gpus)")
+        self.open_loggers: list[Any] = []
+        if config.report_to and rank() == 0:
+            from ligermodels.integrations.loggers import loggers_by_name
+
+            self.open_loggers = loggers_by_name(config.report_to)
+        if is_distributed() and config.sample_prompts:
+            raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
+        if is_distributed() and config.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
+                "with several GPUs"
+            )
         if is_distributed() and (reason := self.objective.one_process):
             raise ConfigError(
                 f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
@@ -185,7 +205,14 @@ class Run:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
+                with self._logged():
+                    trainer.train(
+                        self.run_dir,
+                        self.checkpoints,
+                        check=check,
+                        sample=self._sampling(source, trainer),
+                        progress=self.progress,
+                    )
                 with error_on_all_ranks():
                     # The export copies the tokenizer files from there.
                     check_unchanged(source, files)
@@ -254,8 +281,8 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.
-        device = "meta" if is_distributed() else self.device
-        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
+        meta = is_distributed()
+        model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -268,6 +295,10 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
+        if not all(p.requires_grad for p in model.parameters()):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            what = "the others are" if self.config.lora is None else "the model is"
+            self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
         return model
 
     def _plan_memory(
@@ -346,6 +377,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
+        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 
@@ -370,8 +403,8 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        config, model = self.config, self.model
-        self._export(trainer)
+        config = self.config
+        model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
         if rank() == 0 and not plot_losses(metrics, self.run_dir.loss_plot):
@@ -397,7 +430,8 @@ class Run:
             notes=self.notes,
         )
 
-    def _export(self, trainer: Trainer) -> None:
+    def _export(self, trainer: Trainer) -> DecoderModel:
+        """Write the export, and return the model that it holds."""
         trained, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
@@ -406,6 +440,10 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
+        model = self.model  # the trained module may hold it with heads of its own
+        adapter = self.config.export == "adapter"
+        if self.config.lora is not None and not adapter:
+            model = trained = merged(model)
         if odd := first_not_finite(trained.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
@@ -415,18 +453,64 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
+        if adapter:
+            base = self._settings()["model"]
+            export_adapter(model, self.run_dir.model_dir, base, dtype)
+            return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
         folder = self.run_dir.model_dir
-        self.model.save_hf(folder, max_shard_size=self.config.max_shard_size)
+        model.save_hf(folder, max_shard_size=self.config.max_shard_size)
         if rank() == 0:
             self.objective.export(folder)
+        return model
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Open the loggers that the config names; they get each line of metrics."""
+        start = (self.checkpoints.latest() or 0) if self.open_loggers else 0
+        with contextlib.ExitStack() as stack:
+            for open_logger in self.open_loggers:
+                logger = open_logger(self.run_dir.path, self.saved["settings"], start)
+                stack.callback(logger.close)
+                self.run_dir.listeners.append(partial(_pass_on, logger.log))
+            yield
+        self.run_dir.listeners.clear()
+
+    def _sampling(self, source: Path, trainer: Trainer) -> Callable[[int], None]:
+        """Return what writes samples after a step, and shows them."""
+        config = self.config
+        if not config.sample_prompts:
+            return lambda step: None
+        done = self.run_dir.sampled_steps(self.checkpoints.latest() or 0)
+        sampler = Sampler(
+            Tokenizer.from_hf(source),
+            config.sample_prompts,
+            max_new_tokens=config.sample_tokens,
+            chat=config.sample_chat,
+        )
+
+        def sample(step: int) -> None:
+            if step in done:
+                return
+            with trainer.autocast():
+                samples = sampler(self.model)
+            self.run_dir.log_samples(step, samples)
+            for each in samples if self.progress else ():
+                text = f"step {step}: {each['prompt']} -> {each['text']}"
+                tqdm.write(text, file=sys.stderr)
+
+        return sample
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self.progress:
             tqdm.write(text, file=sys.stderr)
+
+
+def _pass_on(log: Callable[[int, Metrics], None], entry: Metrics) -> None:
+    log(int(entry["step"]), {name: value for name, value in entry.items() if name != "step"})
 
 
 def _count(number: int, noun: str) -> str:
