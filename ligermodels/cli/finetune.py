@@ -24,7 +24,9 @@ OUT_OF_MEMORY = (
 GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
-    "reference reward_function num_generations max_completion_length temperature epsilon_high",
+    "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
+    "max_completion_length temperature epsilon_high",
+    "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
     "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "optimizer learning_rate lr_scheduler_type min_lr_rate warmup_steps weight_decay "

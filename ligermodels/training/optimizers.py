@@ -75,7 +75,12 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Optimizer:
+def decoder_of(module: nn.Module) -> DecoderModel:
+    """Return the model in a module that may have heads besides."""
+    return next(each for each in module.modules() if isinstance(each, DecoderModel))
+
+
+def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     """Return the optimizer that a config names, for the parameters that are not frozen.
 
     Raises:
@@ -84,7 +89,7 @@ def make_optimizer(model: DecoderModel, config: FinetuneConfig) -> torch.optim.O
     return _OPTIMIZERS[config.optimizer](model, config)
 
 
-def _adamw(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(model.parameters(), config.weight_decay)
     return torch.optim.AdamW(groups, **_adam_options(config), fused=True)
 
@@ -94,7 +99,7 @@ def _adam_options(config: FinetuneConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
 
 
-def _adamw_8bit(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Optimizer:
+def _adamw_8bit(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     try:
         optimizers = import_module("torchao.optim")
     except ImportError as error:
@@ -106,23 +111,21 @@ def _adamw_8bit(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Opti
     return optimizers.AdamW8bit(groups, **_adam_options(config))
 
 
-def _adafactor(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Optimizer:
+def _adafactor(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(model.parameters(), config.weight_decay)
     return torch.optim.Adafactor(groups, lr=config.learning_rate)
 
 
-def _muon(model: DecoderModel, config: FinetuneConfig) -> torch.optim.Optimizer:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    packed = linears(model.weight_map(model.built_from))
-    matrices, others = {}, []
-    for name, parameter in trained.items():
-        if name.startswith("layers.") and parameter.ndim == 2:
+def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    decoder = decoder_of(model)
+    packed = linears(decoder.weight_map(decoder.built_from))
+    matrices = {}
+    for name, parameter in decoder.named_parameters():
+        if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad:
             parts = packed.get(name.removesuffix(".weight"), [])
-            matrices[parameter] = [slice(part.row, part.row + part.rows) for part in parts] or [
-                slice(None)
-            ]
-        else:
-            others.append(parameter)
+            cuts = [slice(part.row, part.row + part.rows) for part in parts]
+            matrices[parameter] = cuts or [slice(None)]
+    others = [p for p in model.parameters() if p not in matrices]
     return Muon(
         matrices,
         parameter_groups(others, config.weight_decay),

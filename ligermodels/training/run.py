@@ -6,12 +6,9 @@ output folder. `finetune` makes a `Run` and calls it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +43,29 @@ from ligermodels.training.inputs import (
     weights_hash,
 )
 from ligermodels.training.interrupts import Interrupts
+from ligermodels.training.medusa import MedusaObjective
 from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
-from ligermodels.training.run_dir import Metrics, RunDir, plot_losses
-from ligermodels.training.samples import Sampler
+from ligermodels.training.reports import logged, logger_openers, sampling
+from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
 OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
+
+
+def objective_of(config: FinetuneConfig) -> Objective:
+    """Return what a run minimises."""
+    if config.teacher is not None:
+        return TeacherObjective(config)
+    if config.medusa_heads is not None:
+        return MedusaObjective(config)
+    return OBJECTIVES.get(config.loss, PairObjective)(config)
 
 
 @dataclass(kw_only=True)
@@ -124,14 +132,10 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
-        self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        self.objective = objective_of(config)
         if is_distributed() and config.lora is not None:
             raise ConfigError("lora: adapters are trained in one process (without --gpus)")
-        self.open_loggers: list[Any] = []
-        if config.report_to and rank() == 0:
-            from ligermodels.integrations.loggers import loggers_by_name
-
-            self.open_loggers = loggers_by_name(config.report_to)
+        self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
         if is_distributed() and config.optimizer != "adamw":
@@ -160,11 +164,15 @@ class Run:
             model = self._model(source, rows, eval_rows)
         if is_distributed():
             self._shard(model)
-        self._plan_memory(model, rows, eval_rows, saved)
+        with error_on_all_ranks():
+            held = self.objective.load(model)
+            trained = self.objective.module(model)
+        self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.model = model
         trainer = Trainer(
-            model,
+            trained,
             config,
             rows,
             eval_rows,
@@ -190,12 +198,22 @@ class Run:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                with self._logged():
+                last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
+                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                    sample = sampling(
+                        config,
+                        self.run_dir,
+                        model,
+                        source,
+                        last=last,
+                        autocast=trainer.autocast,
+                        progress=self.progress,
+                    )
                     trainer.train(
                         self.run_dir,
                         self.checkpoints,
                         check=check,
-                        sample=self._sampling(source, trainer),
+                        sample=sample,
                         progress=self.progress,
                     )
                 with error_on_all_ranks():
@@ -231,8 +249,9 @@ class Run:
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [os.path.realpath(file) for file in settings[name]]
-        if Path(self.config.model).is_dir():
-            settings["model"] = os.path.realpath(self.config.model)
+        for name in ("model", "teacher"):
+            if settings[name] is not None and Path(settings[name]).is_dir():
+                settings[name] = os.path.realpath(settings[name])
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
     def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
@@ -291,8 +310,12 @@ class Run:
         rows: Rows,
         eval_rows: Rows | None,
         saved: dict[str, Any] | None,
+        held: int,
     ) -> None:
-        """Choose what the layers keep for backward; a resumed run keeps its plan."""
+        """Choose what the layers keep for backward; a resumed run keeps its plan.
+
+        Args: held, the bytes on the device that other models take.
+        """
         config = self.config
         if config.activation_checkpointing:
             model.activation_checkpointing_enable()
@@ -306,6 +329,7 @@ class Run:
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
             run = planner(model, budget, precision=self.precision, accumulates=accumulates)
+            run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
             plan = run.plan(*self.objective.largest_batch(every))
             model.set_memory_plan(plan)
@@ -315,6 +339,8 @@ class Run:
         """Return "off", or the memory that the run may take."""
         if self.config.memory is not None:
             return self.config.memory
+        if self.config.medusa_heads is not None:  # it does not know of them
+            return "off"
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"
@@ -331,7 +357,7 @@ class Run:
 
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
-        in_use = trainer.model.memory_plan
+        in_use = self.model.memory_plan
         facts = {"base": base, "rows": rows.fingerprint(), "steps": trainer.total_steps}
         settings = self._settings()
         self.saved = {
@@ -409,18 +435,19 @@ class Run:
 
     def _export(self, trainer: Trainer) -> DecoderModel:
         """Write the export, and return the model that it holds."""
-        model, name = trainer.model, self.config.export_dtype
+        trained, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
-        if odd := first_not_finite(model.named_parameters()):
+        if odd := first_not_finite(trained.named_parameters()):
             raise LigerError(
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        adapter = self.config.export == "adapter"
+        adapter, model = self.config.export == "adapter", self.model
         if self.config.lora is not None and not adapter:
             model = merged(model)
-        if odd := first_not_finite(model.named_parameters(), dtype):
+        checked = trained if model is self.model else model
+        if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
@@ -435,55 +462,17 @@ class Run:
             return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
+            trained.to(dtype)
             model.to(dtype)
         model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+        if rank() == 0:
+            self.objective.export(self.run_dir.model_dir)
         return model
-
-    @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Open the loggers that the config names; they get each line of metrics."""
-        start = (self.checkpoints.latest() or 0) if self.open_loggers else 0
-        with contextlib.ExitStack() as stack:
-            for open_logger in self.open_loggers:
-                logger = open_logger(self.run_dir.path, self.saved["settings"], start)
-                stack.callback(logger.close)
-                self.run_dir.listeners.append(partial(_pass_on, logger.log))
-            yield
-        self.run_dir.listeners.clear()
-
-    def _sampling(self, source: Path, trainer: Trainer) -> Callable[[int], None]:
-        """Return what writes samples after a step, and shows them."""
-        config = self.config
-        if not config.sample_prompts:
-            return lambda step: None
-        done = self.run_dir.sampled_steps(self.checkpoints.latest() or 0)
-        sampler = Sampler(
-            Tokenizer.from_hf(source),
-            config.sample_prompts,
-            max_new_tokens=config.sample_tokens,
-            chat=config.sample_chat,
-        )
-
-        def sample(step: int) -> None:
-            if step in done:
-                return
-            with trainer.autocast():
-                samples = sampler(trainer.model)
-            self.run_dir.log_samples(step, samples)
-            for each in samples if self.progress else ():
-                text = f"step {step}: {each['prompt']} -> {each['text']}"
-                tqdm.write(text, file=sys.stderr)
-
-        return sample
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self.progress:
             tqdm.write(text, file=sys.stderr)
-
-
-def _pass_on(log: Callable[[int, Metrics], None], entry: Metrics) -> None:
-    log(int(entry["step"]), {name: value for name, value in entry.items() if name != "step"})
 
 
 def _count(number: int, noun: str) -> str:

@@ -24,14 +24,13 @@ from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
-from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
-from ligermodels.training.optimizers import make_optimizer, set_learning_rate
+from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import Batch, row_order
 from ligermodels.training.processes import shared_out, summed, summed_output
 from ligermodels.training.run_dir import Metrics, RunDir
@@ -78,7 +77,7 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """The model, the optimizer and the rows of one run.
+    """The model (or a module that has it), the optimizer and the rows of one run.
 
     `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
     says what the run minimises, by default the loss of the next token. `ranks` is the number of
@@ -88,7 +87,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: torch.nn.Module,
         config: FinetuneConfig,
         rows: Rows,
         eval_rows: Rows | None,
@@ -110,7 +109,7 @@ class Trainer:
         compiles = config.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
         self.optimizer = make_optimizer(model, config)
-        self.flops = StepFlops.of(model)
+        self.flops = StepFlops.of(decoder_of(model))
         self.peak_flops = _peak_flops(device, precision)
         self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
@@ -189,7 +188,7 @@ class Trainer:
         return Step(loss, norm, rate, metrics, **summed(counts))
 
     def call(
-        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+        self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
     ) -> HeadOutput:
         """Run a model, by default the trained one, on a batch; `options` are those of the head."""
         with self.autocast():
