@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ligermodels.cli.suggestions import did_you_mean
-from ligermodels.errors import ConfigError, LigerError, first_line, shown
+from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, shown
 from ligermodels.memory.byte_sizes import parse_bytes
-from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
+from ligermodels.training.config import EXPORT_DTYPES
+from ligermodels.training.options import limit_complaint
 
 
 class Formatter(argparse.HelpFormatter):
@@ -125,7 +125,7 @@ def byte_size(text: str) -> int:
 def number(kind: type, **limits: float) -> Callable[[str], float]:
     """Return an argparse type: a number of `kind` (int or float) within `limits`.
 
-    `training.config.limit_complaint` defines the limits.
+    `training.options.limit_complaint` defines the limits.
     """
 
     def convert(text: str) -> float:

@@ -62,6 +62,8 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 config = replace(config, resume=True, overwrite_output_dir=False)
             with error_on_all_ranks():
                 inputs = [("model", Path(config.model))]
+                if config.teacher is not None:
+                    inputs.append(("teacher", Path(config.teacher)))
                 inputs += [("training data", file) for file in check_files(config.train_files)]
                 evaluated = check_files(config.eval_files or [])
                 inputs += [("evaluation data", file) for file in evaluated]

@@ -20,7 +20,6 @@ from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.ranks import (
     error_on_all_ranks,
@@ -31,9 +30,10 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.adapters import add_adapters, export_adapter, merged, quantize
+from ligermodels.training.adapters import export_adapter, merged
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
+from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
 from ligermodels.training.inputs import (
     changed,
@@ -43,17 +43,29 @@ from ligermodels.training.inputs import (
     weights_hash,
 )
 from ligermodels.training.interrupts import Interrupts
-from ligermodels.training.lora_options import parse_lora
-from ligermodels.training.memory import frozen_dtype, planner, summary, weight_dtype
+from ligermodels.training.medusa import MedusaObjective
+from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
+from ligermodels.training.reports import logged, logger_openers, sampling
 from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.teacher import TeacherObjective
+from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
 OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
+
+
+def objective_of(config: FinetuneConfig) -> Objective:
+    """Return what a run minimises."""
+    if config.teacher is not None:
+        return TeacherObjective(config)
+    if config.medusa_heads is not None:
+        return MedusaObjective(config)
+    return OBJECTIVES.get(config.loss, PairObjective)(config)
 
 
 @dataclass(kw_only=True)
@@ -120,9 +132,17 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
-        self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
+        self.objective = objective_of(config)
         if is_distributed() and config.lora is not None:
             raise ConfigError("lora: adapters are trained in one process (without --gpus)")
+        self.openers = [] if rank() else logger_openers(config.report_to)
+        if is_distributed() and config.sample_prompts:
+            raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
+        if is_distributed() and config.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
+                "with several GPUs"
+            )
         if is_distributed() and (reason := self.objective.one_process):
             raise ConfigError(
                 f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
@@ -144,11 +164,15 @@ class Run:
             model = self._model(source, rows, eval_rows)
         if is_distributed():
             self._shard(model)
-        self._plan_memory(model, rows, eval_rows, saved)
+        with error_on_all_ranks():
+            held = self.objective.load(model)
+            trained = self.objective.module(model)
+        self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.model = model
         trainer = Trainer(
-            model,
+            trained,
             config,
             rows,
             eval_rows,
@@ -174,7 +198,24 @@ class Run:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
+                last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
+                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                    sample = sampling(
+                        config,
+                        self.run_dir,
+                        model,
+                        source,
+                        last=last,
+                        autocast=trainer.autocast,
+                        progress=self.progress,
+                    )
+                    trainer.train(
+                        self.run_dir,
+                        self.checkpoints,
+                        check=check,
+                        sample=sample,
+                        progress=self.progress,
+                    )
                 with error_on_all_ranks():
                     # The export copies the tokenizer files from there.
                     check_unchanged(source, files)
@@ -208,8 +249,9 @@ class Run:
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [os.path.realpath(file) for file in settings[name]]
-        if Path(self.config.model).is_dir():
-            settings["model"] = os.path.realpath(self.config.model)
+        for name in ("model", "teacher"):
+            if settings[name] is not None and Path(settings[name]).is_dir():
+                settings[name] = os.path.realpath(settings[name])
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
     def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
@@ -242,12 +284,8 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.
-        device = torch.device("meta") if is_distributed() else self.device
-        with_adapters = self.config.lora is not None
-        dtype = (frozen_dtype if with_adapters else weight_dtype)(self.precision)
-        if self.config.load_in is not None:
-            device = torch.device("cpu")  # the linears are converted one by one
-        model = AutoLiger.from_hf(source, dtype=dtype, device=device)
+        meta = is_distributed()
+        model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -260,19 +298,11 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
-        if with_adapters:
-            self._add_adapters(model)
+        if not all(p.requires_grad for p in model.parameters()):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            what = "the others are" if self.config.lora is None else "the model is"
+            self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
         return model
-
-    def _add_adapters(self, model: DecoderModel) -> None:
-        config = self.config
-        assert config.lora is not None
-        if config.load_in is not None:
-            quantize(model, int(config.load_in[0]), self.device)
-        dtype, options = weight_dtype(self.precision), parse_lora(config.lora)
-        add_adapters(model, options, config.lora_targets, dtype=dtype, seed=config.seed)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self._note(f"adapters: {_count(trained, 'trained parameter')}, the model is frozen")
 
     def _plan_memory(
         self,
@@ -280,8 +310,12 @@ class Run:
         rows: Rows,
         eval_rows: Rows | None,
         saved: dict[str, Any] | None,
+        held: int,
     ) -> None:
-        """Choose what the layers keep for backward; a resumed run keeps its plan."""
+        """Choose what the layers keep for backward; a resumed run keeps its plan.
+
+        Args: held, the bytes on the device that other models take.
+        """
         config = self.config
         if config.activation_checkpointing:
             model.activation_checkpointing_enable()
@@ -295,6 +329,7 @@ class Run:
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
             run = planner(model, budget, precision=self.precision, accumulates=accumulates)
+            run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
             plan = run.plan(*self.objective.largest_batch(every))
             model.set_memory_plan(plan)
@@ -304,6 +339,8 @@ class Run:
         """Return "off", or the memory that the run may take."""
         if self.config.memory is not None:
             return self.config.memory
+        if self.config.medusa_heads is not None:  # it does not know of them
+            return "off"
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"
@@ -320,7 +357,7 @@ class Run:
 
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
-        in_use = trainer.model.memory_plan
+        in_use = self.model.memory_plan
         facts = {"base": base, "rows": rows.fingerprint(), "steps": trainer.total_steps}
         settings = self._settings()
         self.saved = {
@@ -343,6 +380,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
+        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 
@@ -396,18 +435,19 @@ class Run:
 
     def _export(self, trainer: Trainer) -> DecoderModel:
         """Write the export, and return the model that it holds."""
-        model, name = trainer.model, self.config.export_dtype
+        trained, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
-        if odd := first_not_finite(model.named_parameters()):
+        if odd := first_not_finite(trained.named_parameters()):
             raise LigerError(
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        adapter = self.config.export == "adapter"
+        adapter, model = self.config.export == "adapter", self.model
         if self.config.lora is not None and not adapter:
             model = merged(model)
-        if odd := first_not_finite(model.named_parameters(), dtype):
+        checked = trained if model is self.model else model
+        if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
@@ -422,8 +462,11 @@ class Run:
             return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
+            trained.to(dtype)
             model.to(dtype)
         model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+        if rank() == 0:
+            self.objective.export(self.run_dir.model_dir)
         return model
 
     def _note(self, text: str) -> None:

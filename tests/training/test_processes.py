@@ -65,7 +65,7 @@ def metrics(folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for name, value in json.loads(line).items():
-            if name != "seconds":
+            if name not in ("seconds", "tokens_per_second"):
                 found.setdefault(name, []).append(value)
     return found
 

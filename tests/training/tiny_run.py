@@ -97,5 +97,6 @@ def everything(folder):
 
 def timeless(folder):
     """Return the metrics without their times."""
+    times = {"seconds", "tokens_per_second"}
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
