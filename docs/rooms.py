@@ -32,7 +32,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
-    ("training/run.py", "integrations"): "loggers by name",
+    ("training/reports.py", "integrations"): "loggers by name",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {

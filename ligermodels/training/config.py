@@ -349,7 +349,9 @@ class FinetuneConfig:
             )
         self._check_loss()
         self._check_lora()
-        chosen = [name for name in ("lora", "freeze", "train_only") if getattr(self, name)]
+        chosen = [
+            name for name in ("lora", "freeze", "train_only", "medusa_heads") if getattr(self, name)
+        ]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
         if self.resume and self.overwrite_output_dir:

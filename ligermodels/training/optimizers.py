@@ -75,9 +75,9 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def decoder_model(model: nn.Module) -> DecoderModel:
-    """Return the decoder model that a trained module is, or holds beside heads of its own."""
-    return next(module for module in model.modules() if isinstance(module, DecoderModel))
+def decoder_of(module: nn.Module) -> DecoderModel:
+    """Return the model in a module that may have heads besides."""
+    return next(each for each in module.modules() if isinstance(each, DecoderModel))
 
 
 def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
@@ -117,21 +117,15 @@ def _adafactor(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimize
 
 
 def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
-    decoder = decoder_model(model)
+    decoder = decoder_of(model)
     packed = linears(decoder.weight_map(decoder.built_from))
-    names = {parameter: name for name, parameter in decoder.named_parameters()}
-    matrices, others = {}, []
-    for parameter in model.parameters():
-        name = names.get(parameter, "")
-        if not parameter.requires_grad:
-            continue
-        if name.startswith("layers.") and parameter.ndim == 2:
+    matrices = {}
+    for name, parameter in decoder.named_parameters():
+        if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad:
             parts = packed.get(name.removesuffix(".weight"), [])
-            matrices[parameter] = [slice(part.row, part.row + part.rows) for part in parts] or [
-                slice(None)
-            ]
-        else:
-            others.append(parameter)
+            cuts = [slice(part.row, part.row + part.rows) for part in parts]
+            matrices[parameter] = cuts or [slice(None)]
+    others = [p for p in model.parameters() if p not in matrices]
     return Muon(
         matrices,
         parameter_groups(others, config.weight_decay),

@@ -6,12 +6,9 @@ output folder. `finetune` makes a `Run` and calls it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +49,8 @@ from ligermodels.training.objectives import JudgedObjective, Objective, PairObje
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
-from ligermodels.training.run_dir import Metrics, RunDir, plot_losses
-from ligermodels.training.samples import Sampler
+from ligermodels.training.reports import logged, logger_openers, sampling
+from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
@@ -138,11 +135,7 @@ class Run:
         self.objective = objective_of(config)
         if is_distributed() and config.lora is not None:
             raise ConfigError("lora: adapters are trained in one process (without --gpus)")
-        self.open_loggers: list[Any] = []
-        if config.report_to and rank() == 0:
-            from ligermodels.integrations.loggers import loggers_by_name
-
-            self.open_loggers = loggers_by_name(config.report_to)
+        self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
         if is_distributed() and config.optimizer != "adamw":
@@ -205,12 +198,22 @@ class Run:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                with self._logged():
+                last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
+                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                    sample = sampling(
+                        config,
+                        self.run_dir,
+                        model,
+                        source,
+                        last=last,
+                        autocast=trainer.autocast,
+                        progress=self.progress,
+                    )
                     trainer.train(
                         self.run_dir,
                         self.checkpoints,
                         check=check,
-                        sample=self._sampling(source, trainer),
+                        sample=sample,
                         progress=self.progress,
                     )
                 with error_on_all_ranks():
@@ -440,11 +443,11 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        model = self.model  # the trained module may hold it with heads of its own
-        adapter = self.config.export == "adapter"
+        adapter, model = self.config.export == "adapter", self.model
         if self.config.lora is not None and not adapter:
-            model = trained = merged(model)
-        if odd := first_not_finite(trained.named_parameters(), dtype):
+            model = merged(model)
+        checked = trained if model is self.model else model
+        if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
@@ -460,57 +463,16 @@ class Run:
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
-        folder = self.run_dir.model_dir
-        model.save_hf(folder, max_shard_size=self.config.max_shard_size)
+            model.to(dtype)
+        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
         if rank() == 0:
-            self.objective.export(folder)
+            self.objective.export(self.run_dir.model_dir)
         return model
-
-    @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Open the loggers that the config names; they get each line of metrics."""
-        start = (self.checkpoints.latest() or 0) if self.open_loggers else 0
-        with contextlib.ExitStack() as stack:
-            for open_logger in self.open_loggers:
-                logger = open_logger(self.run_dir.path, self.saved["settings"], start)
-                stack.callback(logger.close)
-                self.run_dir.listeners.append(partial(_pass_on, logger.log))
-            yield
-        self.run_dir.listeners.clear()
-
-    def _sampling(self, source: Path, trainer: Trainer) -> Callable[[int], None]:
-        """Return what writes samples after a step, and shows them."""
-        config = self.config
-        if not config.sample_prompts:
-            return lambda step: None
-        done = self.run_dir.sampled_steps(self.checkpoints.latest() or 0)
-        sampler = Sampler(
-            Tokenizer.from_hf(source),
-            config.sample_prompts,
-            max_new_tokens=config.sample_tokens,
-            chat=config.sample_chat,
-        )
-
-        def sample(step: int) -> None:
-            if step in done:
-                return
-            with trainer.autocast():
-                samples = sampler(self.model)
-            self.run_dir.log_samples(step, samples)
-            for each in samples if self.progress else ():
-                text = f"step {step}: {each['prompt']} -> {each['text']}"
-                tqdm.write(text, file=sys.stderr)
-
-        return sample
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self.progress:
             tqdm.write(text, file=sys.stderr)
-
-
-def _pass_on(log: Callable[[int, Metrics], None], entry: Metrics) -> None:
-    log(int(entry["step"]), {name: value for name, value in entry.items() if name != "step"})
 
 
 def _count(number: int, noun: str) -> str:

@@ -84,6 +84,11 @@ def load_checkpoint(run: Path, step: int) -> DecoderModel:
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     known_options = {each.name for each in fields(FinetuneConfig)}
     config = FinetuneConfig(**{k: v for k, v in saved["settings"].items() if k in known_options})
+    if config.medusa_heads is not None:
+        raise CheckpointError(
+            f"{run}: a run with medusa_heads is exported at its end, together with its heads; "
+            "its checkpoints cannot be converted"
+        )
     source = Path(resolve(config.model, revision=config.revision))
     check_unchanged(source, {k: v for k, v in saved["base"].items() if k != "weights"})
     precision = config.precision or "float32"

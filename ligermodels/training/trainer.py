@@ -30,7 +30,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
-from ligermodels.training.optimizers import decoder_model, make_optimizer, set_learning_rate
+from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import Batch, row_order
 from ligermodels.training.processes import shared_out, summed, summed_output
 from ligermodels.training.run_dir import Metrics, RunDir
@@ -109,7 +109,7 @@ class Trainer:
         compiles = config.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
         self.optimizer = make_optimizer(model, config)
-        self.flops = StepFlops.of(decoder_model(model))
+        self.flops = StepFlops.of(decoder_of(model))
         self.peak_flops = _peak_flops(device, precision)
         self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
