@@ -11,6 +11,7 @@ import transformers
 
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.auto import AutoLiger
+from tests.examples.trainer_cases import INSTALL
 from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
 
@@ -56,7 +57,7 @@ def write_tasks(folder: Path) -> None:
 
 @pytest.mark.long
 def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
+    lm_eval = pytest.importorskip("lm_eval", reason=INSTALL)
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 

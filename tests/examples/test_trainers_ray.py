@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from ligermodels.models.auto import AutoLiger
-from tests.examples.trainer_cases import RATE, checkpoint, difference, in_one_process, make_rows
-from tests.examples.trainer_cases import theirs as load_theirs
+from tests.examples.trainer_cases import (
+    INSTALL,
+    RATE,
+    checkpoint,
+    difference,
+    in_one_process,
+    make_rows,
+    theirs,
+)
 
 
 @pytest.mark.long
 def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray", reason='pip install "ray[train]==2.60.0"')
+    ray = pytest.importorskip("ray", reason=INSTALL)
     from examples.trainers import ray_train
 
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
@@ -24,7 +31,7 @@ def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.init(num_cpus=2, include_dashboard=False, _temp_dir="/tmp/ray-of-tests")
     try:
         found = []
-        for load in (AutoLiger.from_hf, load_theirs):
+        for load in (AutoLiger.from_hf, theirs):
             config = {"load": partial(load, folder), "rows": make_rows(), "learning_rate": RATE}
             if load == AutoLiger.from_hf:
                 config["out"] = str(tmp_path / "saved")
