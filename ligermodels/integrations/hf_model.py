@@ -414,6 +414,14 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         )
         return output.to_tuple() if as_tuple else output
 
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Raise ConfigError: `generate_batch` would start a thread, in which each request fails."""
+        raise ConfigError(
+            "generate_batch and continuous batching: they need transformers' own attention and "
+            "caches; call generate, or serve the folder that save_pretrained writes with an "
+            "engine such as vLLM"
+        )
+
     def _get_name(self) -> str:
         """Return the name of a causal language model of HF, or Trainer would not shift labels.
 

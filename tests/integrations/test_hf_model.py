@@ -180,6 +180,13 @@ def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
         model(ids(), attention_mask=torch.ones(2, 1, 9, 9))
 
 
+def test_continuous_batching_is_refused(folders: dict[str, Path]) -> None:
+    """Its requests would end without tokens, and with an error in a log."""
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match="generate_batch and continuous batching"):
+        model.generate_batch(inputs=[[5, 6, 7]], generation_config=model.generation_config)
+
+
 def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
     model = LigerForCausalLM.from_pretrained(folders["llama"])
     with pytest.raises(ValueError, match="only dynamic caches work"):
