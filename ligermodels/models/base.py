@@ -210,7 +210,8 @@ class DecoderModel(HFModel):
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
-                "options out"
+                "options out. (HF's Trainer takes the labels out if it smooths them: set "
+                "model.head.loss_options['label_smoothing'] instead of label_smoothing_factor)"
             )
         if labels is not None:
             _check_labels(labels, (batch, seq))
