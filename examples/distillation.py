@@ -38,7 +38,15 @@ def make_student(teacher: str, folder: Path, every: int = 2) -> None:
     student.save_hf(folder)
 
 
-def main(model: str, output_dir: Path, *, every: int = 2, **options: object) -> dict[str, float]:
+def main(
+    model: str,
+    output_dir: Path,
+    *,
+    every: int = 2,
+    teacher_share: float = 0.8,
+    temperature: float = 1.0,
+    **options: object,
+) -> dict[str, float]:
     output_dir.mkdir(parents=True, exist_ok=True)
     make_student(model, output_dir / "student", every)
     settings: dict = {
@@ -49,11 +57,10 @@ def main(model: str, output_dir: Path, *, every: int = 2, **options: object) -> 
         "eval_steps": 1000,
     }
     settings |= options
+    taught = {"teacher": model, "beta": 0.0, "teacher_share": teacher_share}
+    taught |= {"temperature": temperature}
     losses = {}
-    for name, extra in (
-        ("text alone", {}),
-        ("with the teacher", {"teacher": model, "beta": 0.0, "teacher_share": 0.8}),
-    ):
+    for name, extra in (("text alone", {}), ("with the teacher", taught)):
         config = FinetuneConfig(
             model=str(output_dir / "student"),
             train_files=[str(DATA / "persuasion-train.txt")],
@@ -77,10 +84,14 @@ if __name__ == "__main__":
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--teacher-share", type=float, default=0.8)
+    parser.add_argument("--temperature", type=float, default=1.0)
     given = parser.parse_args()
     main(
         given.model,
         given.output_dir,
+        teacher_share=given.teacher_share,
+        temperature=given.temperature,
         max_steps=given.max_steps,
         learning_rate=given.learning_rate,
     )
