@@ -60,10 +60,10 @@ def a_start_can_be_interrupted(case: Case) -> None:
     )
     if not sent.exists():
         return
-    if "Traceback" in done.stderr or "Exception ignored" in done.stderr:
-        raise Fault(f"import {at}: {done.stderr[-400:]}", "a traceback")
-    if done.returncode not in (130, -signal.SIGINT):
+    if done.returncode in (0, 2):
         raise Fault(f"import {at}: it was swallowed: exit code {done.returncode}", swallowed)
+    if "Traceback" in done.stderr or done.returncode not in (130, -signal.SIGINT):
+        raise Fault(f"import {at}: {done.stderr[-400:]}", "a traceback")
     if len(done.stderr.splitlines()) > 1:
         raise Fault(f"import {at}: {done.stderr[-400:]}", "a traceback")
 

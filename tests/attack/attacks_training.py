@@ -620,7 +620,7 @@ def metrics_of_any_content(case: Case) -> None:
     elif kind == "types":
         place = draw.randrange(len(kept))
         entry = json.loads(kept[place])
-        entry[draw.choice(sorted(entry))] = draw.choice(ODD)
+        entry[draw.choice(["step", *sorted(entry)])] = draw.choice(ODD)
         kept[place] = json.dumps(entry).encode() + b"\n"
     elif kind == "deep":
         levels = draw.choice([50, 200, 1000, 100_000])
@@ -662,7 +662,7 @@ def put(draw: Random, path: Path) -> str:
     return kind
 
 
-@attack("B", 13, weight=4, seconds=LIMIT)
+@attack("B", 13, weight=6, seconds=LIMIT)
 def settings_of_any_content(case: Case) -> None:
     """run.json with keys of wrong types, without keys, deeply nested, cut or not a file."""
     tiny, draw = Tiny(case), case.draw
@@ -671,11 +671,15 @@ def settings_of_any_content(case: Case) -> None:
         back_to(tiny, draw.choice([0, 4]))
     file = tiny.out / "run.json"
     found = json.loads(file.read_text())
-    kind = case.turn(["key", "setting", "inner", "lost", "deep", "cut", "bytes"])
+    kinds = ["key", "setting", "a text or a list", "inner", "lost", "deep", "cut", "bytes"]
+    kind = case.turn(kinds)
     if kind == "key":
         found[draw.choice(sorted(found))] = draw.choice(ODD)
     elif kind == "setting":
         found["settings"][draw.choice(sorted(found["settings"]))] = draw.choice(ODD)
+    elif kind == "a text or a list":
+        texts = [key for key, value in found["settings"].items() if isinstance(value, str | list)]
+        found["settings"][draw.choice(texts)] = draw.choice(ODD)
     elif kind == "inner":
         inner = [key for key in found if isinstance(found[key], dict) and key != "settings"]
         key = draw.choice(inner)
