@@ -36,3 +36,10 @@ def test_counts_are_added_up(tmp_path: Path) -> None:
     assert found["skipped"] == {name: [4, 4]}
     page = markdown(found)
     assert f"| 1 | {FOUND[0].fault} | `{name}` (each save succeeds) | 2 of 4 | 2 of 4 |" in page
+
+
+def test_the_page_is_that_of_the_committed_counts() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    found = json.loads((results / "attacks.json").read_text())
+    assert markdown(found) == (results / "attacks.md").read_text()
+    assert not any(row["after"][1] for row in found["groups"])
