@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import ligermodels
+from tests.attack.attacks_saves import as_a_user
 from tests.attack.harness import Case, Fault, Result, attack
 from tests.training.tiny_run import make_checkpoint, make_text
 
@@ -706,13 +707,24 @@ def settings_of_any_content(case: Case) -> None:
 
 @attack("B", 13, weight=2, seconds=LIMIT)
 def files_of_any_kind_in_a_run(case: Case) -> None:
-    """A file or folder of the run is a folder, a pipe, a socket, a device, a link or not there."""
+    """What the run made is of another kind now, is not there, or belongs to another user."""
     tiny, draw = Tiny(case), case.draw
     weights = tiny.started()
     names = ["run.json", "metrics.jsonl", "checkpoints", "model", "loss.png", ".lock"]
     name = case.turn([*names, "checkpoints/step-00000006.safetensors"])
-    kind = put(draw, tiny.out / name)
-    result = tiny.resume()
+    path, kind, user = tiny.out / name, draw.choice(["link", "another user's", "", "", ""]), None
+    if kind == "link":
+        path.rename(case.folder / "aside")
+        path.symlink_to(case.folder / "aside")
+    elif kind == "another user's":
+        for each in (tiny.out, tiny.out / "checkpoints", tiny.out / "model"):
+            each.chmod(0o777)
+        path.chmod(0o700)
+        user = as_a_user(case)
+    else:
+        kind = put(draw, path)
+    with user or contextlib.nullcontext():
+        result = tiny.resume()
     try:
         tiny.right_or_one_line(result, weights)
     except (OSError, Fault) as fault:
