@@ -143,6 +143,13 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
                 tiny_model()(ids, **given)
 
 
+def test_positions_of_any_value_are_numbers() -> None:
+    ids, _ = tokens(1, 8)
+    for first in (-(2**63), -1, 2**31, 2**40, 2**63 - 8):
+        positions = torch.arange(8).unsqueeze(0) + first
+        assert tiny_model()(ids, position_ids=positions).isfinite().all()
+
+
 def test_ids_of_an_embedding_that_has_grown_are_fine() -> None:
     model = tiny_model()
     model.embed_tokens = torch.nn.Embedding(200, model.config.hidden_size)
