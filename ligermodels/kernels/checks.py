@@ -5,6 +5,7 @@ and what is expected.
 """
 
 import operator
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,26 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{op}: {name}={value!r}; expected an integer of {least} or more")
     return count
+
+
+def check_number(
+    op: str, name: str, value: object, least: float = 0.0, *, above: bool = False
+) -> float:
+    """Return a Python or numpy number as a float; raise for other types or values out of range.
+
+    Args: least, the smallest value, which `above` excludes. Infinity and NaN are always refused.
+    """
+    number = value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    if (
+        not isinstance(number, float)
+        or not least <= number < float("inf")
+        or (above and number == least)
+    ):
+        expected = f"more than {least:g}" if above else f"at least {least:g}"
+        raise ValueError(f"{op}: {name}={value!r}; expected a finite number of {expected}")
+    return number
 
 
 def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:

@@ -1,5 +1,6 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -298,7 +299,12 @@ class DecoderModel(HFModel):
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         if plan is not None:
             _check_layers(plan, len(self.layers))
+        cache = next(iter(contexts.values())).cache
+        runs: Counter[nn.Module] = Counter()
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
+            if cache is not None and cache.uses > 1:
+                cache.use = runs[layer]
+                runs[layer] += 1
             choice = LayerPlan() if plan is None else plan.layers[index]
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
