@@ -62,11 +62,13 @@ def main() -> int:
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
     if options.package:
-        sys.path.insert(0, options.package)
+        sys.path.insert(0, os.path.abspath(options.package))
     import ligermodels
 
     if options.package:
         del sys.path[0]
+        if not Path(ligermodels.__file__).is_relative_to(os.path.abspath(options.package)):
+            parser.error(f"--package {options.package}: there is no ligermodels in it")
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # A fork would find the lock of tqdm's thread held for ever.
     load_attacks()
