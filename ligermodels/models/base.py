@@ -273,8 +273,7 @@ class DecoderModel(HFModel):
             raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
         if input_ids is not None:
             vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-            _check_ids(input_ids, vocab)
-            return input_ids
+            return _check_ids(input_ids, vocab)
         assert inputs_embeds is not None
         hidden = self.embed_tokens.embedding_dim
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
@@ -716,8 +715,8 @@ def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    check_token_ids("input_ids", input_ids, vocab_size)
+def _check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
+    ids = check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
@@ -727,3 +726,4 @@ def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
             f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
             "per row"
         )
+    return ids

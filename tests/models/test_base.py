@@ -143,6 +143,23 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
                 tiny_model()(ids, **given)
 
 
+def test_compiled_code_takes_no_negative_id() -> None:
+    """Inductor may count it from the end, so it becomes one beyond the end."""
+    compiled = torch.compile(tiny_model(), backend="aot_eager", fullgraph=True)
+    ids, _ = tokens(1, 8)
+    assert compiled(ids).isfinite().all()
+    ids[0, 4] = -1
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(ids)
+
+
+def test_positions_of_any_value_are_numbers() -> None:
+    ids, _ = tokens(1, 8)
+    for first in (-(2**63), -1, 2**31, 2**40, 2**63 - 8):
+        positions = torch.arange(8).unsqueeze(0) + first
+        assert tiny_model()(ids, position_ids=positions).isfinite().all()
+
+
 def test_ids_of_an_embedding_that_has_grown_are_fine() -> None:
     model = tiny_model()
     model.embed_tokens = torch.nn.Embedding(200, model.config.hidden_size)
