@@ -200,6 +200,8 @@ class Attention(Planned, CachedLayer, nn.Module):
             x + residual).
         """
         q, k, v, total = self._project(x, context)
+        if context.mask.shard is not None and self.kv_from is None:
+            k, v = context.mask.shard.whole(k), context.mask.shard.whole(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.cache is not None and not self.causal:
             raise ValueError(

@@ -63,6 +63,7 @@ def choose_backend(
         and (mask.padding_mask is None or (mask.padding_at_ends and mask.document_ids is None))
         and (mask.prefix_lengths is None or not causal)
         and mask.past == 0
+        and mask.keys == mask.queries
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
         return "varlen"
@@ -103,6 +104,22 @@ def attend(
     """
     held = k.shape[2] if key_positions is None else mask.keys
     mask.check(q.shape[0], q.shape[2], held)
+    if mask.shard is not None:
+        assert key_positions is None
+        parts = mask.parts(causal)
+        return torch.cat(
+            [
+                attend(
+                    *(chunk, k[:, :, : part.keys], v[:, :, : part.keys], part),
+                    scale=scale,
+                    window=window,
+                    softcap=softcap,
+                    causal=causal,
+                )
+                for chunk, part in zip(q.chunk(len(parts), 2), parts)
+            ],
+            2,
+        )
     rows = q.shape[0] * q.shape[1]
     backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows, causal)
     if key_positions is not None and backend in ("sdpa", "varlen"):
@@ -154,6 +171,10 @@ def prepare(
     The model calls this before its layers. A compiled layer under activation checkpointing must
     not have side effects, so it could not cache the mask itself.
     """
+    for part in mask.parts(causal) if mask.shard is not None else ():
+        prepare(part, window, softcap, batch, heads, device, dtype, head_dim, causal)
+    if mask.shard is not None:
+        return
     rows = batch * heads
     backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal)
     if backend == "varlen":

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ligermodels.layers.sequence_shard import SequenceShard
+
 # torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
 # the process. Its default limit is 8.
 _RECOMPILE_LIMIT = 256
@@ -24,8 +26,9 @@ class AttentionMask:
     shows some.
 
     Args:
-        queries, keys: the number of queries and of keys. The queries are the last tokens of the
-            keys (the earlier keys come from a cache). By default keys equals queries.
+        queries, keys: the number of queries and of keys. By default keys equals queries.
+        past: the number of keys before the first query. By default the queries are the last tokens
+            of the keys (the earlier keys come from a cache).
         document_ids: (batch or 1, keys) integers. A query sees only keys of its own document.
         padding_mask: (batch or 1, keys), 0 or False for padding. No query sees padding.
         padding_at_ends: whether the tokens of each row have padding only before and after them.
@@ -38,6 +41,8 @@ class AttentionMask:
             so many keys of its row, which include padding.
         mask: (batch or 1, 1, queries, keys) bool, True where a query sees a key. It replaces
             causality, documents, padding and prefix.
+        shard: the part of each row that the queries are, under context parallelism. Attention then
+            takes the mask of each chunk of it from `parts`.
     Raises:
         ValueError: a tensor has another shape or dtype.
 
@@ -63,9 +68,13 @@ class AttentionMask:
         max_seqlen: int | None = None,
         prefix_lengths: Tensor | None = None,
         mask: Tensor | None = None,
+        past: int | None = None,
+        shard: SequenceShard | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys
+        self.past = self.keys - queries if past is None else past
+        self.shard = shard
         for name, given, shape in (
             ("document_ids", document_ids, (self.keys,)),
             ("padding_mask", padding_mask, (self.keys,)),
@@ -91,11 +100,31 @@ class AttentionMask:
         self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
         self._varlen_seqlens: tuple[Tensor, int] | None = None
+        self._parts: dict[bool, tuple[AttentionMask, ...]] = {}
 
-    @property
-    def past(self) -> int:
-        """The number of keys before the first query."""
-        return self.keys - self.queries
+    def parts(self, causal: bool) -> "tuple[AttentionMask, ...]":
+        """Return the mask of each chunk of a `shard`, for layers that are causal or are not.
+
+        Where no query sees a later key, the mask of a chunk has no keys after the chunk.
+        """
+        assert self.shard is not None and self.mask is None
+        if causal not in self._parts:
+            ahead = not causal or self.prefix_lengths is not None
+            ids, padding = self.document_ids, self.padding_mask
+            self._parts[causal] = tuple(
+                AttentionMask(
+                    end - start,
+                    keys := self.keys if ahead else end,
+                    past=start,
+                    document_ids=None if ids is None else ids[:, :keys],
+                    padding_mask=None if padding is None else padding[:, :keys],
+                    cu_seqlens=self.cu_seqlens,
+                    max_seqlen=self.max_seqlen,
+                    prefix_lengths=self.prefix_lengths,
+                )
+                for start, end in self.shard.chunks(self.keys)
+            )
+        return self._parts[causal]
 
     @property
     def _has_hidden_keys(self) -> bool:
@@ -116,7 +145,7 @@ class AttentionMask:
     ) -> bool:
         """Whether every query sees every key that the layer holds."""
         held = self.keys if key_positions is None else len(key_positions)
-        sees_ahead = self.queries == 1 or not causal
+        sees_ahead = (self.queries == 1 and self.past == self.keys - 1) or not causal
         return sees_ahead and not self._has_hidden_keys and (window is None or held <= window)
 
     def check(self, batch: int, queries: int, keys: int) -> None:
@@ -146,7 +175,7 @@ class AttentionMask:
         """
         made = self._dense.get((window, causal))
         if made is None or made[0] is not key_positions:
-            query = torch.arange(self.past, self.keys, device=device)[:, None]
+            query = torch.arange(self.past, self.past + self.queries, device=device)[:, None]
             key = torch.arange(self.keys, device=device) if key_positions is None else key_positions
             if self.mask is None:
                 sees = (key <= query if causal else torch.ones_like(key <= query))[None]
@@ -154,7 +183,8 @@ class AttentionMask:
                     sees = sees | (key < self.prefix_lengths[:, None, None])
                 if self.document_ids is not None:
                     ids = self.document_ids
-                    sees = sees & (ids[:, self.past :, None] == ids[:, None, key])
+                    own = ids[:, self.past : self.past + self.queries, None]
+                    sees = sees & (own == ids[:, None, key])
                 if self.padding_mask is not None:
                     sees = sees & self.padding_mask[:, None, key]
                 sees = sees.unsqueeze(1)
@@ -256,6 +286,8 @@ class AttentionMask:
             self.keys,
             padding_at_ends=self.padding_at_ends,
             max_seqlen=self.max_seqlen,
+            past=self.past,
+            shard=self.shard,
             **moved,
         )
 

@@ -54,16 +54,17 @@ def test_a_model_alone_is_not_sharded() -> None:
 
 def meshes(ranks: int) -> dict[str, DeviceMesh]:
     """Return the layouts that so many ranks can have."""
-
-    def mesh(**sizes: int) -> DeviceMesh:
-        return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-
+    mesh = mesh_of
     if ranks == 4:
         found = {"hsdp": mesh(dp_replicate=2, dp_shard=2), "fsdp and tp": mesh(dp_shard=2, tp=2)}
         found |= {"ddp and tp": mesh(dp_replicate=2, tp=2), "tp": mesh(tp=4)}
     else:
         found = {name: mesh(**{name: ranks}) for name in ("dp_replicate", "dp_shard", "tp")}
     return found
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
 def cases(ranks: int) -> dict[str, Case]:

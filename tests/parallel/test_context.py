@@ -1,0 +1,141 @@
+"""Models whose rows are split over processes compute what one process computes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligermodels import ConfigError, MemoryPlan, shard
+from tests import outside
+from tests.families import OWN, WINDOW
+from tests.parallel.ranks import Case, check, run_ranks
+from tests.parallel.test_shard import (
+    FLOAT32,
+    clipping,
+    differences,
+    gradients,
+    load,
+    make,
+    mesh_of,
+    save,
+    step,
+)
+from tests.parallel_worker import SIZES, relative
+
+BATCH, SEQ = 2, 16
+
+
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+
+@pytest.mark.long
+def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 4, tmp_path), subtests)
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    if ranks == 4:
+        layouts = {
+            "cp": mesh_of(cp=4),
+            "fsdp and cp": mesh_of(dp_shard=2, cp=2),
+            "cp before fsdp": mesh_of(cp=2, dp_shard=2),
+            "ddp and cp": mesh_of(dp_replicate=2, cp=2),
+            "cp and tp": mesh_of(cp=2, tp=2),
+        }
+    else:
+        layouts = {"cp": mesh_of(cp=2)}
+    found: dict[str, Case] = {}
+    for layout, mesh in layouts.items():
+        for number, family in enumerate(sorted(OWN)):
+            found[f"{layout}, {family}"] = partial(rows, mesh, family, number % 2 == 0)
+        for name, inputs in INPUTS.items():
+            found[f"{layout}, {name}"] = partial(rows, mesh, "mistral", False, inputs=inputs)
+        for keep in ("no_gate_up", "attention", "input"):
+            plan = MemoryPlan.of([keep, "all"], mlp_tile=5)
+            found[f"{layout}, keeps {keep}"] = partial(rows, mesh, "llama", True, plan=plan)
+        for name, options in OPTIONS.items():
+            found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)
+        if ranks == 4:
+            found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
+    return found
+
+
+def documents() -> dict[str, Any]:
+    positions = torch.cat([torch.arange(7), torch.arange(SEQ - 7)]).expand(BATCH, -1).clone()
+    positions[1] = torch.arange(SEQ)
+    return {"position_ids": positions}
+
+
+def padding() -> dict[str, Any]:
+    mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
+    mask[0, :3], mask[1, -5:] = 0, 0
+    return {"attention_mask": mask}
+
+
+INPUTS: dict[str, Any] = {
+    "documents": documents,
+    "padding": padding,
+    "prefixes": lambda: {"prefix_lengths": torch.tensor([9, 2])},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a normalizer": {"normalizer": 17.0, "z_loss": 0.01},
+    "class weights": {
+        "class_weights": torch.linspace(0.5, 2, SIZES["vocab_size"]),
+        "label_smoothing": 0.2,
+    },
+    "sum": {"reduction": "sum"},
+    "tokens": {"reduction": "none", "return_token_stats": True, "top_k": 2},
+}
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, SIZES["vocab_size"], (BATCH, SEQ), generator=torch.manual_seed(3))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return ids, labels
+
+
+def rows(
+    mesh: DeviceMesh,
+    family: str,
+    tied: bool,
+    rank: int,
+    folder: Path,
+    *,
+    inputs: Any = dict,
+    options: dict[str, Any] | None = None,
+    plan: MemoryPlan | None = None,
+    compiles: bool = False,
+) -> dict[str, float]:
+    """All ranks get the same rows, so each returns what one process returns."""
+    window = {"sliding_window": WINDOW} if family == "mistral" else {}
+    model = make(tied, family, **window)
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers if compiles else ():
+        layer.compile(backend="aot_eager")
+    shard(sharded, mesh, **FLOAT32)
+    sharded.set_memory_plan(plan)
+    (ids, labels), given = data(), inputs()
+    expected = model(ids, labels=labels, **given, **(options or {}))
+    out = sharded(ids, labels=labels, **given, **(options or {}))
+    upstream = torch.rand(expected.loss.shape, generator=torch.Generator().manual_seed(1))
+    (expected.loss * upstream).sum().backward()
+    (out.loss * upstream).sum().backward()
+    result = {"gradient": differences(gradients(sharded), gradients(model))}
+    for name, ours, theirs in zip(out._fields, out, expected):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert ours.dtype == theirs.dtype, name
+            result[name] = relative(ours, theirs)
+    with torch.no_grad():
+        mask = given.get("attention_mask", torch.ones_like(ids)).bool()
+        return result | {
+            "hidden": relative(sharded(ids, **given)[mask], model(ids, **given)[mask])
+        }
