@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,26 @@ from ligermodels.layers.sequence_shard import SequenceShard
 _RECOMPILE_LIMIT = 256
 
 _Rule = tuple[int | None, bool]  # a layer's window, and whether it is causal
+
+
+class VarlenSeqlens(NamedTuple):
+    """What the varlen kernel reads of a mask.
+
+    Attributes:
+        queries, keys: (documents + 1,) int32, where each document begins in all rows joined.
+        max_queries, max_keys: the length of the longest one.
+        first_key: the number of keys that no query of any row sees, at the start of each row; the
+            kernel gets those after them.
+        seen: (keys after them,) bool, whether the documents of the queries have the key. None
+            means that all are seen.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+    first_key: int = 0
+    seen: Tensor | None = None
 
 
 class AttentionMask:
@@ -74,6 +94,7 @@ class AttentionMask:
         self.queries = queries
         self.keys = queries if keys is None else keys
         self.past = self.keys - queries if past is None else past
+        self.is_part = past is not None
         self.shard = shard
         for name, given, shape in (
             ("document_ids", document_ids, (self.keys,)),
@@ -99,7 +120,7 @@ class AttentionMask:
         # Each value also holds the key positions that it was made for.
         self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
-        self._varlen_seqlens: tuple[Tensor, int] | None = None
+        self._varlen_seqlens: dict[int | None, VarlenSeqlens] = {}
         self._parts: dict[bool, tuple[AttentionMask, ...]] = {}
 
     def parts(self, causal: bool) -> "tuple[AttentionMask, ...]":
@@ -131,12 +152,15 @@ class AttentionMask:
         """Whether documents, padding or a mask may hide a key."""
         return not (self.document_ids is None and self.padding_mask is None and self.mask is None)
 
-    def is_causal(self, window: int | None) -> bool:
-        """Whether each query of a causal layer sees just all keys up to its own position."""
+    def is_causal(self, window: int | None, past: int = 0) -> bool:
+        """Whether each query of a causal layer sees just all keys up to its own position.
+
+        Args: past, the number of keys that there must be before the first query.
+        """
         return (
             not self._has_hidden_keys
             and self.prefix_lengths is None
-            and self.past == 0
+            and self.past == past
             and (window is None or window >= self.keys)
         )
 
@@ -249,32 +273,52 @@ class AttentionMask:
             made = self._block_masks[window, causal] = (key_positions, blocks)
         return made[1]
 
-    def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return cu_seqlens (documents + 1,) int32 of all rows joined, and the longest length.
+    def varlen_seqlens(
+        self, batch: int, device: torch.device, window: int | None = None
+    ) -> VarlenSeqlens:
+        """Return where documents begin in all rows joined, and the longest length.
 
         If the mask was made without cu_seqlens, every row is one document. With padding it is
         three, some of which may be empty: padding, tokens and padding.
+
+        Args: window, of the layer, which only matters to a mask of `parts`.
         """
-        if self._varlen_seqlens is None:
-            if self.padding_mask is not None:
-                tokens = self.padding_mask.expand(batch, -1)
-                first = tokens.int().argmax(1)
-                last = first + tokens.sum(1)
-                position = torch.arange(self.keys, device=device)
-                together = (position >= first[:, None]) & (position < last[:, None])
-                self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
-                rows = torch.arange(batch + 1, device=device) * self.keys
-                starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
-                ends = torch.cat([starts.flatten(), rows[-1:]])
-                self._varlen_seqlens = ends.to(torch.int32), self.keys
-            elif self.cu_seqlens is None:
-                total = batch * self.queries
-                rows = torch.arange(0, total + 1, self.queries, dtype=torch.int32, device=device)
-                self._varlen_seqlens = rows, self.queries
-            else:
-                assert self.max_seqlen is not None
-                self._varlen_seqlens = self.cu_seqlens.to(torch.int32), self.max_seqlen
-        return self._varlen_seqlens
+        rule = window if self.is_part else None
+        if rule not in self._varlen_seqlens:
+            self._varlen_seqlens[rule] = self._find_seqlens(batch, device, rule)
+        return self._varlen_seqlens[rule]
+
+    def _find_seqlens(self, batch: int, device: torch.device, window: int | None) -> VarlenSeqlens:
+        if self.padding_mask is not None:
+            tokens = self.padding_mask.expand(batch, -1)
+            first = tokens.int().argmax(1)
+            last = first + tokens.sum(1)
+            position = torch.arange(self.keys, device=device)
+            together = (position >= first[:, None]) & (position < last[:, None])
+            self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
+            rows = torch.arange(batch + 1, device=device) * self.keys
+            starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
+            ends = torch.cat([starts.flatten(), rows[-1:]]).to(torch.int32)
+            return VarlenSeqlens(ends, ends, self.keys, self.keys)
+        past, end = self.past, self.past + self.queries
+        # Under a window, the first query sees no key before this one.
+        lowest = 0 if window is None else max(0, past - window + 1)
+        if self.cu_seqlens is None:
+            each = torch.arange(batch + 1, dtype=torch.int32, device=device)
+            sizes = self.queries, end - lowest
+            return VarlenSeqlens(each * sizes[0], each * sizes[1], *sizes, first_key=lowest)
+        assert self.max_seqlen is not None
+        ends, longest = self.cu_seqlens.to(torch.int32), self.max_seqlen
+        if not self.is_part:
+            return VarlenSeqlens(ends, ends, longest, longest)
+        # Documents that end before the queries become empty, and those after them, too. The first
+        # one that a query belongs to begins at `start`.
+        start = torch.where(ends <= past, ends, 0).amax()
+        keys = ends.clamp(min=start).clamp(min=lowest, max=end) - lowest
+        queries = (ends - past).clamp(min=0, max=self.queries)
+        seen = torch.arange(lowest, end, device=device) >= start
+        most = min(longest, self.queries), min(longest, end - lowest)
+        return VarlenSeqlens(queries, keys, *most, first_key=lowest, seen=seen)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
         """Return the same mask for tensors on another device, without its cached results."""
@@ -286,7 +330,7 @@ class AttentionMask:
             self.keys,
             padding_at_ends=self.padding_at_ends,
             max_seqlen=self.max_seqlen,
-            past=self.past,
+            past=self.past if self.is_part else None,
             shard=self.shard,
             **moved,
         )

@@ -536,9 +536,10 @@ def loss_of_parts(
             dtype=torch.float32,
         )
     output = head(hidden, shard.split(targets), **given)
-    return HeadOutput(
-        *(x if x is None else shard.whole(x) if x.dim() else shard.total(x) for x in output)
-    )
+    joined: list[Any] = [
+        x if x is None else shard.whole(x) if x.dim() else shard.total(x) for x in output
+    ]
+    return HeadOutput(*joined)
 
 
 def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:

@@ -69,7 +69,8 @@ class _Whole(torch.autograd.Function):
         ctx.shard, ctx.dtype = shard, x.dtype
         ranks, (batch, part, *rest) = shard.ranks, x.shape
         parts = x.new_empty(ranks * batch, part, *rest)
-        all_gather(parts, x.contiguous(), group=shard.group)
+        if not x.is_meta:  # a simulation has one process
+            all_gather(parts, x.contiguous(), group=shard.group)
         firsts, seconds = parts.view(ranks, batch, 2, part // 2, *rest).unbind(2)
         # (batch, chunk, tokens of a chunk, ...)
         chunks = torch.cat([firsts, seconds.flip(0)]).transpose(0, 1)
@@ -82,7 +83,8 @@ class _Whole(torch.autograd.Function):
         firsts, seconds = grad.unflatten(1, (2, ranks, -1)).transpose(0, 2).unbind(1)
         parts = torch.stack([firsts, seconds.flip(0)], 2).to(dtype)
         out = parts.new_empty(batch, seq // ranks, *rest)
-        reduce_scatter(out, parts.reshape(ranks * batch, -1, *rest), group=ctx.shard.group)
+        if not grad.is_meta:
+            reduce_scatter(out, parts.reshape(ranks * batch, -1, *rest), group=ctx.shard.group)
         return out.to(ctx.dtype), None
 
 
@@ -99,5 +101,6 @@ class _Total(torch.autograd.Function):
 
 def _sum(x: Tensor, group: Any) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
+    if not x.is_meta:
+        dist.all_reduce(x, group=group)
     return x

@@ -22,7 +22,8 @@ def context_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
         ConfigError: a layer mixes tokens in a way of its own.
     """
     for name, module in model.layers.named_modules():
-        if isinstance(module, CachedLayer) and type(module).forward is not Attention.forward:
+        mixes = isinstance(module, (Attention, CachedLayer))
+        if mixes and getattr(type(module), "forward", None) is not Attention.forward:
             raise ConfigError(
                 f"context parallelism: layers.{name} is a {type(module).__name__}, which mixes "
                 "the tokens of a row in a way of its own; use FSDP2 alone (dp_shard)"

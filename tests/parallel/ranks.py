@@ -1,6 +1,7 @@
 """Run the cases of a test file in several gloo processes: starting them costs more than a case.
 
-A case returns errors by name, which must be within 1e-6, and gradients within 1e-5. Each takes a folder of its own, which all ranks share.
+A case returns errors by name, which must be within 1e-6, and those of gradients within 1e-5. It
+takes a folder of its own, which all ranks share.
 
 python -m tests.parallel.ranks MODULE RANK RANKS FOLDER
 """

@@ -182,7 +182,7 @@ def step(
     expected.loss.backward()
     loss = train_step(sharded, mesh, steps, unsynced)
     result = {
-        "loss": abs(loss - expected.loss.item()),
+        "loss": abs(loss / expected.loss.item() - 1),
         "gradient": differences(gradients(sharded), gradients(model)),
     }
     with torch.no_grad():
