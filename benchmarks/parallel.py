@@ -9,6 +9,9 @@ beside those of other numbers of GPUs.
     fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
     tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
+    context  errors of rows that are split over all GPUs (context parallelism), against one GPU
+    parts   four layers of Llama-3-8B in bfloat16: long rows split over the GPUs, and on each alone
+    long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
     files   load and save of Llama-3-8B in bfloat16
 """
 
@@ -22,7 +25,9 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,9 @@ from benchmarks.common import RESULTS, environment, release_memory
 from ligermodels import (
     LigerLlama,
     LlamaConfig,
+    MemoryPlan,
     clip_grad_norm_,
+    families,
     kernels,
     mean_over_ranks,
     shard,
@@ -297,11 +304,151 @@ def exact(_: int | None) -> list[Row]:
             "norm differs by": abs(norm.item() / norms.item() - 1),
         }
 
-    layouts = {"dp_shard": True, "dp_replicate": True, "tp": False}
+    layouts = {"dp_shard": True, "dp_replicate": True, "tp": False, "cp": False}
     return [
         attempt(name, lambda name=name, rows=rows: compare(mesh(**{name: ranks}), rows))
         for name, rows in layouts.items()
     ]
+
+
+def context(_: int | None) -> list[Row]:
+    """Compare split rows with whole ones: float32 with one GPU, and bfloat16 with its own error.
+
+    The reference has the same weights in float32, on one GPU.
+    """
+    sizes: dict[str, Any] = {"vocab_size": 1003, "hidden_size": 512, "intermediate_size": 1024}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"head_dim": 128, "initializer_range": 0.05}
+    seq = 256 * dist.get_world_size()
+    with torch.device("cuda"):
+        ids = torch.randint(0, 1003, (1, seq), generator=torch.Generator("cuda").manual_seed(1))
+        ends = torch.tensor([0, 100, 101, seq // 2, seq - 90, seq])
+        positions = torch.cat([torch.arange(int(n)) for n in ends.diff()])[None]
+    packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+    cases: dict[str, tuple[str, Row, Row]] = {
+        "causal": ("llama", {}, {}),
+        "documents": ("llama", {}, packed),
+        "window": ("mistral", {"sliding_window": 100}, {}),
+        "window, documents": ("mistral", {"sliding_window": 100}, packed),
+        "documents by positions": ("llama", {}, {"position_ids": positions}),
+    }
+
+    def gradients_of(model: Any, inputs: Row) -> tuple[float, dict[str, torch.Tensor]]:
+        loss = model(ids, labels=ids, **inputs).loss
+        loss.backward()
+        named = model.named_parameters()
+        return loss.item(), {name: whole_tensor(p.grad).float() for name, p in named}
+
+    def compare(family: str, changes: Row, inputs: Row, dtype: torch.dtype) -> Row:
+        torch.manual_seed(0)
+        cls = families()[family]
+        with torch.device("cuda"):
+            model = cls(cls.config_class(**sizes, **changes)).to(dtype)
+        true_loss, true = gradients_of(copy.deepcopy(model).float(), inputs)
+        sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()), compute_dtype=None)
+        found: Row = {}
+        for name, each in (("one GPU", model), ("split", sharded)):
+            loss, grads = gradients_of(each, inputs)
+            errors = [((grads[k] - x).norm() / x.norm()).item() for k, x in true.items()]
+            found |= {f"loss, {name}": abs(loss / true_loss - 1), f"gradient, {name}": max(errors)}
+        return found
+
+    return [
+        attempt(f"{name}, {str(dtype)[6:]}", partial(compare, *case, dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+        for name, case in cases.items()
+    ]
+
+
+def parts(layers: int | None) -> list[Row]:
+    """Measure forward and backward of a few layers and the head, without an optimizer."""
+    ranks = dist.get_world_size()
+
+    def steps(seq: int, splits: bool, keep: str = "all") -> Row:
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            model = LigerLlama(config(layers or 4)).to(torch.bfloat16).train()
+            ids = torch.randint(3, 128000, (1, seq))
+        if splits:
+            shard(model, mesh(cp=ranks), compute_dtype=None, reduce_dtype=torch.bfloat16)
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))  # type: ignore[arg-type]
+
+        def step() -> None:
+            model(ids, labels=ids).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        milliseconds(step)
+        torch.cuda.reset_peak_memory_stats()
+        taken = min(milliseconds(step) for _ in range(2))
+        peak = max(everywhere(torch.cuda.max_memory_allocated())) / GIB
+        return {"ms": taken, "tokens/s": seq / taken * 1e3, "peak GiB": peak}
+
+    rows = []
+    for seq in (65536, 131072):
+        alone = attempt(f"{seq} on each GPU alone", partial(steps, seq, False))
+        split = attempt(f"{seq} split over {ranks}", partial(steps, seq, True))
+        if "ms" in alone and "ms" in split:
+            split["of linear"] = alone["ms"] / split["ms"] / ranks
+        rows += [alone, split]
+    rows.append(
+        attempt(f"131072 split over {ranks}, attention", partial(steps, 131072, True, "attention"))
+    )
+    return [*rows, attempt(f"262144 split over {ranks}", partial(steps, 262144, True))]
+
+
+def long(layers: int | None) -> list[Row]:
+    """Train the whole model on one row that is split over all GPUs."""
+    ranks = dist.get_world_size()
+    found: list[Row] = []
+
+    def train() -> Row:
+        model = ours(layers, mesh=mesh(cp=ranks))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+        losses = []
+
+        def step(seq: int) -> None:
+            ids = torch.randint(3, 128000, (1, seq), generator=torch.Generator().manual_seed(0))
+            loss = model(ids.cuda(), labels=ids.cuda()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "input"))
+        step(4096)  # compiles the kernels and makes the optimizer's states
+        for seq in (131072, 262144):
+            release_memory()
+            start = time.perf_counter()
+            free = min(everywhere(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
+            plan = model.plan_memory(
+                1, seq, budget=free - 4 * GIB, host_budget="60GiB", optimizer_bytes=optimizer
+            )
+            model.set_memory_plan(plan)
+            planned = time.perf_counter() - start
+            torch.cuda.reset_peak_memory_stats()
+            taken = milliseconds(partial(step, seq))
+            found.append(
+                {
+                    "name": f"{seq} over {ranks}",
+                    "ms": taken,
+                    "tokens/s": seq / taken * 1e3,
+                    "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
+                    "predicted GiB": plan.prediction.peak_bytes / GIB if plan.prediction else 0.0,
+                    "planning s": planned,
+                    "plan": describe(plan),
+                    "loss": losses[-1],
+                }
+            )
+        return {}
+
+    failed = attempt("long rows", train)
+    return [*found, failed] if "error" in failed else found
+
+
+def describe(plan: MemoryPlan) -> str:
+    layers = Counter((x.keep, "host" if x.host else "GPU", x.tile or 0) for x in plan.layers)
+    return "; ".join(f"{n} x {' '.join(map(str, kind))}" for kind, n in layers.items())
 
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
@@ -315,7 +462,16 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
         return {"name": name, "error": text}
 
 
-PARTS = {"exact": exact, "head": head, "files": files, "tp": tp, "fsdp": fsdp}
+PARTS = {
+    "exact": exact,
+    "context": context,
+    "parts": parts,
+    "long": long,
+    "head": head,
+    "files": files,
+    "tp": tp,
+    "fsdp": fsdp,
+}
 
 
 def table(title: str, rows: list[Row]) -> str:
