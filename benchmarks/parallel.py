@@ -25,7 +25,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,6 +46,8 @@ from ligermodels import (
     shard,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.layers.recompute import Keep
+from ligermodels.memory.simulate import simulate
 from ligermodels.models.parts import whole_tensor
 
 GIB = 2**30
@@ -312,66 +313,63 @@ def exact(_: int | None) -> list[Row]:
 
 
 def context(_: int | None) -> list[Row]:
-    """Compare split rows with whole ones: float32 with one GPU, and bfloat16 with its own error.
-
-    The reference has the same weights in float32, on one GPU.
-    """
+    """Compare split and whole rows with a model of the same weights in float64 on the CPU."""
     sizes: dict[str, Any] = {"vocab_size": 1003, "hidden_size": 512, "intermediate_size": 1024}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     sizes |= {"head_dim": 128, "initializer_range": 0.05}
     seq = 256 * dist.get_world_size()
-    with torch.device("cuda"):
-        ids = torch.randint(0, 1003, (1, seq), generator=torch.Generator("cuda").manual_seed(1))
-        ends = torch.tensor([0, 100, 101, seq // 2, seq - 90, seq])
-        positions = torch.cat([torch.arange(int(n)) for n in ends.diff()])[None]
+    ids = torch.randint(0, 1003, (1, seq), generator=torch.Generator().manual_seed(1))
+    ends = torch.tensor([0, 100, 101, seq // 2, seq - 90, seq])
+    positions = torch.cat([torch.arange(int(n)) for n in ends.diff()])[None]
     packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
-    cases: dict[str, tuple[str, Row, Row]] = {
-        "causal": ("llama", {}, {}),
-        "documents": ("llama", {}, packed),
-        "window": ("mistral", {"sliding_window": 100}, {}),
-        "window, documents": ("mistral", {"sliding_window": 100}, packed),
-        "documents by positions": ("llama", {}, {"position_ids": positions}),
+    window = ("mistral", {"sliding_window": 100})
+    low, by_positions = torch.bfloat16, {"position_ids": positions}
+    cases: dict[str, tuple[str, Row, Row, torch.dtype]] = {
+        "causal": ("llama", {}, {}, low),
+        "documents": ("llama", {}, packed, low),
+        "window": (*window, {}, low),
+        "window, documents": (*window, packed, low),
+        "causal, float32": ("llama", {}, {}, torch.float32),
+        "documents by positions": ("llama", {}, by_positions, low),
+        "window, documents, float32": (*window, packed, torch.float32),
     }
 
-    def gradients_of(model: Any, inputs: Row) -> tuple[float, dict[str, torch.Tensor]]:
-        loss = model(ids, labels=ids, **inputs).loss
+    def gradients_of(model: Any, inputs: Row, device: str) -> tuple[float, dict[str, Any]]:
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        loss = model(ids.to(device), labels=ids.to(device), **moved).loss
         loss.backward()
         named = model.named_parameters()
-        return loss.item(), {name: whole_tensor(p.grad).float() for name, p in named}
+        return loss.item(), {name: whole_tensor(p.grad).double().cpu() for name, p in named}
 
     def compare(family: str, changes: Row, inputs: Row, dtype: torch.dtype) -> Row:
         torch.manual_seed(0)
         cls = families()[family]
         with torch.device("cuda"):
             model = cls(cls.config_class(**sizes, **changes)).to(dtype)
-        true_loss, true = gradients_of(copy.deepcopy(model).float(), inputs)
+        true_loss, true = gradients_of(copy.deepcopy(model).cpu().double(), inputs, "cpu")
         sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()), compute_dtype=None)
         found: Row = {}
         for name, each in (("one GPU", model), ("split", sharded)):
-            loss, grads = gradients_of(each, inputs)
+            loss, grads = gradients_of(each, inputs, "cuda")
             errors = [((grads[k] - x).norm() / x.norm()).item() for k, x in true.items()]
             found |= {f"loss, {name}": abs(loss / true_loss - 1), f"gradient, {name}": max(errors)}
         return found
 
-    return [
-        attempt(f"{name}, {str(dtype)[6:]}", partial(compare, *case, dtype))
-        for dtype in (torch.bfloat16, torch.float32)
-        for name, case in cases.items()
-    ]
+    return [attempt(name, partial(compare, *case)) for name, case in cases.items()]
 
 
 def parts(layers: int | None) -> list[Row]:
     """Measure forward and backward of a few layers and the head, without an optimizer."""
     ranks = dist.get_world_size()
 
-    def steps(seq: int, splits: bool, keep: str = "all") -> Row:
+    def steps(seq: int, splits: bool, keep: Keep = "all") -> Row:
         with torch.device("cuda"):
             torch.manual_seed(0)
             model = LigerLlama(config(layers or 4)).to(torch.bfloat16).train()
             ids = torch.randint(3, 128000, (1, seq))
         if splits:
             shard(model, mesh(cp=ranks), compute_dtype=None, reduce_dtype=torch.bfloat16)
-        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))  # type: ignore[arg-type]
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
 
         def step() -> None:
             model(ids, labels=ids).loss.backward()
@@ -390,10 +388,8 @@ def parts(layers: int | None) -> list[Row]:
         if "ms" in alone and "ms" in split:
             split["of linear"] = alone["ms"] / split["ms"] / ranks
         rows += [alone, split]
-    rows.append(
-        attempt(f"131072 split over {ranks}, attention", partial(steps, 131072, True, "attention"))
-    )
-    return [*rows, attempt(f"262144 split over {ranks}", partial(steps, 262144, True))]
+    name = f"131072 split over {ranks}, keeps attention"
+    return [*rows, attempt(name, partial(steps, 131072, True, "attention"))]
 
 
 def long(layers: int | None) -> list[Row]:
@@ -417,38 +413,28 @@ def long(layers: int | None) -> list[Row]:
 
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "input"))
         step(4096)  # compiles the kernels and makes the optimizer's states
-        for seq in (131072, 262144):
+        states = 2 * sum(p.to_local().nbytes for p in model.parameters())
+        for seq, attention in ((131072, 32), (262144, 24)):
             release_memory()
-            start = time.perf_counter()
-            free = min(everywhere(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
-            plan = model.plan_memory(
-                1, seq, budget=free - 4 * GIB, host_budget="60GiB", optimizer_bytes=optimizer
-            )
-            model.set_memory_plan(plan)
-            planned = time.perf_counter() - start
+            levels: list[Keep] = ["attention"] * attention + ["input"] * (32 - attention)
+            model.set_memory_plan(MemoryPlan.of(levels[: len(model.layers)]))
+            predicted = simulate(model, 1, seq, device=torch.device("cuda"))
             torch.cuda.reset_peak_memory_stats()
-            taken = milliseconds(partial(step, seq))
-            found.append(
-                {
-                    "name": f"{seq} over {ranks}",
-                    "ms": taken,
-                    "tokens/s": seq / taken * 1e3,
-                    "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
-                    "predicted GiB": plan.prediction.peak_bytes / GIB if plan.prediction else 0.0,
-                    "planning s": planned,
-                    "plan": describe(plan),
-                    "loss": losses[-1],
-                }
-            )
+            row: Row = {
+                "name": f"{seq} over {ranks}, {attention} layers keep attention",
+                "ms": milliseconds(partial(step, seq)),
+                "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
+                "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
+                "predicted GiB": (predicted.peak_bytes + states) / GIB,
+                "loss": losses[-1],
+            }
+            row["tokens/s"] = seq / row["ms"] * 1e3
+            show(row)
+            found.append(row)
         return {}
 
     failed = attempt("long rows", train)
     return [*found, failed] if "error" in failed else found
-
-
-def describe(plan: MemoryPlan) -> str:
-    layers = Counter((x.keep, "host" if x.host else "GPU", x.tile or 0) for x in plan.layers)
-    return "; ".join(f"{n} x {' '.join(map(str, kind))}" for kind, n in layers.items())
 
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
@@ -456,10 +442,18 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
     gc.collect()
     release_memory()
     try:
-        return {"name": name, **measure()}
+        row = {"name": name, **measure()}
     except Exception as error:
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        return {"name": name, "error": text}
+        row = {"name": name, "error": text}
+    show(row)
+    return row
+
+
+def show(row: Row) -> None:
+    """Print a row at once: a part that is stopped has shown what it has measured."""
+    if dist.get_rank() == 0:
+        print({k: round(v, 8) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 PARTS = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.layers.attention_backend import attend
+from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.kv_cache import CachedLayer, KVCache
@@ -218,16 +218,20 @@ class Attention(Planned, CachedLayer, nn.Module):
         if context.cache is not None:
             owner = self.layer_index if self.kv_from is None else self.kv_from
             key_positions = context.cache.key_positions(owner, q.shape[2])
-        attention = partial(
-            attend,
-            mask=context.mask,
-            scale=self.scale,
-            window=self.sliding_window,
-            softcap=self.softcap,
-            key_positions=key_positions,
-            causal=self.causal,
-        )
-        out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+            run = partial(
+                attend,
+                mask=mask,
+                scale=self.scale,
+                window=self.sliding_window,
+                softcap=self.softcap,
+                key_positions=key_positions,
+                causal=self.causal,
+            )
+            return attend_once(run, q, k, v) if self.keeps_output else run(q, k, v)
+
+        out = attend_in_parts(attention, q, k, v, context.mask, self.causal)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
 

@@ -109,22 +109,6 @@ def attend(
     """
     held = k.shape[2] if key_positions is None else mask.keys
     mask.check(q.shape[0], q.shape[2], held)
-    if mask.shard is not None:
-        assert key_positions is None
-        parts = mask.parts(causal)
-        return torch.cat(
-            [
-                attend(
-                    *(chunk, k[:, :, : part.keys], v[:, :, : part.keys], part),
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                    causal=causal,
-                )
-                for chunk, part in zip(q.chunk(len(parts), 2), parts)
-            ],
-            2,
-        )
     rows = q.shape[0] * q.shape[1]
     backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows, causal)
     if key_positions is not None and backend in ("sdpa", "varlen"):
@@ -160,6 +144,27 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
     with without_autocast(q):
         return _capped(q, k, v, visible, scale, softcap)
+
+
+def attend_in_parts(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    causal: bool = True,
+) -> Tensor:
+    """Return attention(q, k, v, mask), or its outputs for each chunk of a mask's shard, joined."""
+    if mask.shard is None:
+        return attention(q, k, v, mask)
+    parts = mask.parts(causal)
+    return torch.cat(
+        [
+            attention(chunk, k[:, :, : part.keys], v[:, :, : part.keys], part)
+            for chunk, part in zip(q.chunk(len(parts), 2), parts)
+        ],
+        2,
+    )
 
 
 def prepare(
