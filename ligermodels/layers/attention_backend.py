@@ -71,7 +71,7 @@ def choose_backend(
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
         is_suffix = last and mask.is_causal(window, mask.past)
-        return "suffix" if is_suffix and head_dim <= 128 and _prefers_cudnn() else "varlen"
+        return "suffix" if is_suffix and head_dim <= 128 and _prefers_cudnn(device) else "varlen"
     if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
     return "flex"
@@ -199,13 +199,14 @@ def prepare(
         mask.block_mask(window, batch, device, causal=causal)
 
 
-@torch.compiler.assume_constant_result
-def _prefers_cudnn() -> bool:
+def _prefers_cudnn(device: torch.device) -> bool:
     """Whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
 
     Without a GPU, an H100 is simulated.
     """
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(real_device(device)).major >= 9
 
 
 def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,15 +12,29 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ligermodels import MemoryPlan, shard
+from ligermodels import ConfigError, KVCache, MemoryPlan, shard
+from ligermodels.layers import Attention
 from ligermodels.layers.recompute import Keep
 from ligermodels.memory.simulate import simulate
+from tests import outside
 from tests.families import OWN, WINDOW
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel.test_shard import FLOAT32, differences, gradients, make, mesh_of
+from tests.parallel.test_shard import (
+    FLOAT32,
+    clipping,
+    differences,
+    gradients,
+    load,
+    make,
+    mesh_of,
+    save,
+    step,
+)
 from tests.parallel_worker import SIZES, StorageTracker, relative
 
 BATCH, SEQ = 2, 16
+# Of the families from outside, one has parallel blocks, and another one experts.
+OUTSIDE = ("cohere", "qwen3_moe", "olmo2")
 
 
 def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -43,7 +57,7 @@ def cases(ranks: int) -> dict[str, Case]:
         }
     else:
         layouts = {"cp": mesh_of(cp=2)}
-    found: dict[str, Case] = {}
+    found: dict[str, Case] = {"refused": partial(refused, layouts["cp"])}
     for layout, mesh in layouts.items():
         for number, family in enumerate(sorted(OWN)):
             found[f"{layout}, {family}"] = partial(rows, mesh, family, number % 2 == 0)
@@ -54,6 +68,13 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, keeps {keep}"] = partial(rows, mesh, "llama", True, plan=plan)
         for name, options in OPTIONS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)
+        for name in OUTSIDE if ranks == 4 else OUTSIDE[:1]:
+            outside.family(name)
+            found[f"{layout}, {name}"] = partial(rows, mesh, name, False)
+        found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
+        found[f"{layout}, load"] = partial(load, mesh, False)
+        found[f"{layout}, save"] = partial(save, mesh)
+        found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
         for keep in ("all", "attention") if ranks == 2 else ():
             found[f"{layout}, bytes with {keep}"] = partial(memory, mesh, keep)
         if ranks == 4:
@@ -153,3 +174,21 @@ def memory(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, f
         gc.collect()
     predicted = simulate(model, 2, SEQ, device=torch.device("cpu")).peak_bytes
     return {"bytes": max(0.0, abs(predicted / min(peaks) - 1) - 0.02)}
+
+
+class OtherAttention(Attention):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+def refused(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    odd = make(True)
+    odd.layers[1].self_attn.__class__ = OtherAttention
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn is a OtherAttention"):
+        shard(odd, mesh)
+    model = shard(make(True), mesh)
+    with pytest.raises(ValueError, match=f"pad the rows to a multiple of {2 * mesh.size()}"):
+        model(torch.ones(1, SEQ + 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cache: "):
+        model(torch.ones(1, SEQ, dtype=torch.int64), cache=KVCache(model.config, 1, SEQ))
+    return {"refused": 0.0}

@@ -112,10 +112,10 @@ def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
 
 
 def own_rows(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the rows of this rank. The ranks of a tensor-parallel group have the same."""
+    """Return the rows of this rank. The ranks of a tp or a cp group have the same."""
     number, ranks = 0, 1
     for name in mesh.mesh_dim_names or ():
-        if name != "tp":
+        if name not in ("tp", "cp"):
             number = number * mesh[name].size() + mesh[name].get_local_rank()
             ranks *= mesh[name].size()
     return torch.arange(len(data()[0])).chunk(ranks)[number]
