@@ -233,9 +233,11 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if SHARD not in names or CONTEXT in names:
         # Without dp_shard, shards over a single rank are copies of the whole, averaged by the
         # engine of HSDP. The ranks of cp have other tokens, as those of dp_shard have.
-        places = [names.index(name) for name in DIMENSIONS if name in names]
+        # A process group orders its ranks, so those of both stay in the order of the mesh.
+        data = [name for name in names if name in (SHARD, CONTEXT)]
+        order = [name for name in (REPLICATE, *data, TENSOR) if name in names]
         sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
-        ranks = mesh.mesh.permute(places).reshape(
+        ranks = mesh.mesh.permute([*map(names.index, order)]).reshape(
             sizes[REPLICATE], sizes[SHARD] * sizes[CONTEXT], sizes[TENSOR]
         )
         mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD, TENSOR))

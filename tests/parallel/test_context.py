@@ -68,13 +68,14 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, keeps {keep}"] = partial(rows, mesh, "llama", True, plan=plan)
         for name, options in OPTIONS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)
-        for name in OUTSIDE if ranks == 4 else OUTSIDE[:1]:
+        for name in OUTSIDE if layout == "fsdp and cp" else OUTSIDE[:1]:
             outside.family(name)
             found[f"{layout}, {name}"] = partial(rows, mesh, name, False)
-        found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
         found[f"{layout}, load"] = partial(load, mesh, False)
-        found[f"{layout}, save"] = partial(save, mesh)
-        found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
+        if mesh["cp"].size() == 2:  # rows of 12 tokens
+            found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
+            found[f"{layout}, save"] = partial(save, mesh)
+            found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
         for keep in ("all", "attention") if ranks == 2 else ():
             found[f"{layout}, bytes with {keep}"] = partial(memory, mesh, keep)
         if ranks == 4:
