@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
@@ -51,6 +52,7 @@ from ligermodels.training.processes import (
     local_device,
     losing_ranks,
     meet,
+    num_row_ranks,
 )
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir, plot_losses
 from ligermodels.training.trainer import Trainer, perplexity
@@ -118,7 +120,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     """
     device = local_device(pick_device(config.device))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(joined(device, config.rank_timeout))
+        stack.enter_context(joined(device, config.rank_timeout, config.context_parallel))
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
@@ -253,7 +255,7 @@ class _Run:
             self._shard(model)
         self._plan_memory(model, rows, eval_rows, saved)
         # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         trainer = Trainer(
             model,
             config,
@@ -298,7 +300,11 @@ class _Run:
         if self.config.compile:
             for layer in model.layers:
                 layer.compile()
-        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
+        mesh, together = None, self.config.context_parallel
+        if together > 1:
+            sizes = num_row_ranks(), together
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -379,7 +385,7 @@ class _Run:
         elif (
             saved is not None
             and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_ranks()
+            and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))

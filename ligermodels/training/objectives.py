@@ -90,7 +90,8 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
-        return PackedRows(items, self.config.seq_len)
+        ranks = self.config.context_parallel
+        return PackedRows(items, self.config.seq_len, 1 if ranks == 1 else 2 * ranks)
 
     def prepare(
         self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str

@@ -25,12 +25,12 @@ from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
-from ligermodels.models.ranks import from_rank_0, num_ranks, rank
+from ligermodels.models.ranks import from_rank_0, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.packing import Batch, row_order
-from ligermodels.training.processes import shared_out, summed, summed_output
+from ligermodels.training.processes import num_row_ranks, shared_out, summed, summed_output
 from ligermodels.training.run_dir import Metrics, RunDir
 
 
@@ -132,7 +132,7 @@ class Trainer:
             eps=config.adam_epsilon,
             fused=True,
         )
-        self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
+        self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
         self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
@@ -176,7 +176,7 @@ class Trainer:
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches, shared=True)
         # The gradients of ranks are averaged, not summed.
-        normalizers = self._normalizers(batches, shares=num_ranks())
+        normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
         for batch in batches:
             part, found = self._loss(batch, normalizers)
@@ -189,7 +189,7 @@ class Trainer:
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         loss, metrics = summed_output(loss, metrics)
-        loss = loss / num_ranks()
+        loss = loss / num_row_ranks()
         rate = learning_rate(
             step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
         )
