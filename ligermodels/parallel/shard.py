@@ -53,8 +53,9 @@ def shard(
     through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
     averaged over the ranks, so the normalizer of the loss is the average number of targets:
     `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp or a cp group get the same
-    rows, whole ones, and return the same loss and the same hidden states; clip gradients with `ligermodels.clip_grad_norm_`. Memory plans,
-    `save_hf` and `layer.compile()` (before this call, for each layer) work with the result.
+    rows, whole ones, and return the same loss and hidden states. Clip gradients with
+    `ligermodels.clip_grad_norm_`. Memory plans, `save_hf` and `layer.compile()` (before this call,
+    for each layer) work with the result.
 
     Args:
         model: of any family. Its weights keep their dtype, in which the optimizer updates them.
@@ -70,8 +71,9 @@ def shard(
             the host does well ahead of the GPU. A memory plan does not count what this takes.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
-            cannot be split over the ranks of tp, a layer mixes tokens in a way that cp does not know, torch.distributed is not initialised, the model is
-            sharded already, or is a model on the meta device that no checkpoint belongs to.
+            cannot be split over the ranks of tp, a layer mixes tokens in a way that cp does not
+            know, torch.distributed is not initialised, the model is sharded already, or is a model
+            on the meta device that no checkpoint belongs to.
         CheckpointError: the values of the checkpoint cannot be read.
     """
     # These take half a second to import.
