@@ -290,6 +290,13 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
+    context_parallel: int = _option(
+        1,
+        "on several GPUs, how many of them compute each row together, for rows that are too long "
+        "for one",
+        at_least=1,
+        at_most=2**16,
+    )
     rank_timeout: int = _free_option(
         600,
         "on several GPUs, seconds after which a process that does not answer ends the run",
@@ -354,6 +361,8 @@ class FinetuneConfig:
         ]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
+        if self.context_parallel > 1 and self.loss != "sft":
+            raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
@@ -48,7 +49,7 @@ from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import launch_id, meet
+from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.reports import logged, logger_openers, sampling
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.teacher import TeacherObjective
@@ -168,7 +169,7 @@ class Run:
         trained = self.objective.module(model)
         self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         self.model = model
         trainer = Trainer(
             trained,
@@ -231,7 +232,11 @@ class Run:
         if self.config.compile:
             for layer in model.layers:
                 layer.compile()
-        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
+        mesh, together = None, self.config.context_parallel
+        if together > 1:
+            sizes = num_row_ranks(), together
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -321,7 +326,7 @@ class Run:
         elif (
             saved is not None
             and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_ranks()
+            and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
