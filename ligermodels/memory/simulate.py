@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.attention_buffers import cublas_workspaces
 from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
@@ -184,6 +185,7 @@ def simulate(
     labels: bool = True,
     packed: bool = False,
     max_seqlen: int | None = None,
+    memory_seq: int | None = None,
     head_options: dict[str, Any] | None = None,
     gradients: Gradients = "new",
     num_sms: int | None = None,
@@ -199,6 +201,8 @@ def simulate(
             hidden states.
         packed: whether rows hold several documents, told by position_ids; if max_seqlen is given
             and batch is 1, by cu_seqlens of documents of this length.
+        memory_seq: keys of each row of the memory, for layers with `CrossAttention`. The memory and
+            its gradient count.
         head_options: keyword arguments of the head.
         gradients: "new" if no gradient exists before the step, "kept" if all do (accumulation), and
             "freed" if an optimizer step in backward frees each as soon as it is complete.
@@ -237,6 +241,12 @@ def simulate(
         inputs |= {"max_seqlen": max_seqlen}
     elif packed:
         inputs["position_ids"] = integers(batch, seq)
+
+    if memory_seq is not None:
+        size = next(x.memory_size for x in model.modules() if isinstance(x, CrossAttention))
+        dtype = next(x.dtype for x in state.values() if x.is_floating_point())
+        memory = torch.empty(batch, memory_seq, size, dtype=dtype, device="meta")
+        inputs["memory"] = memory.requires_grad_()
 
     def end_forward() -> None:
         casts.keeps = False
