@@ -96,6 +96,23 @@ class _Step(nn.Module):
         self.step(self.model)
 
 
+def _of_each_module(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of `state` by the name of each place where a module holds one.
+
+    `functional_call` would find a tied weight in its places itself. But a module that the model
+    runs several times has one place with several names, and it would not get its weight back.
+    """
+    names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        f"{path}.{key}" if path else key: state[names[id(x)]]
+        for path, module in model.named_modules()
+        for key, x in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+    }
+
+
 def run_step(
     model: nn.Module,
     tracker: Tracker,
@@ -152,8 +169,8 @@ def run_step(
 
     tracker.enter("forward")
     with tracker:
-        whole = {f"model.{name}": x for name, x in state.items()}
-        torch.func.functional_call(_Step(model, step), whole, ())
+        whole = {f"model.{name}": x for name, x in _of_each_module(model, state).items()}
+        torch.func.functional_call(_Step(model, step), whole, (), tie_weights=False)
     tracker.leave()
     phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
