@@ -112,6 +112,6 @@ def test_the_files_are_short_and_use_no_private_name() -> None:
 
 
 def test_the_table_is_of_these_files() -> None:
-    """`python -m tests.examples.family_table` writes it."""
+    """`python -m tests.examples.family_table` writes it, and with --gpu another one."""
     lines = re.findall(r"^\| `(\w+)\.py` \| (\d+)", family_table.PAGE.read_text(), re.M)
-    assert lines == [(name, str(family_table.lines_of(name))) for name in outside.NAMES]
+    assert sorted(set(lines)) == [(n, str(family_table.lines_of(n))) for n in outside.NAMES]
