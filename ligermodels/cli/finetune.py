@@ -23,7 +23,9 @@ OUT_OF_MEMORY = (
 GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
-    "reference reward_function num_generations max_completion_length temperature epsilon_high",
+    "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
+    "max_completion_length temperature epsilon_high",
+    "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm seed",

@@ -16,6 +16,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import refuse_double_backward
 from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
+from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models.base import DecoderModel, next_token_targets
 
@@ -133,6 +134,8 @@ class MedusaHeads(nn.Module):
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
         options["reduction"], options["normalizer"] = "sum", None
         if self.tied:
+            if (most := options.get("max_valid")) is not None:
+                options["max_valid"] = count * most  # of all heads together
             states = torch.stack([block(hidden) for block in self.blocks])
             scales = decays / divisors
             loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
@@ -284,15 +287,25 @@ class MedusaModel(nn.Module):
         self.freeze_body, self.heads_weight = freeze_body, heads_weight
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, normalizer: float | Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        **options: Unpack[HeadOptions],
     ) -> AheadOutput:
-        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels."""
+        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
+
+        Args: position_ids, as in `DecoderModel.forward`: no head predicts a token of another
+            document; options, as in `MedusaHeads.forward`.
+        """
+        documents = None if position_ids is None else document_ids_from_positions(position_ids)
         if self.freeze_body:
             with torch.no_grad():
-                hidden = self.model(input_ids)
-            return self.heads(hidden, labels, normalizer=normalizer)
-        hidden = self.model(input_ids)
-        targets = next_token_targets(labels, None, self.heads.ignore_index)
-        own = self.model.head(hidden, targets, normalizer=normalizer).loss
-        out = self.heads(hidden, labels, normalizer=normalizer)
+                hidden = self.model(input_ids, position_ids=position_ids)
+            return self.heads(hidden, labels, documents, **options)
+        hidden = self.model(input_ids, position_ids=position_ids)
+        targets = next_token_targets(labels, documents, self.heads.ignore_index)
+        own = self.model.head(hidden, targets, **options).loss
+        out = self.heads(hidden, labels, documents, **options)
         return out._replace(loss=own + self.heads_weight * out.loss)

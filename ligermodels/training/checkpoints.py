@@ -1,4 +1,6 @@
-"""The checkpoints of a run: the weights and the optimizer's state, under a checksum.
+"""The checkpoints of a run: the trained weights and the optimizer's state, under a checksum.
+
+Frozen weights are not in them, because a resumed run loads them from the model that it began with.
 
 One process writes a file, and several write a folder: see `sharded_checkpoints`. Any number of
 processes resumes from either. The header of a file holds the step, a hash that tells the run from
@@ -180,11 +182,15 @@ def _remove(path: Path) -> None:
 def named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that resuming needs: the weights and the optimizer's state, by name."""
-    for name, parameter in model.named_parameters():
+    """Yield every tensor that resuming needs: trained weights and optimizer's state, by name."""
+    for name, parameter in _trained(model):
         yield f"model.{name}", parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             yield f"optimizer.{key}.{name}", value.detach()
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, x) for name, x in model.named_parameters() if x.requires_grad)
 
 
 def first_not_finite(
@@ -244,7 +250,7 @@ def _cuts(model: torch.nn.Module) -> dict[str, TensorShard]:
 
 def _allocate(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Give a fresh AdamW the state that it has after `step` steps, without its values."""
-    for parameter in model.parameters():
+    for _, parameter in _trained(model):
         # Allocate as the optimizer does: a kernel may round differently on memory with another
         # alignment.
         state = optimizer.state[parameter]
@@ -259,7 +265,7 @@ def _stored(
 ) -> dict[str, sharded_checkpoints.Stored]:
     """Return this rank's parts of the weights and of AdamW's moments, by name."""
     cuts, found = _cuts(model), {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model):
         cut = cuts.get(name)
         shape = tuple(parameter.shape) if cut is None else cut.shape
         tensors = {"model": parameter.detach()}
@@ -275,7 +281,7 @@ def _expected(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int,
     """Return the dtype and the shape of each tensor of a checkpoint."""
     found = {}
     cuts = _cuts(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model):
         shape = cuts[name].shape if name in cuts else tuple(parameter.shape)
         for kind in ("model", *_MOMENTS):
             found[f"{kind}.{name}"] = (parameter.dtype, shape)

@@ -40,7 +40,13 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "reference": ("dpo", "kto", "grpo"),
     "reward_function": ("grpo",),
     "epsilon_high": ("grpo",),
+    "f_divergence_type": ("dpo",),
+    "ld_alpha": ("dpo",),
+    "use_weighting": ("dpo",),
+    "teacher": ("sft",),
+    "medusa_heads": ("sft",),
 }
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 REFERENCES = ("file", "float32", "bfloat16", "int8")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
@@ -127,6 +133,20 @@ class FinetuneConfig:
         "orpo, cpo and simpo (default: 0.1; 0 for grpo)",
         at_least=0,
     )
+    f_divergence_type: str | None = _option(
+        None,
+        "dpo's divergence from the reference model (default: reverse_kl)",
+        choices=DIVERGENCES,
+    )
+    ld_alpha: float | None = _option(
+        None,
+        "weight, in dpo, of the tokens beyond the length of the shorter completion of a pair",
+        at_least=0,
+        at_most=1,
+    )
+    use_weighting: bool | None = _option(
+        None, "weight each of dpo's pairs by its probability under the model (WPO)"
+    )
     label_smoothing: float | None = _option(
         None, "rate of wrong preferences, for dpo, cpo and simpo", at_least=0, less_than=0.5
     )
@@ -148,11 +168,46 @@ class FinetuneConfig:
         "grpo's reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts, completions "
         "and the other keys of the data, each a list, and returns a list of numbers",
     )
+    teacher: str | None = _option(
+        None,
+        "hub id or local folder of a model with the same tokenizer, whose next-token distribution "
+        "the model learns (distillation): with beta 0 by KL(teacher || model), with beta 1 by "
+        "KL(model || teacher), and between them by the generalized Jensen-Shannon divergence "
+        "(default: beta 0.5)",
+    )
+    teacher_share: float = _option(
+        1.0,
+        "share of the divergence from the teacher in the loss; the rest is the loss of the next "
+        "token",
+        more_than=0,
+        at_most=1,
+    )
+    medusa_heads: int | None = _option(
+        None,
+        "train so many heads for the tokens after the next one, which are exported with the model "
+        "and make generation faster",
+        at_least=1,
+        at_most=64,
+    )
+    medusa_stage: int = _option(
+        1,
+        "1: the model is frozen, and only its heads learn; 2: both learn, from the heads that the "
+        "folder of the model holds, if there are any",
+        at_least=1,
+        at_most=2,
+    )
+    medusa_tied: bool = _option(
+        False, "the heads share the model's projection instead of each having its own"
+    )
     num_generations: int = _option(8, "completions that grpo samples for a prompt", at_least=2)
     max_completion_length: int = _option(
         256, "most tokens of a completion that grpo samples", at_least=1
     )
-    temperature: float = _option(1.0, "temperature of grpo's samples", more_than=0)
+    temperature: float = _option(
+        1.0,
+        "temperature of grpo's samples, or of the distributions of a teacher and its student",
+        more_than=0,
+    )
     epsilon_high: float | None = _option(
         None, "how far above 1 grpo clips ratios; for cispo the largest ratio", more_than=0
     )
@@ -272,10 +327,13 @@ class FinetuneConfig:
             known = f"expected one of {', '.join(types)}" if types else "it has no variants"
             raise ConfigError(f"loss_type: {self.loss} has no variant {self.loss_type!r}; {known}")
         for name, losses in _ONLY_FOR.items():
-            if getattr(self, name) is not None and self.loss not in losses:
+            taught = name == "beta" and self.teacher is not None
+            if getattr(self, name) is not None and self.loss not in losses and not taught:
                 raise ConfigError(f"{name}: only for the losses {', '.join(losses)}")
-        if self.beta == 0 and self.loss not in ("grpo", "orpo"):
+        if self.beta == 0 and self.loss not in ("sft", "grpo", "orpo"):
             raise ConfigError(f"beta: must be more than 0 for {self.loss}")
+        if self.loss == "sft":
+            self._check_extra_models()
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
         if self.loss != "grpo":
@@ -296,6 +354,24 @@ class FinetuneConfig:
             raise ConfigError(
                 f"max_completion_length: {self.max_completion_length} tokens leave no room for a "
                 f"prompt in rows of {self.seq_len}; use longer rows (seq_len)"
+            )
+
+    def _check_extra_models(self) -> None:
+        """Check the options of a teacher and of Medusa's heads."""
+        both = [n for n in ("teacher", "medusa_heads", "loss_type") if getattr(self, n) is not None]
+        if len(both) > 1:
+            raise ConfigError(f"{' and '.join(both)}: choose one of them")
+        if self.teacher is not None and self.beta is not None and self.beta > 1:
+            raise ConfigError(f"beta: must be at most 1 for a teacher, not {self.beta}")
+        if self.teacher is None and self.teacher_share != 1:
+            raise ConfigError("teacher_share: only with a teacher")
+        if self.medusa_heads is None:
+            if self.medusa_stage != 1 or self.medusa_tied:
+                raise ConfigError("medusa_stage and medusa_tied: only with medusa_heads")
+        elif self.memory not in (None, "off"):
+            raise ConfigError(
+                "memory: a plan does not know of medusa_heads; leave it out, and use "
+                "activation_checkpointing if memory is short"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.layers import HeadOutput
 from ligermodels.losses import (
@@ -54,7 +54,7 @@ class Call(Protocol):
     """
 
     def __call__(
-        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+        self, batch: Batch, *, model: nn.Module | None = None, **options: Any
     ) -> HeadOutput: ...
 
 
@@ -91,6 +91,20 @@ class Objective:
             DataError: nothing is left to train on.
         """
         return PackedRows(items, self.config.seq_len)
+
+    def load(self, model: DecoderModel) -> int:
+        """Load what the run needs beside the model, which has its first weights.
+
+        Returns: how many bytes on the model's device it takes.
+        """
+        return 0
+
+    def module(self, model: DecoderModel) -> nn.Module:
+        """Return what is trained and called with batches: the model, or a module that has it."""
+        return model
+
+    def export(self, folder: Path) -> None:
+        """Write what belongs to the model into the folder that it was exported to."""
 
     def prepare(
         self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
@@ -153,6 +167,9 @@ class PairObjective(Objective):
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
         self.needs_reference = config.loss == "dpo"
+        if config.loss == "dpo":  # options that exclude each other are an error before the run
+            nothing = torch.zeros(2, 1)
+            dpo_loss(nothing, nothing, nothing > 0, **self._dpo_options(nothing, nothing > 0))
         self.reference_model: DecoderModel | None = None
         if config.reference not in (None, "file"):
             self.one_process = (
@@ -197,10 +214,11 @@ class PairObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the pairs of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=STATS)
+        config = self.config
+        stats = STATS + (("sum_sq_probs",) if config.use_weighting else ())
+        out = call(batch, reduction="none", return_token_stats=stats)
         log_probs = log_probs_of(out)
         mask = batch.mask.to(log_probs.device)
-        config = self.config
         counts = {"normalizer": normalizer, "token_normalizer": token_normalizer}
         options = given(config, "beta", "label_smoothing", "loss_type") | counts
         if config.loss == "orpo":
@@ -208,6 +226,7 @@ class PairObjective(Objective):
             loss, metrics = orpo_loss(log_probs, mask, nll_mask=F.pad(labels, (0, 1)), **options)
         elif config.loss == "dpo":
             reference = reference_log_probs(call, batch, self.reference_model, log_probs)
+            options |= self._dpo_options(out.token_sum_sq_probs, mask)
             loss, metrics = dpo_loss(log_probs, reference, mask, **options)
         else:
             options |= given(config, "simpo_gamma")
@@ -222,6 +241,17 @@ class PairObjective(Objective):
             paired=True,
         )
         return LossOutput(loss, metrics)
+
+    def _dpo_options(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
+        """Return the options that only DPO has, and those that exclude each other."""
+        names = ("loss_type", "label_smoothing", "f_divergence_type", "ld_alpha")
+        options = given(self.config, *names)
+        if self.config.use_weighting:
+            assert sum_sq_probs is not None
+            # Outside the mask they are 0, whose logarithm would give NaN.
+            logs = torch.where(mask, sum_sq_probs, 1.0).log()
+            options |= {"use_weighting": True, "log_sum_sq_probs": logs}
+        return options
 
 
 class JudgedObjective(PairObjective):

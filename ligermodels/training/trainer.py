@@ -23,7 +23,6 @@ from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
-from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
@@ -94,7 +93,7 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """The model, the optimizer and the rows of one run.
+    """The model (or a module that has it), the optimizer and the rows of one run.
 
     `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
     says what the run minimises, by default the loss of the next token. `ranks` is the number of
@@ -104,7 +103,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: torch.nn.Module,
         config: FinetuneConfig,
         rows: Rows,
         eval_rows: Rows | None,
@@ -202,7 +201,7 @@ class Trainer:
         return Step(loss, norm, rate, metrics, **summed({"tokens": tokens, "targets": targets}))
 
     def call(
-        self, batch: Batch, *, model: DecoderModel | None = None, **options: Any
+        self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
     ) -> HeadOutput:
         """Run a model, by default the trained one, on a batch; `options` are those of the head."""
         with self.autocast():

@@ -14,8 +14,9 @@ from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
 from ligermodels.models.reference import token_log_probs
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
-from ligermodels.training.finetune import OBJECTIVES, finetune
+from ligermodels.training.finetune import finetune
 from ligermodels.training.objectives import PairObjective
+from ligermodels.training.run import OBJECTIVES
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint
 
@@ -208,3 +209,30 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=fault):
             FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
+
+
+def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> None:
+    """The options reach `dpo_loss`; those that exclude each other are an error before the run."""
+    options = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5, "use_weighting": True}
+    trainer = with_reference(trainer_of(folder, "dpo", 4, 1, **options), folder, tmp_path)
+    (batch,) = trainer.micro_batches(0)
+    made = trainer.objective.loss(
+        trainer.call, batch, torch.tensor(4.0), torch.tensor(float(batch.num_targets))
+    )
+    out = trainer.call(batch, reduction="none", return_token_stats=("log_probs", "sum_sq_probs"))
+    sums = torch.where(batch.mask, out.token_sum_sq_probs, 1.0).log()
+    want = dpo_loss(
+        out.token_log_probs, batch.ref_log_probs, batch.mask, log_sum_sq_probs=sums, **options
+    )
+    torch.testing.assert_close(made.loss, want.loss)
+    plain = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask)
+    assert abs(made.loss - plain.loss) > 1e-4
+    for wrong, message in (
+        ({"f_divergence_type": "forward_kl", "loss_type": "apo_zero"}, "only defined with"),
+        ({"use_weighting": True, "loss_type": "aot"}, "no weight for each pair"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(folder, tmp_path / "never", "dpo", **wrong)
+    with pytest.raises(ConfigError, match="ld_alpha: only for the losses dpo"):
+        run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
+    assert not (tmp_path / "never").exists()
