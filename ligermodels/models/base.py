@@ -319,8 +319,9 @@ class DecoderModel(HFModel):
             _check_layers(plan, len(self.layers))
         cache = next(iter(contexts.values())).cache
         runs: Counter[nn.Module] = Counter()
+        repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
-            if cache is not None and cache.uses > 1:
+            if cache is not None and repeats:
                 cache.use = runs[layer]
                 runs[layer] += 1
             choice = LayerPlan() if plan is None else plan.layers[index]

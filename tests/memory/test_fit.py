@@ -14,6 +14,7 @@ from ligermodels.memory import fit
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.auto import families
+from tests.memory.test_simulate import Crossed
 from tests.models.pairs import tiny_model
 from tests.tiny_models import random_model
 
@@ -198,3 +199,17 @@ def test_impossible_requests_are_refused(
     model = tiny_model()
     with pytest.raises(ConfigError, match=complaint):
         model.plan_memory(batch, seq, **{"budget": "1GiB", **options})
+
+
+def test_the_memory_of_cross_attention_is_counted() -> None:
+    model = Crossed(LlamaConfig(vocab_size=97, hidden_size=32, num_attention_heads=4))
+    short, long = (Planner(model, "1GiB", memory_seq=keys).least_bytes(4, 16) for keys in (8, 520))
+    assert long - short > 2 * (512 * 4 * 20 * 4)  # the memory, its gradient, keys and values
+    assert model.plan_memory(4, 16, "1GiB", memory_seq=8).prediction is not None
+    for wrong in (0, 2.5, True):
+        with pytest.raises(ConfigError, match=f"memory_seq={wrong}; expected an integer of 1"):
+            Planner(model, "1GiB", memory_seq=wrong)
+    with pytest.raises(ConfigError, match="memory_seq=8, but no layer of LigerLlama attends to a"):
+        Planner(small(), "1GiB", memory_seq=8)
+    with pytest.raises(ValueError, match=r"memory is None; .* pass memory_seq= to plan_memory"):
+        model.plan_memory(4, 16, "1GiB")
