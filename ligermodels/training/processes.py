@@ -146,6 +146,15 @@ def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
     return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
 
 
+def on_all_ranks(done: bool) -> bool:
+    """Return whether it is true on every rank. All ranks call it together."""
+    if not is_distributed():
+        return done
+    least = torch.tensor(int(done))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=_host)
+    return bool(least)
+
+
 def summed(counts: dict[str, int]) -> dict[str, int]:
     """Return counts summed over the ranks, all of which give the same names."""
     every = gathered(counts)

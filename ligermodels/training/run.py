@@ -162,9 +162,8 @@ class Run:
             model = self._model(source, rows, eval_rows)
         if is_distributed() and config.lora is None:
             self._shard(model)
-        with error_on_all_ranks():
-            held = self.objective.load(model)
-            trained = self.objective.module(model)
+        held = self.objective.load(model)
+        trained = self.objective.module(model)
         self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_ranks() if saved is None else saved["ranks"]
