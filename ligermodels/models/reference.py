@@ -87,16 +87,16 @@ def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
     return frozen
 
 
-class WithoutAdapters:
-    """The reference model of a model with adapters: the same weights, with its adapters off.
+class WithoutAdapters(nn.Module):
+    """The reference model of a model with adapters: the same weights, with its adapters off."""
 
-    Args: model, whose forward `self(...)` calls.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # The tuple keeps nn.Module from registering the model, whose parameters are not its own.
+        self._model = (model,)
 
-    def __init__(self, model: DecoderModel) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
+    def forward(self, *args: Any, **inputs: Any) -> Any:
         """Return what the model returns without its adapters."""
-        with adapters_off(self.model):
-            return self.model(*args, **inputs)
+        (model,) = self._model
+        with adapters_off(model):
+            return model(*args, **inputs)

@@ -194,3 +194,16 @@ def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[
     total /= _together
     means = map(Mean, total[1::2], total[2::2])
     return total[0].to(loss), dict(zip(metrics, means))
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average the gradients of parameters that every rank has whole, in place."""
+    if not is_distributed():
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for dtype in {grad.dtype for grad in grads}:
+        mine = [grad for grad in grads if grad.dtype == dtype]
+        every = torch.cat([grad.flatten() for grad in mine])
+        dist.all_reduce(every)
+        for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
+            grad.copy_(mean.view_as(grad))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ligermodels import __version__
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, shown
+from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -134,8 +134,6 @@ class Run:
         self.progress = progress
         self.notes: list[str] = []
         self.objective = objective_of(config)
-        if is_distributed() and config.lora is not None:
-            raise ConfigError("lora: adapters are trained in one process (without --gpus)")
         self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
@@ -163,7 +161,7 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed():
+        if is_distributed() and config.lora is None:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
@@ -287,8 +285,8 @@ class Run:
         return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        # Sharding reads each rank's part onto its device.
-        meta = is_distributed()
+        # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
+        meta = is_distributed() and self.config.lora is None
         model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
@@ -447,9 +445,10 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        adapter, model = self.config.export == "adapter", self.model
-        if self.config.lora is not None and not adapter:
-            model = merged(model)
+        model, with_adapters = self.model, self.config.lora is not None
+        with error_on_all_ranks():
+            if self.config.export == "merged" and with_adapters and rank() == 0:
+                model = merged(model)
         checked = trained if model is self.model else model
         if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
@@ -460,15 +459,19 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
-        if adapter:
-            base = self._settings()["model"]
-            export_adapter(model, self.run_dir.model_dir, base, dtype)
+        folder, shard_size = self.run_dir.model_dir, self.config.max_shard_size
+        if with_adapters:
+            with error_on_all_ranks(SaveError):
+                if self.config.export == "adapter" and rank() == 0:
+                    export_adapter(model, folder, self._settings()["model"], dtype)
+                elif rank() == 0:
+                    model.to(dtype).save_hf(folder, max_shard_size=shard_size)
             return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+        model.save_hf(folder, max_shard_size=shard_size)
         if rank() == 0:
             self.objective.export(self.run_dir.model_dir)
         return model

@@ -32,7 +32,13 @@ from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import Batch, row_order
-from ligermodels.training.processes import num_row_ranks, shared_out, summed, summed_output
+from ligermodels.training.processes import (
+    average_gradients,
+    num_row_ranks,
+    shared_out,
+    summed,
+    summed_output,
+)
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
 
@@ -163,6 +169,8 @@ class Trainer:
             loss += part.detach()
             metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self.is_sharded:
+            average_gradients(parameters)
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
