@@ -77,7 +77,9 @@ class FinetuneConfig:
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
         MISSING,
         "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
-        "of ShareGPT (conversations) and of Alpaca (instruction, input, output)",
+        "of ShareGPT (conversations) and of Alpaca (instruction, input, output). With the library "
+        "datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME, OWNER/NAME:SPLIT or "
+        "OWNER/NAME:CONFIG:SPLIT",
     )
     output_dir: str = _free_option(
         MISSING, "folder of the run; the exported model goes to its subfolder model/"

@@ -36,6 +36,7 @@ from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
+from ligermodels.training.data_sources import is_dataset, local_files
 from ligermodels.training.inputs import (
     changed,
     check_unchanged,
@@ -133,6 +134,7 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
+        self.train_files: list[Path] = []
         self.objective = objective_of(config)
         self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
@@ -250,7 +252,9 @@ class Run:
         settings = {**asdict(self.config), "precision": self.precision}
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
-                settings[name] = [os.path.realpath(file) for file in settings[name]]
+                settings[name] = [
+                    name if is_dataset(name) else os.path.realpath(name) for name in settings[name]
+                ]
         for name in ("model", "teacher"):
             if settings[name] is not None and Path(settings[name]).is_dir():
                 settings[name] = os.path.realpath(settings[name])
@@ -260,9 +264,10 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        train = objective.read(config.train_files, tokenizer)
+        self.train_files = local_files(config.train_files)
+        train = objective.read(self.train_files, tokenizer)
         if config.eval_files:
-            held_out = objective.read(config.eval_files, tokenizer)
+            held_out = objective.read(local_files(config.eval_files), tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
         rows = self._made("training", train)
@@ -370,7 +375,7 @@ class Run:
             "launch": launch_id(),
         }
         if saved is None:
-            files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
+            files = {os.path.realpath(file): file_hash(file) for file in self.train_files}
             self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
             if not is_distributed():
                 self.interrupts.check()
@@ -398,7 +403,7 @@ class Run:
         if saved["rows"] != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
-                + difference(saved["files"], self.config.train_files)
+                + difference(saved["files"], self.train_files)
             )
         if saved["steps"] != facts["steps"]:
             raise LigerError(
