@@ -10,13 +10,25 @@ from ligermodels.models.auto import families
 MODULE = "modeling_ligermodels"
 
 
-def write_auto_map(folder: str | os.PathLike[str]) -> None:
+_CODE = """\
+from ligermodels.integrations.hf_model import {name} as Shell
+
+
+class {name}(Shell):
+    def __init__(self, config):
+        super().__init__(config, split_projections={split})
+"""
+
+
+def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = False) -> None:
     """Let `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` load a shell.
 
-    It names the shell in config.json and adds a file of one line that imports it, as checkpoints
+    It names the shell in config.json and adds a file of some lines that imports it, as checkpoints
     with code of their own do. Without trust_remote_code the folder is loaded as before.
 
-    Args: folder, a local checkpoint of a family of this package.
+    Args:
+        folder: a local checkpoint of a family of this package.
+        split_projections: whether the shell has HF's projections, for tools that add adapters.
     Raises:
         CheckpointError: the folder has no config.json that can be read, or no family is registered
             for its model_type.
@@ -33,8 +45,8 @@ def write_auto_map(folder: str | os.PathLike[str]) -> None:
             f"supported: {', '.join(found)}"
         )
     name = f"{found[config['model_type']].__name__}ForCausalLM"
-    line = f"from ligermodels.integrations.hf_model import {name} as {name}\n"
-    file.with_name(f"{MODULE}.py").write_text(line, encoding="utf-8")
+    code = _CODE.format(name=name, split=split_projections)
+    file.with_name(f"{MODULE}.py").write_text(code, encoding="utf-8")
     auto_map = {**config.get("auto_map", {}), "AutoModelForCausalLM": f"{MODULE}.{name}"}
     new = file.with_name("config.json.new")
     new.write_text(json.dumps(config | {"auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")

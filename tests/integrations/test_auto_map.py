@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from ligermodels.errors import CheckpointError
@@ -44,6 +46,28 @@ def test_it_opens_as_a_shell_and_saves_as_transformers_does(folder: Path, tmp_pa
     assert type(again) is LlamaForCausalLM
     written = json.loads((folder / "config.json").read_text())
     assert {name: written[name] for name in before} == before
+
+
+def test_adapters_of_tools_that_know_only_peft(folder: Path, tmp_path: Path) -> None:
+    write_auto_map(folder, split_projections=True)
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        for trust in (True, False)
+    ]
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
+    adapted = [peft.get_peft_model(model, config) for model in models]
+    ids, losses = torch.tensor([[3, 4, 5, 6]]), []
+    for model in adapted:
+        torch.manual_seed(0)
+        for name, weight in sorted(model.named_parameters()):
+            if "lora" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    adapted[0].merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    loss = merged(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
