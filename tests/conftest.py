@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The command line would set expandable segments, which change what the planner leaves free.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "")
 
 INTERPRETER_FOLDER = Path(__file__).parent / "interpreter"
 SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"

@@ -42,6 +42,9 @@ def _main(argv: Sequence[str] | None) -> int:
     # The tokenizers library warns if a process forks after its threads ran. The user of a command
     # cannot act on that warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # With expandable segments, the GPU's memory does not run out because it lies in pieces.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
             # If the terminal's encoding lacks a character, print a question mark and no traceback.

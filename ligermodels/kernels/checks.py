@@ -5,6 +5,7 @@ and what is expected.
 """
 
 import operator
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -44,14 +45,36 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
     return count
 
 
+def check_number(
+    op: str, name: str, value: object, least: float = 0.0, *, above: bool = False
+) -> float:
+    """Return a Python or numpy number as a float; raise for other types or values out of range.
+
+    Args: least, the smallest value, which `above` excludes. Infinity and NaN are always refused.
+    """
+    number = value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    if (
+        not isinstance(number, float)
+        or not least <= number < float("inf")
+        or (above and number == least)
+    ):
+        expected = f"more than {least:g}" if above else f"at least {least:g}"
+        raise ValueError(f"{op}: {name}={value!r}; expected a finite number of {expected}")
+    return number
+
+
 def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     """Raise if ids are not an integer tensor, or if one of them is outside the vocabulary.
 
-    Only eager mode on a CPU looks at the values: on a GPU this would be a synchronisation.
+    On a CUDA GPU, eager mode asserts this on the device, because to look at the values would be a
+    synchronisation. torch's lookup alone is not enough there: it reads only the low 32 bits of an
+    id. Code that torch.compile makes checks its lookups itself.
 
     Raises:
         ValueError: the type or dtype is wrong.
-        IndexError: an id is outside the vocabulary.
+        IndexError: an id is outside the vocabulary, on a CPU in eager mode.
     """
     if not isinstance(ids, Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; expected a tensor of torch.int64")
@@ -60,7 +83,12 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     if ids.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor; expected a dense one")
     # A subclass of Tensor, such as a fake tensor, may have no values to look at.
-    if type(ids) is not Tensor or ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(ids) is not Tensor or torch.compiler.is_compiling():
+        return
+    if ids.device.type == "cuda":
+        inside = (ids.clamp(0, vocab_size - 1) == ids).all()
+        torch._assert_async(inside, f"{name}: a token is outside the vocabulary of {vocab_size}")
+    if ids.device.type != "cpu":
         return
     if ids.numel() and any(not 0 <= int(end) < vocab_size for end in torch.aminmax(ids)):
         outside = ids[(ids < 0) | (ids >= vocab_size)]

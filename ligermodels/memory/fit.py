@@ -15,7 +15,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.memory.planner import Space, find_plan, largest, least_budget, usable_bytes
+from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
@@ -44,7 +44,8 @@ class Planner:
         count: "reserved" if the bytes that PyTorch's allocator reserves must fit the budget, or
             "allocated" if only those that tensors take must.
         reserve: the part of the budget that is left free. By default it is 0.01, and 0.02 for
-            sharded parameters.
+            sharded parameters. Where reserved bytes count, at least as many bytes are left free as
+            the largest tensor of a layer takes, unless the allocator's segments are expandable.
         rates: the device's rates. By default they are measured, or come from a data sheet if the
             device is not a GPU of this machine.
         device: the device to plan for. By default it is that of the parameters, and for a model on
@@ -146,8 +147,8 @@ class Planner:
         """Return the smallest budget with which the step fits."""
 
         def least() -> int:
-            peak = min(space.least_bytes for space in self._spaces(*_shape(batch, seq)))
-            return least_budget(peak, self.optimizer_bytes, self.reserve)
+            spaces = self._spaces(*_shape(batch, seq))
+            return min(space.least_budget(self.optimizer_bytes, self.reserve) for space in spaces)
 
         return _from_rank_0(least)
 
@@ -166,7 +167,7 @@ class Planner:
             if _too_large(*shape(number)):
                 return usable + 1
             space = self._spaces(*_shape(*shape(number)))[-1]
-            return space.peak(space.smallest)
+            return space.peak(space.smallest, int(self.budget * self.reserve))
 
         return _from_rank_0(lambda: largest(needed, usable, start))
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.memory.attention_buffers import cublas_workspaces
+from ligermodels.memory.caching_allocator import expandable_segments
 from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
 from ligermodels.memory.tracker import Phase, Tracker, Work
@@ -36,6 +37,9 @@ class Simulation:
     backward: Work = field(default_factory=Work)
     phases: dict[str, Phase] = field(default_factory=dict)  # in their order
     reserved_bytes: int = 0  # what CUDA's caching allocator reserves from the GPU for the step
+    # The largest block of a layer, unless segments are expandable. The head's blocks come before
+    # any memory is free, and the embedding's when most of it is.
+    largest_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -171,6 +175,9 @@ def run_step(
         backward=work("backward"),
         phases=phases,
         reserved_bytes=tracker.reserved,
+        largest_bytes=0
+        if expandable_segments() or not tracker.on_gpu
+        else max((p.largest for name, p in phases.items() if "layer" in name), default=0),
     )
 
 

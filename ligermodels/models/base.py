@@ -1,5 +1,6 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -162,15 +163,15 @@ class DecoderModel(HFModel):
         Args:
             input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
                 ends in a device-side assertion: the next synchronisation raises RuntimeError,
-                nothing is returned, and the process cannot use the GPU any more. Of ids beyond 32
-                bits, torch's lookup there reads only the low 32 bits.
+                nothing is returned, and the process cannot use the GPU any more.
             labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
             inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
                 for tokens, and anything else in the place of others, such as parts of images.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
-                positions restart, and attention stays inside each document. The default is 0, 1,
-                2, ...
+                positions restart, and attention stays inside each document. Positions are numbers
+                and may have any value; from 2^24 on, float32 cannot tell all of them apart. The
+                default is 0, 1, 2, ...
             cu_seqlens: (documents + 1) int: the start of each document in a single row, then the
                 row's length. It replaces position_ids.
             max_seqlen: length of the longest document in cu_seqlens. If it is given, a GPU may use
@@ -298,7 +299,12 @@ class DecoderModel(HFModel):
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         if plan is not None:
             _check_layers(plan, len(self.layers))
+        cache = next(iter(contexts.values())).cache
+        runs: Counter[nn.Module] = Counter()
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
+            if cache is not None and cache.uses > 1:
+                cache.use = runs[layer]
+                runs[layer] += 1
             choice = LayerPlan() if plan is None else plan.layers[index]
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None

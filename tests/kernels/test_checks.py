@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from ligermodels.kernels.checks import (
     check_count,
     check_floating,
+    check_number,
     check_row_parameter,
     check_token_ids,
 )
@@ -18,6 +20,16 @@ class Index:
 
     def __index__(self) -> int:
         return 3
+
+
+def test_check_number() -> None:
+    assert check_number("op", "eps", 0) == 0 and type(check_number("op", "eps", 1)) is float
+    assert type(check_number("op", "eps", np.float32(0.5), above=True)) is float
+    for value in (-1, float("inf"), float("nan"), "1", None, True, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"op: eps=.*; expected a finite number of at least 0"):
+            check_number("op", "eps", value)
+    with pytest.raises(ValueError, match="eps=2; expected a finite number of more than 2"):
+        check_number("op", "eps", 2, 2, above=True)
 
 
 def test_check_count() -> None:

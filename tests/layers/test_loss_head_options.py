@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -244,27 +243,3 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, chunk_size=0)
     with pytest.raises(ValueError, match="max_scratch_bytes"):
         head(hidden, targets, max_scratch_bytes=10)
-
-
-@pytest.mark.parametrize("kind", ["own", "swapped"])
-def test_numbers_of_numpy_are_numbers(kind: str) -> None:
-    head, _, _ = build(kind)
-    hidden, targets = data()
-    targets = targets.masked_fill(targets == -100, 2)
-    numbers = {
-        "label_smoothing": 0.25,
-        "z_loss": 0.5,
-        "softcap": 2.0,
-        "logit_scale": 0.5,
-        "normalizer": 3.0,
-        "ignore_index": 2,
-        "chunk_size": 5,
-    }
-    for name, value in numbers.items():
-        made = np.int64(value) if isinstance(value, int) else np.float32(value)
-        expected, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
-        assert torch.equal(found, expected), name
-        if name != "normalizer":
-            options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
-            assert options == {name: value}
-            assert type(options[name]) is type(value)

@@ -472,3 +472,37 @@ def test_a_block_that_is_no_module_is_named() -> None:
 
     with pytest.raises(ConfigError, match="Empty: make_block returned NoneType; return an nn"):
         Empty(LlamaConfig.small())
+
+
+class Looped(LigerLlama):
+    """A decoder that runs all of its layers twice, arXiv:1807.03819."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList([*self.layers, *self.layers])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_layers_that_run_several_times_generate_with_a_cache(window: int | None) -> None:
+    torch.manual_seed(0)
+    model, ids = Looped(LlamaConfig(**TINY)), tokens()[0]
+    assert len([*model.parameters()]) == len([*LigerLlama(LlamaConfig(**TINY)).parameters()])
+    for layer in model.layers:
+        layer.self_attn.sliding_window = window
+    model.initialize_weights()
+    found, expected = model.generate(ids, max_new_tokens=5, eos_token_id=131), ids
+    for _ in range(5):
+        logits = model.head.logits(model(expected)[:, -1])
+        expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, expected)
+
+
+def test_layers_that_run_several_times_train_under_every_memory_plan() -> None:
+    model, (ids, labels) = Looped(LlamaConfig(**TINY)), tokens()
+    step(model, ids, labels=labels)
+    expected = gradients(model)
+    for keep in KEEPS:
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+        step(model, ids, labels=labels)
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grad, expected[name])
