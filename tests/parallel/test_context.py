@@ -80,6 +80,11 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, bytes with {keep}"] = partial(memory, mesh, keep)
         if ranks == 4:
             found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
+        for keep in ("attention", "input") if layout == "fsdp and cp" else ():
+            plan = MemoryPlan.uniform(2, keep)
+            found[f"{layout}, compiled, keeps {keep}"] = partial(
+                rows, mesh, "mistral", True, inputs=documents, plan=plan, compiles=True
+            )
     return found
 
 
