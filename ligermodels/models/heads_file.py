@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ligermodels.converters.files import names_if_present
+from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.errors import CheckpointError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import MedusaHeads
@@ -42,20 +44,25 @@ def load_heads(model: DecoderModel, folder: str | Path) -> MedusaHeads | None:
     """Return the heads that a model's folder holds, on the model's device; None if it has none.
 
     Raises:
-        CheckpointError: the file cannot be read, or does not belong to the model.
+        CheckpointError: the file cannot be read, does not belong to the model, or has a value that
+            is not finite.
     """
     file = Path(folder) / HEADS_NAME
-    if not file.exists():
+    # A dead link has the name, too: it is an error, and no absent file.
+    if HEADS_NAME not in (names_if_present(file.parent, CheckpointError) or ()):
         return None
-    try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: the file cannot be read: {first_line(error)}") from error
+    opened = SafetensorsFile(file)
+    stored = opened.tensors
     places = [match for name in stored if (match := _NAME.fullmatch(name))]
     linears = [match for match in places if match[3]]
     if len(places) != len(stored) or not linears:
         raise CheckpointError(f"{file}: the file holds other tensors than Medusa's heads")
     count, blocks = (1 + max(int(match[group]) for match in linears) for group in (1, 2))
+    if count * blocks * 2 != len(linears):  # before heads of any number are made
+        raise CheckpointError(
+            f"{file}: the names stand for {count} heads of {blocks} blocks, which need "
+            f"{count * blocks * 2} tensors; the file has {len(linears)}"
+        )
     tied = len(places) == len(linears)
     heads = MedusaHeads(model.head, count, num_blocks=blocks, tied=tied)
     wanted = _tensors(heads)
@@ -68,8 +75,23 @@ def load_heads(model: DecoderModel, folder: str | Path) -> MedusaHeads | None:
         )
     with torch.no_grad():
         for name, tensor in wanted.items():
-            tensor.copy_(stored[name])
+            tensor.copy_(_values(opened, name))
     return heads
+
+
+def _values(file: SafetensorsFile, name: str) -> Tensor:
+    """Read a tensor of finite values."""
+    info = file.tensors[name]
+    if info.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{file.path}: {name} has the dtype {info.dtype}; expected one of {', '.join(DTYPES)}"
+        )
+    values = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    for _ in file.read(name, out=values):
+        pass
+    if not values.isfinite().all():
+        raise CheckpointError(f"{file.path}: {name} has values that are infinite or NaN")
+    return values
 
 
 def _tensors(heads: MedusaHeads) -> dict[str, Tensor]:
