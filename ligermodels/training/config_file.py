@@ -79,9 +79,10 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
             if name in found:
                 raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
             found[name] = loader.construct_object(value, deep=True)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    # PyYAML has errors of its own, and those of Python for a value that its tag does not allow.
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         problem = getattr(error, "problem", None) or first_line(error)

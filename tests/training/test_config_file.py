@@ -61,6 +61,9 @@ def test_what_is_wrong_is_named_with_its_line(read, subtests):
         ("seed: 1\nseed: 2", r"run.yaml:2: seed: the key is there twice"),
         ("- a", r"run.yaml: the file must hold options"),
         ("seed: [1", r"run.yaml:1: the file is not YAML: "),
+        ("seed: !!bool maybe", r"run.yaml: the file is not YAML: "),
+        ("seed: !!timestamp soon", r"run.yaml: the file is not YAML: "),
+        ('seed: !!float ""', r"run.yaml: the file is not YAML: "),
         ("model: !!python/name:os.system x", r"run.yaml:1: the file is not YAML: "),
     ):
         with subtests.test(text), pytest.raises(ConfigError, match=message):
