@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.converters.adapters import Part, adapter_of_hf, linears
 from ligermodels.converters.export import save_adapter
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import CheckpointError, ConfigError, shown
 from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.layers.lora import Rows
 from ligermodels.models.auto import AutoLiger
@@ -84,14 +84,39 @@ def merged(model: DecoderModel) -> DecoderModel:
     """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
 
     The weights are those of the checkpoint, also where training used converted ones of few bits.
+
+    Raises:
+        CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
+            model was loaded from.
     """
     assert model.source_folder is not None
     dtype = model.embed_tokens.weight.dtype
     whole: DecoderModel = AutoLiger.from_hf(model.source_folder, dtype=dtype)
+    _check_same_weights(model, whole)
     for name, each in model.named_modules():
         if isinstance(each, LoraLinear):
             each.add_to(whole.get_submodule(name).weight)  # type: ignore[arg-type]
     return whole
+
+
+def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
+    """Raise unless the frozen weights of a model with adapters are those of its checkpoint."""
+    for name, stored in whole.named_parameters():
+        place, _, last = name.rpartition(".")
+        module = model.get_submodule(place)
+        base = module.base_layer if isinstance(module, LoraLinear) else module
+        if isinstance(base, QuantizedLinear) and last == "weight":
+            linear = whole.get_submodule(place)
+            assert isinstance(linear, nn.Linear)
+            again = QuantizedLinear(linear, base.bits, device=base.codes.device)
+            same = torch.equal(again.codes, base.codes) and torch.equal(again.scales, base.scales)
+        else:
+            same = torch.equal(getattr(base, last).detach().cpu(), stored.detach())
+        if not same:
+            raise CheckpointError(
+                f"{model.source_folder}: {name} was changed while the run was using it; restore "
+                "the model and resume the run"
+            )
 
 
 def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:

@@ -15,7 +15,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.training.adapters import add_adapters, merged, quantize
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.inputs import check_unchanged
+from ligermodels.training.inputs import check_unchanged, weights_hash
 from ligermodels.training.lora_options import parse_lora
 from ligermodels.training.memory import frozen_dtype, weight_dtype
 from ligermodels.training.optimizers import freeze
@@ -93,5 +93,13 @@ def load_checkpoint(run: Path, step: int) -> DecoderModel:
     check_unchanged(source, {k: v for k, v in saved["base"].items() if k != "weights"})
     precision = config.precision or "float32"
     model = load_model(source, config, precision, torch.device("cpu"))
+    # The checkpoint holds the trained weights alone. Others of few bits may be rounded in another
+    # way on the device of the run, so they cannot be compared with its hash.
+    partial = config.lora or config.freeze or config.train_only
+    if partial and config.load_in is None and weights_hash(model) != saved["base"].get("weights"):
+        raise CheckpointError(
+            f"{source}: these are not the weights that the run in {run} was started with; restore "
+            "the model"
+        )
     checkpoints.load(step, model)
     return model if config.lora is None else merged(model)

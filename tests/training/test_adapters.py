@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.training.adapters import add_adapters, factors_of, merged, quantize
 from ligermodels.training.lora_options import LoraOptions
-from tests.training.tiny_run import run, same, tensors, timeless, tiny_config
+from tests.training.tiny_run import make_checkpoint, run, same, tensors, timeless, tiny_config
 
 LORA = "r=4,alpha=8,dropout=0.1"
 RATE = {"learning_rate": 0.02}
@@ -168,3 +168,19 @@ def test_the_model_without_its_adapters_is_the_reference(checkpoint, tmp_path, l
         for ours, theirs in zip(metrics[0], other, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert metrics[0][1]["loss"] != metrics[0][3]["loss"]
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("changed", ["q_proj", "norm", "embed_tokens"])
+def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, bits, changed):
+    base = make_checkpoint(tmp_path / "base")
+    model = AutoLiger.from_hf(base, dtype=torch.float32)
+    if bits is not None:
+        quantize(model, bits, torch.device("cpu"))
+    add_adapters(model, LoraOptions(2, 4.0))
+    merged(model)
+    file = base / "model.safetensors"
+    changes = {name: -x if changed in name else x for name, x in load_file(file).items()}
+    save_file(changes, file)
+    with pytest.raises(CheckpointError, match="was changed while the run was using it"):
+        merged(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ligermodels.errors import CheckpointError
 from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
@@ -39,6 +40,20 @@ def test_what_is_not_there_is_named(text, tmp_path):
     (base / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the file was changed"):
         load_checkpoint(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("changes", [{"lora": "r=4"}, {"freeze": ["embed_tokens"]}])
+def test_other_weights_than_those_of_the_start_are_refused(text, tmp_path, changes):
+    base = make_checkpoint(tmp_path / "base")
+    run(base, text, tmp_path / "run", max_steps=1, save_steps=1, **changes)
+    replace_weights(base)
+    with pytest.raises(CheckpointError, match="not the weights that the run"):
+        load_checkpoint(tmp_path / "run", 1)
+
+
+def replace_weights(folder):
+    file = folder / "model.safetensors"
+    save_file({name: x + 1 for name, x in load_file(file).items()}, file)
 
 
 def test_weights_alone_are_read_from_a_folder_of_several_processes(tmp_path):
