@@ -103,6 +103,10 @@ class Objective:
         """
         return 0
 
+    def hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each other model that was loaded, by its option."""
+        return {}
+
     def module(self, model: DecoderModel) -> nn.Module:
         """Return what is trained and called with batches: the model, or a module that has it."""
         return model

@@ -184,7 +184,7 @@ class Run:
         with error_on_all_ranks():
             check_unchanged(source, files)
         with self.interrupts.held():
-            base = {**files, "weights": weights_hash(model)}
+            base = {**files, "weights": weights_hash(model), **self.objective.hashes()}
             with error_on_all_ranks():
                 self._start(source, base, rows, trainer, saved)
 

@@ -15,7 +15,9 @@ from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.inputs import weights_hash
 from ligermodels.training.objectives import Call, Files, Objective
 from ligermodels.training.packing import Batch
 
@@ -72,6 +74,12 @@ class TeacherObjective(Objective):
             share=config.teacher_share,
         )
         return sum(parameter.nbytes for parameter in teacher.parameters())
+
+    def hashes(self) -> dict[str, str]:
+        """Return the hash of the teacher's weights, as this device has them, and its config."""
+        assert self.teacher is not None and self.source is not None
+        facts = {"config": repr(self.teacher.model.built_from)}
+        return {"teacher": fingerprint(facts | {"weights": weights_hash(self.teacher.model)})}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of a batch; an evaluation also measures that of the next token."""

@@ -90,7 +90,8 @@ def load_checkpoint(run: Path, step: int) -> DecoderModel:
             "its checkpoints cannot be converted"
         )
     source = Path(resolve(config.model, revision=config.revision))
-    check_unchanged(source, {k: v for k, v in saved["base"].items() if k != "weights"})
+    of_weights = ("weights", "teacher")  # The other hashes are those of files.
+    check_unchanged(source, {k: v for k, v in saved["base"].items() if k not in of_weights})
     precision = config.precision or "float32"
     model = load_model(source, config, precision, torch.device("cpu"))
     # The checkpoint holds the trained weights alone. Others of few bits may be rounded in another

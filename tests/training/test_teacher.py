@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.errors import ConfigError, LigerError
@@ -14,6 +16,7 @@ from ligermodels.losses.distillation import distillation
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.finetune import finetune
 from ligermodels.training.run import objective_of
+from ligermodels.training.trained_model import load_checkpoint
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import (
     make_checkpoint,
@@ -57,6 +60,19 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
         finetune(settings(folder, tmp_path, beta=beta, resume=True, teacher_share=0.5))
     finetune(settings(folder, tmp_path, beta=beta, save_steps=3, resume=True), progress=False)
     assert same(tensors(result.model_dir), trained)
+
+
+def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "teacher", teacher := tmp_path / "teacher")
+    config = {"teacher": str(teacher), "save_steps": 1, "max_steps": 2}
+    first = finetune(settings(folder, tmp_path / "run", **config), progress=False)
+    load_checkpoint(first.output_dir, 1)
+    shutil.rmtree(first.model_dir)
+    (tmp_path / "run" / "checkpoints" / "step-00000002.safetensors").unlink()
+    file = teacher / "model.safetensors"
+    save_file({name: -x for name, x in load_file(file).items()}, file)
+    with pytest.raises(LigerError, match="was started with: teacher changed"):
+        finetune(settings(folder, tmp_path / "run", resume=True, **config), progress=False)
 
 
 def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
