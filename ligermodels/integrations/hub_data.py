@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import datasets
 from huggingface_hub import constants
 
+from ligermodels.converters.files import sync_file
 from ligermodels.errors import DataError, first_line
 
 
@@ -25,29 +29,61 @@ def jsonl_of(name: str, config: str | None, split: str) -> Path:
         found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # The library raises errors of many packages.
         raise DataError(f"{name}: the data set cannot be loaded: {first_line(error)}") from error
-    return _written(found, name.replace("/", "--"))
+    return _written(found, _path(name.replace("/", "--"), found._fingerprint))
 
 
 def jsonl_of_table(file: Path) -> Path:
     """Return a JSONL file with the rows of a .parquet or .csv file.
 
+    It is found again by the content of the table.
+
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or its rows cannot be written.
     """
-    kind = file.suffix.lower().lstrip(".")
+    # The library takes a name for a pattern, and knows a file again by its time and size. So it
+    # gets a plain name, and a cache that is new.
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / f"table{file.suffix.lower()}"
+        try:
+            path = _path(file.stem, _copied(file, plain)[:16])
+            if path.is_file():
+                return path
+            kind = plain.suffix.lstrip(".")
+            found = datasets.load_dataset(
+                kind, data_files=str(plain), split="train", cache_dir=str(Path(folder) / "cache")
+            )
+        except Exception as error:
+            why = first_line(error.__cause__ or error)
+            raise DataError(f"{file}: the file cannot be read: {why}") from error
+        return _written(found, path)
+
+
+def _copied(file: Path, target: Path) -> str:
+    """Copy a file, and return the SHA-256 of what was copied."""
+    digest = hashlib.sha256()
+    with file.open("rb") as source, target.open("wb") as copy:
+        while block := source.read(2**20):
+            digest.update(block)
+            copy.write(block)
+    return digest.hexdigest()
+
+
+def _path(name: str, digest: str) -> Path:
+    return Path(constants.HF_HOME) / "ligermodels" / "data" / f"{name}-{digest}.jsonl"
+
+
+def _written(found: Any, path: Path) -> Path:
+    """Write the rows of a data set, if the file is not there yet."""
+    if path.is_file():
+        return path
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        found = datasets.load_dataset(kind, data_files=str(file), split="train")
-    except Exception as error:
-        raise DataError(f"{file}: the file cannot be read: {first_line(error)}") from error
-    return _written(found, file.stem)
-
-
-def _written(found: Any, name: str) -> Path:
-    folder = Path(constants.HF_HOME) / "ligermodels" / "data"
-    path = folder / f"{name}-{found._fingerprint}.jsonl"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
         found.to_json(aside, lines=True, force_ascii=False)
+        sync_file(aside)
         os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise DataError(f"{path}: the file cannot be written: {first_line(error)}") from error
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -38,6 +39,26 @@ def test_tables_are_read(tmp_path, cache):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad\.parquet: the file cannot be read"):
         local_files([str(tmp_path / "bad.parquet")])
+
+
+def test_a_table_is_known_by_its_name_and_content_alone(tmp_path, cache):
+    table, other = tmp_path / "a[1].csv", tmp_path / "a1.csv"
+    other.write_text("text\nother\n")
+    table.write_text("text\nfirst\n")
+    (file,) = local_files([str(table)])
+    assert rows(file) == [{"text": "first"}]
+    at = table.stat().st_mtime_ns
+    table.write_text("text\nagain\n")
+    os.utime(table, ns=(at, at))
+    (file,) = local_files([str(table)])
+    assert rows(file) == [{"text": "again"}]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
+    cache.write_text("no folder")
+    (tmp_path / "a.csv").write_text("text\nfirst\n")
+    with pytest.raises(DataError, match="the file cannot be written"):
+        local_files([str(tmp_path / "a.csv")])
 
 
 def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
