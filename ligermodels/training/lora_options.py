@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ligermodels.errors import ConfigError, shown
 
 _EXAMPLE = "r=16,alpha=32,dropout=0.05"
+_MAX_ALPHA = 1e30  # float32 holds it, and its products with numbers of usual size
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ def parse_lora(text: str) -> LoraOptions:
     if not 1 <= given.get("r", 0) <= 2**16:
         raise ConfigError(f"lora: r, the rank, must be from 1 to {2**16}, as in {_EXAMPLE}")
     alpha, dropout = given.get("alpha", 2 * given["r"]), given.get("dropout", 0.0)
-    if not 0 < alpha < float("inf"):
-        raise ConfigError(f"lora: alpha must be more than 0, not {alpha:g}")
+    if not 0 < alpha <= _MAX_ALPHA:
+        raise ConfigError(
+            f"lora: alpha must be more than 0 and at most {_MAX_ALPHA:g}, not {alpha:g}"
+        )
     if not 0 <= dropout < 1:
         raise ConfigError(f"lora: dropout must be at least 0 and less than 1, not {dropout:g}")
     return LoraOptions(int(given["r"]), alpha, dropout)

@@ -24,8 +24,9 @@ def test_it_is_read() -> None:
         ("r=4,alpha=x", "lora: alpha must be a number, not 'x'"),
         ("alpha=3", "lora: r, the rank, must be from 1 to 65536"),
         ("r=0", "lora: r, the rank, must be from 1"),
-        ("r=1,alpha=0", "lora: alpha must be more than 0, not 0"),
-        ("r=1,alpha=nan", "lora: alpha must be more than 0, not nan"),
+        ("r=1,alpha=0", "lora: alpha must be more than 0 and at most 1e.30, not 0"),
+        ("r=1,alpha=1e300", "lora: alpha must be more than 0 and at most 1e.30, not 1e.300"),
+        ("r=1,alpha=nan", "lora: alpha must be more than 0 and at most 1e.30, not nan"),
         ("r=1,dropout=1", "lora: dropout must be at least 0 and less than 1, not 1"),
     ],
 )
