@@ -1,62 +1,178 @@
 """Measure losses beyond the next token: python -m benchmarks.losses [--out FOLDER] [--only ...]
 
 At the heads of Llama-3-8B and Gemma-2-9B it measures DPO, GRPO, the Jensen-Shannon divergence from
-a teacher and four Medusa heads, beside Liger's fused losses, TRL's kernels, eager PyTorch and
-torch.compile, and linear CE. Each loss and size runs in its own process. For each it prints time,
-peak and scratch memory, and the share of the matrix products' time, and writes losses.json.
+a teacher and four Medusa heads, beside Liger's fused losses, TRL's kernels, eager PyTorch and, at
+the first size, torch.compile; and linear CE. Each loss runs in its own process. For each size it
+prints time, peak and scratch memory, and the share of the matrix products, and writes losses.json.
 """
 
 import argparse
+import contextlib
+import importlib
+import itertools
 import json
-import subprocess
+import math
+import signal
+import statistics
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cases import Random
-from benchmarks.cases.token_losses import LOSSES, PRODUCTS
-from benchmarks.common import RESULTS, environment, release_memory, table, write
-from benchmarks.ops import Row, attempt, measure, product_times
+from benchmarks.cases import Case, Implementation, Random
+from benchmarks.cases.token_losses import LOSSES, OURS, PRODUCTS
+from benchmarks.common import (
+    RESULTS,
+    device_times,
+    environment,
+    peak_bytes,
+    release_memory,
+    table,
+    write,
+)
+from benchmarks.ops import Row, as_tuple, attempt, run_workers, storage_bytes, training_call
 
 MODE = "forward + backward"
-COLUMNS = ["loss", "rows", "vocab", "implementation", "ms", "share", "peak GB", "scratch GB"]
+COLUMNS = ["loss", "rows", "vocab", "implementation", "ms", "of floor", "products"]
+COLUMNS += ["peak GB", "scratch GB"]
+# Names of the kernels that compute matrix products: cuBLAS's on Hopper and before it, CUTLASS's.
+PRODUCT_KERNELS = ("nvjet", "gemm", "cutlass", "cublas", "splitk", "xmma")
+WARM_MS = 300  # a GPU reaches its power limit, and its steady clock, after some 100 ms of products
 
 
-def measure_loss(loss: str, index: int, part: Path, small: bool, without: list[str]) -> None:
-    """Measure every implementation of a loss at one size; rewrite the file after each."""
-    entry = LOSSES[loss]
-    size = entry.small if small else entry.sweep[index]
-    random = Random()
-    case = entry.build(random, **size)
+def steady_time(run: Callable[[], Any]) -> dict[str, float]:
+    """Return the median milliseconds of a call that has run before, on a GPU at a steady clock."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    estimate = 1e3 * (time.perf_counter() - start)
+    warmup, repeats = math.ceil(WARM_MS / estimate), 5 if estimate < WARM_MS else 3
+    times = device_times(run, repeats, warmup)
+    return {"ms": statistics.median(times), "low ms": min(times), "high ms": max(times)}
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer, at its next line of Python."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(implementation: Implementation, random: Random, profiled: bool, limit: float) -> Row:
+    """Measure forward + backward within `limit` seconds; with `profiled`, also each kernel."""
+    with time_limit(limit):
+        run, inputs, upstream = training_call(implementation, random)
+        made = storage_bytes(as_tuple(run()))
+        for address in storage_bytes(inputs + upstream):
+            made.pop(address, None)
+        peak = peak_bytes(run)
+        row: Row = steady_time(run)
+        row |= {"peak GB": peak / 1e9, "scratch GB": max(0, peak - sum(made.values())) / 1e9}
+        if profiled:
+            row["kernels"] = kernel_times(run)
+            row["products"] = product_share(row["kernels"])
+        return {MODE: row}
+
+
+def kernel_times(run: Callable[[], Any]) -> dict[str, float]:
+    """Return the milliseconds of each kernel, copy and fill in one call, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += event.time_range.elapsed_us() / 1e3
+    return dict(times.most_common())
+
+
+def product_share(kernels: dict[str, float]) -> float:
+    """Return the share of the kernels' time that matrix products take."""
+    products = sum(
+        ms for name, ms in kernels.items() if any(part in name.lower() for part in PRODUCT_KERNELS)
+    )
+    return products / max(sum(kernels.values()), 1e-9)
+
+
+def floor_ms(random: Random, case: Case, counts: tuple[int, int, int]) -> float:
+    """Return the milliseconds of a loss's matrix products alone, at a steady clock.
+
+    Args: counts, how often it computes logits, the gradient of hidden and the gradient of weight.
+    """
     assert case.products is not None
-    times = product_times(random, *case.products)
-    release_memory()
-    counts = PRODUCTS.get(loss, (1, 1, 1))
-    floor = sum(count * ms for count, ms in zip(counts, times))
-    rows: list[Row] = []
-    for name in case.implementations:
-        if name in without:
-            continue
-        implementation = case.implementation(name)
-        row = attempt(
-            {"op": loss, "sizes": size, "implementation": name},
-            lambda i=implementation: measure(i, random, False),  # type: ignore[misc]
-        )
-        if MODE in row:
-            row[MODE] |= {"floor ms": floor, "share": floor / row[MODE]["ms"]}
-        rows.append(row)
-        print(table([shown(row)], COLUMNS).splitlines()[-1], flush=True)
-        part.write_text(json.dumps(rows))
-        torch._dynamo.reset()
+    rows, width, vocab = case.products
+    with torch.no_grad():
+        hidden, weight = random.normal(rows, width), random.normal(vocab, width)
+        logits, of_hidden, of_weight = random.normal(rows, vocab), hidden.clone(), weight.clone()
+
+        def run() -> None:
+            for _ in range(counts[0]):
+                torch.mm(hidden, weight.t(), out=logits)
+            for _ in range(counts[1]):
+                torch.mm(logits, weight, out=of_hidden)
+            for _ in range(counts[2]):
+                torch.mm(logits.t(), hidden, out=of_weight)
+
+        run()
+        return steady_time(run)["ms"]
+
+
+def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.Namespace) -> None:
+    """Measure a loss at some sizes, ours first; rewrite the file after each implementation."""
+    entry, rows = LOSSES[loss], []
+    for index in indices:
+        size = entry.small if arguments.small else entry.sweep[index]
+        random = Random()
+        case = entry.build(random, **size)
+        floor = floor_ms(random, case, PRODUCTS.get(loss, (1, 1, 1)))
+        release_memory()
+        names = sorted(case.implementations, key=lambda name: name not in OURS)
+        for name in names:
+            if name in arguments.without or (name == "torch.compile" and index != indices[0]):
+                continue
+            take = partial(
+                measure, case.implementation(name), random, name in OURS, arguments.limit
+            )
+            row = attempt({"op": loss, "sizes": size, "implementation": name}, take)
+            if MODE in row:
+                row[MODE] |= {"floor ms": floor, "of floor": floor / row[MODE]["ms"]}
+            rows.append(row)
+            print(table([shown(row)], COLUMNS).splitlines()[-1], flush=True)
+            if "kernels" in row.get(MODE, {}):
+                print(longest_kernels(row), flush=True)
+            part.write_text(json.dumps({"rows": rows}))
+            torch._dynamo.reset()
+        del case
 
 
 def shown(row: Row) -> dict[str, Any]:
     """Return the cells of a row for the table that is printed."""
     cells = {"loss": row["op"], "implementation": row["implementation"], **row["sizes"]}
     return cells | row.get(MODE, {"ms": row.get("error", "")})
+
+
+def longest_kernels(row: Row, count: int = 5) -> str:
+    """Return one line with the kernels of a profiled row that take the most time."""
+    kernels = itertools.islice(row[MODE]["kernels"].items(), count)
+    listed = ", ".join(f"{name[:40]} {ms:.2f}" for name, ms in kernels)
+    sizes = row["sizes"]
+    return f"{row['op']} {sizes['rows']} x {sizes['vocab']} {row['implementation']}, ms: {listed}"
 
 
 def main() -> None:
@@ -66,39 +182,30 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, help="numbers of the sizes, from 0")
     parser.add_argument("--small", action="store_true", help="one small size, to try it out")
     parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a loss and size")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=60, help="seconds for an implementation")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a loss")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    count = 1 if arguments.small else len(LOSSES[arguments.only[0]].sweep)
     if arguments.worker:
-        index, part = arguments.worker
-        measure_loss(arguments.only[0], int(index), Path(part), arguments.small, arguments.without)
+        importlib.import_module("torch._inductor.compile_fx")  # while another process measures
+        sys.stdin.readline()
+        indices = arguments.sizes or [*range(count)]
+        measure_loss(arguments.only[0], indices, arguments.worker, arguments)
         return
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
-    results: list[Row] = []
+    command = [sys.executable, "-m", "benchmarks.losses", *sys.argv[1:]]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for loss in arguments.only:
-            count = 1 if arguments.small else len(LOSSES[loss].sweep)
-            for index in arguments.sizes or range(count):
-                part = Path(folder) / f"{loss}-{index}.json"
-                command = [sys.executable, "-m", "benchmarks.losses", "--only", loss]
-                command += ["--small"] * arguments.small
-                command += ["--without", *arguments.without] if arguments.without else []
-                command += ["--worker", str(index), str(part)]
-                fault = None
-                try:
-                    status = subprocess.run(command, timeout=arguments.timeout).returncode
-                    fault = f"its process ended with status {status}" if status else None
-                except subprocess.TimeoutExpired:
-                    fault = f"stopped after {arguments.timeout:.0f} s"
-                results += json.loads(part.read_text()) if part.exists() else []
-                if fault:
-                    size = LOSSES[loss].small if arguments.small else LOSSES[loss].sweep[index]
-                    results.append(
-                        {"op": loss, "sizes": size, "implementation": "the rest", "error": fault}
-                    )
-                write("losses.json", {"environment": environment(), "rows": results}, arguments.out)
-    print(table([shown(row) for row in results], COLUMNS))
+        parts = {loss: Path(folder) / f"{loss}.json" for loss in arguments.only}
+        commands = {
+            loss: [*command, "--only", loss, "--worker", str(part)] for loss, part in parts.items()
+        }
+        for _, result in run_workers(commands, parts, arguments.timeout):
+            rows += result["rows"]
+            write("losses.json", {"environment": environment(), "rows": rows}, arguments.out)
+    print(table([shown(row) for row in rows], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,8 @@ class Work:
         changes: fields of the config that differ from the preset.
         adamw: whether an AdamW step follows backward. All gradients exist then in either case.
         steps, turns: each turn measures every setting for so many steps, after a step to warm up.
-        warm_seq: tokens of a row in the step that warms up. None means those of the batch.
+        warm_seq: tokens of a row in the step that warms up. None means those of the batch, and
+            so does a plan with host memory, which is allocated in the first step.
     """
 
     family: str
@@ -149,7 +150,7 @@ WORKS = {
         "llama-3-8b",
         1,
         131072,
-        (*peers(("input", None)), *plans(110)),
+        (*peers(("input", None)), *plans(110, (110, 100))),
         changes=LONG,
         adamw=False,
         steps=1,
@@ -428,8 +429,9 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
         def step(seq: int | None = None) -> None:
             losses.append(training_step(model, optimizer, ids[:, :seq]))
 
-        row.setdefault("first ms", milliseconds(partial(step, work.warm_seq)))
-        if work.warm_seq is not None:
+        warm_seq = None if setting.host else work.warm_seq
+        row.setdefault("first ms", milliseconds(partial(step, warm_seq)))
+        if warm_seq is not None:
             release()  # blocks of other sizes
         torch.cuda.reset_peak_memory_stats()
         row.setdefault("turns", []).append([milliseconds(step) for _ in range(work.steps)])
@@ -446,14 +448,22 @@ def measure(models: Models, setting: Setting, row: Row) -> None:
     row["loss"] = losses[-1]
 
 
-def run_work(name: str, deadline: float, emit: Callable[[str, Row], None]) -> None:
+def run_work(
+    name: str, deadline: float, emit: Callable[[str, Row], None], names: Sequence[str] = ()
+) -> None:
     """Measure the settings of a work. Each second turn has the reverse order.
 
-    Args: deadline, the `time.monotonic()` after which no setting begins.
+    Args:
+        deadline: the `time.monotonic()` after which no setting begins.
+        names: texts; only settings whose name has one of them are measured. By default all are.
     """
     work = WORKS[name]
     total = torch.cuda.get_device_properties(0).total_memory
-    settings = work.settings_for(total)
+    settings = [
+        setting
+        for setting in work.settings_for(total)
+        if not names or any(text in setting.name for text in names)
+    ]
     if not settings:
         return
     torch.manual_seed(0)
@@ -468,12 +478,18 @@ def run_work(name: str, deadline: float, emit: Callable[[str, Row], None]) -> No
         }
         for setting in settings
     }
+    compiled_for: tuple[str, str] | None = None
     for turn in range(work.turns):
         for setting in settings if turn % 2 == 0 else reversed(settings):
             row = rows[setting]
             too_late = setting.implementation == HF and models.liger_is_applied
             if time.monotonic() > deadline or too_late or "error" in row:
                 continue
+            if (setting.implementation, setting.attention) != compiled_for:
+                # All implementations compile the same function, FlexAttention. What one has
+                # compiled would let the next have dynamic shapes.
+                torch._dynamo.reset()
+                compiled_for = setting.implementation, setting.attention
             try:
                 measure(models, setting, row)
             except Exception as error:  # the other settings are still measured
@@ -550,7 +566,7 @@ def level_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
 
 
 def run_part(part: str, deadline: float, emit: Callable[[str, Row], None]) -> None:
-    """Run a part in this process: "levels", "predict:N:NUMBERS" or a work's name."""
+    """Run a part in this process: "levels", "predict:N:NUMBERS" or "WORK:TEXT|TEXT"."""
     name, _, argument = part.partition(":")
     if name == "levels":
         run_levels(deadline, emit)
@@ -561,7 +577,7 @@ def run_part(part: str, deadline: float, emit: Callable[[str, Row], None]) -> No
         numbers = [int(number) for number in chosen.split(",")] if chosen else None
         run_cases(int(count), deadline, emit, numbers)
     else:
-        run_work(name, deadline, emit)
+        run_work(name, deadline, emit, argument.split("|") if argument else ())
 
 
 def merge(result: dict[str, Any], section: str, row: Row) -> None:
@@ -625,6 +641,7 @@ def main() -> None:
     parser.add_argument("--levels", action="store_true", help="measure every level")
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
     parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
+    parser.add_argument("--settings", nargs="+", default=[], help="texts in the names of settings")
     parser.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")
     parser.add_argument("--out", type=Path, help="folder for memory.json")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -638,7 +655,8 @@ def main() -> None:
         emit("environments", machine)
         run_part(given.only, time.monotonic() + given.seconds, emit)
         return
-    parts = [] if given.rows is None else list(given.rows or WORKS)
+    works = [] if given.rows is None else given.rows or list(WORKS)
+    parts = [f"{work}:{'|'.join(given.settings)}" for work in works]
     parts += ["levels"] * given.levels
     chosen = ",".join(map(str, given.cases or ()))
     parts += [f"predict:{given.predict}:{chosen}"] * bool(given.predict)

@@ -2,65 +2,82 @@
 
 The models have the shapes of Llama-3.2-1B and Llama-3-8B, random weights, bf16 parameters and bf16
 AdamW states, and run on one GPU; the data are random words. TRL's defaults hold: activation
-checkpointing, and its own fused head on transformers' models. Each run has its own process. The
-time is the median of the steps, and the memory is the peak of allocated bytes.
+checkpointing, and its own fused head on transformers' models. All implementations of a model have
+the same weights and data. The time is the median of the steps, and the memory is the peak of
+allocated bytes.
 """
 
 import argparse
-import json
+import gc
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+import datasets
+import tokenizers
 import torch
+import transformers
+import trl
 
-from benchmarks.common import environment, table, write
+from benchmarks.common import environment, release_memory, table, write
+from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.integrations import trl_trainers
+from ligermodels.integrations.hf_model import LigerForCausalLM
 
-IMPLEMENTATIONS = ("transformers", "transformers + liger", "ligermodels")
-MODELS = ("llama-3.2-1b", "llama-3-8b")
+# Liger comes last in a process, because it replaces functions of transformers for good.
+IMPLEMENTATIONS = ("transformers", "ligermodels", "transformers + liger")
+MODELS = ("llama-3-8b", "llama-3.2-1b")
 # Trainer -> rows per step and tokens per row. A pair of DPO is two rows.
 WORKLOADS = {"SFT": (4, 2048), "DPO": (4, 1024)}
+WARMUP = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build(implementation: str, preset: str) -> Any:
-    from ligermodels import LigerLlama, LlamaConfig
-    from ligermodels.integrations.hf_model import LigerForCausalLM
+def config(name: str) -> LlamaConfig:
+    if name == "tiny":  # to try this script without a GPU
+        return LlamaConfig(
+            vocab_size=1000,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    return LlamaConfig.preset(name)
 
+
+def build(implementation: str, name: str) -> Any:
+    """Return a model of the implementation; its random weights do not depend on it."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            shell = LigerForCausalLM.from_native(LigerLlama(LlamaConfig.preset(preset)))
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            shell = LigerForCausalLM.from_native(LigerLlama(config(name)))
             if implementation == "ligermodels":
                 return shell
-            import transformers
-
-            config = shell.config
-            del shell
-            return transformers.LlamaForCausalLM(config)
+            model = transformers.LlamaForCausalLM(shell.config)
+        model.load_state_dict(dict(shell.hf_named_parameters()), strict=False)
+        return model
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def tokenizer() -> Any:
     """Return a tokenizer of 1000 words, each of which is one token."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, 1000)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<eos>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
-def data(trainer: str, rows: int, seq: int, steps: int) -> Any:
+def data(trainer: str, rows: int, seq: int, steps: int) -> datasets.Dataset:
     """Return a dataset of texts with seq tokens, the end included; half of a pair is its prompt."""
-    import datasets
-
     drawn = random.Random(0)
     names = {"SFT": ["text"], "DPO": ["prompt", "chosen", "rejected"]}[trainer]
     words = (seq - 1) // (2 if trainer == "DPO" else 1)
@@ -72,38 +89,44 @@ def data(trainer: str, rows: int, seq: int, steps: int) -> Any:
     return datasets.Dataset.from_dict(texts)
 
 
-def run_one(implementation: str, preset: str, name: str, steps: int) -> dict[str, Any]:
-    import transformers
-    import trl
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
-    from ligermodels.integrations import trl_trainers
 
-    class Clock(transformers.TrainerCallback):
-        """Measures the time from one step's end to the next one's, after three steps."""
+class Clock(transformers.TrainerCallback):
+    """Measures the time from one step's end to the next one's, after the warm-up."""
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
-            self.last = 0.0
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.last = 0.0
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            torch.cuda.synchronize()
-            now = time.perf_counter()
-            if state.global_step == 3:
-                torch.cuda.reset_peak_memory_stats()
-            elif state.global_step > 3:
-                self.times.append(1e3 * (now - self.last))
-            self.last = now
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize()
+        now = time.perf_counter()
+        if state.global_step == WARMUP and DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif state.global_step > WARMUP:
+            self.times.append(1e3 * (now - self.last))
+        self.last = now
 
+
+def gibibytes(count: int) -> float:
+    return count / 2**30
+
+
+def train(implementation: str, model_name: str, name: str, steps: int) -> dict[str, Any]:
+    """Train for some steps, and return the measured values."""
     rows, seq = WORKLOADS[name]
-    transformers.set_seed(0)
-    model, clock = build(implementation, preset), Clock()
+    model, clock = build(implementation, model_name), Clock()
     options: dict[str, Any] = {
         "per_device_train_batch_size": rows if name == "SFT" else rows // 2,
-        "max_steps": steps + 3,
+        "max_steps": steps + WARMUP,
         "max_length": seq,
         "learning_rate": 1e-5,
         "optim": "adamw_torch_fused",
         "bf16": True,
+        "use_cpu": DEVICE == "cpu",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
@@ -114,13 +137,12 @@ def run_one(implementation: str, preset: str, name: str, steps: int) -> dict[str
     cls = getattr(trl_trainers if ours else trl, f"{'Liger' if ours else ''}{name}Trainer")
     more: dict[str, Any] = {}
     if name == "DPO" and not ours:
-        more["ref_model"] = build(implementation, preset)
-        more["ref_model"].load_state_dict(model.state_dict())
+        more["ref_model"] = build(implementation, model_name)
     with tempfile.TemporaryDirectory() as folder:
         trainer = cls(
             model=model,
             args=getattr(trl, f"{name}Config")(output_dir=folder, **options),
-            train_dataset=data(name, rows, seq, steps + 3),
+            train_dataset=data(name, rows, seq, steps + WARMUP),
             processing_class=tokenizer(),
             callbacks=[clock],
             **more,
@@ -128,47 +150,54 @@ def run_one(implementation: str, preset: str, name: str, steps: int) -> dict[str
         trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return {
-        "trainer": name,
-        "model": preset,
-        "batch x seq": f"{rows} x {seq}",
-        "implementation": implementation,
         "ms": statistics.median(clock.times),
         "ms spread": max(clock.times) - min(clock.times),
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "peak GiB": gibibytes(torch.cuda.max_memory_allocated()) if DEVICE == "cuda" else 0.0,
+        "first loss": losses[0],
         "last loss": losses[-1],
     }
+
+
+def run(implementation: str, model_name: str, name: str, steps: int) -> dict[str, Any]:
+    """Return a row of the table, also if the run fails."""
+    rows, seq = WORKLOADS[name]
+    row = {
+        "trainer": name,
+        "model": model_name,
+        "batch x seq": f"{rows} x {seq}",
+        "implementation": implementation,
+    }
+    start = time.perf_counter()
+    try:
+        row |= train(implementation, model_name, name, steps)
+    except Exception as error:
+        traceback.print_exc()
+        row["ms"] = f"failed: {type(error).__name__}"
+    gc.collect()
+    if DEVICE == "cuda":
+        release_memory()
+        row["GiB left over"] = gibibytes(torch.cuda.memory_allocated())
+    row["seconds in all"] = time.perf_counter() - start
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for trl.json")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=[*MODELS, "tiny"])
     parser.add_argument("--trainers", nargs="+", default=[*WORKLOADS], choices=[*WORKLOADS])
-    parser.add_argument("--only", nargs=3, metavar=("IMPLEMENTATION", "MODEL", "TRAINER"))
     arguments = parser.parse_args()
-    if arguments.only:
-        print(json.dumps(run_one(*arguments.only, arguments.steps)))
-        return
     rows = []
-    for trainer in arguments.trainers:
+    for implementation in IMPLEMENTATIONS:
         for model in arguments.models:
-            for name in IMPLEMENTATIONS:
-                command = [sys.executable, "-m", "benchmarks.trl", "--steps", str(arguments.steps)]
-                done = subprocess.run(
-                    [*command, "--only", name, model, trainer], capture_output=True, text=True
-                )
-                if done.returncode:
-                    print(done.stderr[-2000:], file=sys.stderr)
-                    kept = {"trainer": trainer, "model": model, "implementation": name}
-                    rows.append(kept | {"ms": "failed"})
-                else:
-                    rows.append(json.loads(done.stdout.splitlines()[-1]))
+            for trainer in arguments.trainers:
+                rows.append(run(implementation, model, trainer, arguments.steps))
                 print(rows[-1], flush=True)
-                result = {"environment": environment(), "rows": rows}
-                write("trl.json", result, arguments.out)
+                write("trl.json", {"environment": environment(), "rows": rows}, arguments.out)
+    rows.sort(key=lambda row: (row["trainer"], row["model"]), reverse=True)
     columns = ["trainer", "model", "batch x seq", "implementation", "ms", "ms spread"]
-    print(table(rows, [*columns, "peak GiB", "last loss"]))
+    print(table(rows, [*columns, "peak GiB", "first loss", "last loss"]))
 
 
 if __name__ == "__main__":

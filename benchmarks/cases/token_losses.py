@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases.base import Case, Op, Random, compiled, liger, liger_ops, peer, sizes
-from benchmarks.cases.losses import linear_cross_entropy
 from ligermodels import kernels
 from ligermodels.layers import LossHead
 from ligermodels.models.heads import MedusaHeads, ahead_targets
@@ -237,15 +236,17 @@ def medusa(
 def _linear_cross_entropy(
     random: Random, rows: int, width: int, vocab: int, softcap: float | None
 ) -> Case:
-    case = linear_cross_entropy(random, rows, width, vocab)
-    if softcap is not None:  # the peers of the table have no cap
-        targets = random.targets(rows, vocab)
-        case.implementations = {
-            "ligermodels": lambda h, w: kernels.linear_cross_entropy(
-                h, w, targets, softcap=softcap
+    """The loss of the next token, to compare with. The table of ops has its peers."""
+    targets = random.targets(rows, vocab)
+    return Case(
+        lambda: _inputs(random, rows, width, vocab),
+        {
+            "ligermodels": lambda hidden, weight: kernels.linear_cross_entropy(
+                hidden, weight, targets, softcap=softcap
             )[0]
-        }
-    return case
+        },
+        products=(rows, width, vocab),
+    )
 
 
 _NAMES = "rows width vocab softcap"
@@ -270,5 +271,6 @@ LOSSES = {
     "jsd": OPS["linear_divergence"],
     "medusa": _entry("four Medusa heads", medusa),
 }
+OURS = ("ligermodels", "ligermodels (log_probs)")
 # The products of a loss, in units of (logits, gradient of hidden, gradient of weight).
 PRODUCTS = {"jsd": (2, 1, 1), "medusa": (4, 4, 4)}

@@ -23,13 +23,20 @@ with quit_on_interrupt():
     from typing import Any
 
     from ligermodels import __version__
-    from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
+    from ligermodels.cli import (
+        check_family,
+        convert,
+        evaluate,
+        families,
+        finetune,
+        generate,
+        inspect,
+    )
     from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
-    from ligermodels.cli.suggestions import did_you_mean
-    from ligermodels.errors import LigerError, first_line, printable
+    from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 
-COMMANDS = (finetune, generate, inspect, convert, families, check_family)
+COMMANDS = (finetune, evaluate, generate, inspect, convert, families, check_family)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +49,9 @@ def _main(argv: Sequence[str] | None) -> int:
     # The tokenizers library warns if a process forks after its threads ran. The user of a command
     # cannot act on that warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # With expandable segments, the GPU's memory does not run out because it lies in pieces.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
             # If the terminal's encoding lacks a character, print a question mark and no traceback.

@@ -32,6 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--seed", type=number(int, at_least=0), default=0, metavar="N", help="of weights and inputs"
     )
+    add("--device", default="cpu", help="where the models compute, for example cuda; default cpu")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -42,6 +43,7 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.converters.hub import resolve
     from ligermodels.integrations.check_family import MEANINGS, check_family
     from ligermodels.models.auto import families, family_of
+    from ligermodels.training.finetune import pick_device
 
     config = None
     if given.family in families() and not os.path.isdir(given.family):
@@ -50,7 +52,8 @@ def run(given: argparse.Namespace) -> None:
         folder = resolve(given.family, given.revision, weights=False)
         family = family_of(folder)
         config = family.config_class.from_hf(folder)
-    report = check_family(family, config, compile=not given.no_compile, seed=given.seed)
+    options = {"seed": given.seed, "device": pick_device(given.device)}
+    report = check_family(family, config, compile=not given.no_compile, **options)
     if given.json:
         print(json.dumps({**asdict(report), "ok": report.ok}, indent=2))
     else:

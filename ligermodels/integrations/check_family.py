@@ -129,6 +129,7 @@ def check_family(
     *,
     compile: bool = True,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> FamilyReport:
     """Check a model class: its weight map, and tiny random models beside transformers.
 
@@ -139,6 +140,7 @@ def check_family(
             with its other value.
         compile: whether to compile a model, which takes a few seconds.
         seed: the seed of the weights and inputs.
+        device: where both models compute. The export is compared on the CPU.
     Raises:
         ConfigError: the weight map is wrong, or there is no small model.
     """
@@ -148,7 +150,7 @@ def check_family(
     for name, variant in small_variants(small).items():
         with _quiet(), tempfile.TemporaryDirectory() as folder, torch.random.fork_rng([]):
             torch.manual_seed(seed)
-            checks = _Checks(family, variant, Path(folder), seed)
+            checks = _Checks(family, variant, Path(folder), seed, torch.device(device))
             compiles = compile and variant is small
             names = [check for check in BOUNDS if compiles or check != "compile"]
             report.rows[name] = {check: checks.run(check) for check in names}
@@ -203,9 +205,14 @@ class _Checks:
     """The models of one config, and a method for each check."""
 
     def __init__(
-        self, family: type[DecoderModel], config: ModelConfig, folder: Path, seed: int
+        self,
+        family: type[DecoderModel],
+        config: ModelConfig,
+        folder: Path,
+        seed: int,
+        device: torch.device,
     ) -> None:
-        self.family, self.config, self.seed = family, config, seed
+        self.family, self.config, self.seed, self.device = family, config, seed, device
         self.folder, self.scratch = folder / "checkpoint", folder
         self.folder.mkdir()
         self.without = ""  # why transformers is left out
@@ -271,16 +278,19 @@ class _Checks:
             ids[:, 3] = ids[-1, _SEQ // 2] = pad
         labels = ids.clone()
         labels[0, _SEQ // 2 : _SEQ // 2 + 3] = -100
-        return ids, labels
+        return ids.to(self.device), labels.to(self.device)
 
     def _ours(self) -> DecoderModel:
-        return self.family.from_hf(self.folder, dtype=torch.float32).eval()
+        return self._load(self.folder).eval()
+
+    def _load(self, folder: Path) -> DecoderModel:
+        return self.family.from_hf(folder, dtype=torch.float32, device=self.device)
 
     def _reference(self) -> Any:
         """Return a copy of transformers' model: some types of rope remember a longer call."""
         if self.theirs is None:
             raise _LeftOut(self.without)
-        return copy.deepcopy(self.theirs)
+        return copy.deepcopy(self.theirs).to(self.device)
 
     def _logits(self) -> float:
         expected = self._reference()(self.ids).logits
@@ -300,7 +310,7 @@ class _Checks:
                 weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         folder = self.scratch / "gradients"
         theirs.save_pretrained(folder)
-        expected = dict(self.family.from_hf(folder, dtype=torch.float32).named_parameters())
+        expected = dict(self._load(folder).named_parameters())
         ours = self._ours()
         return _worst(_gradients(ours, self.ids, self.labels), expected)
 
@@ -354,7 +364,8 @@ class _Checks:
         opened = transformers.AutoModelForCausalLM.from_pretrained(
             out, attn_implementation="eager", dtype=torch.float32
         )
-        same = torch.equal(opened.eval()(self.ids).logits, self._reference()(self.ids).logits)
+        ids = self.ids.cpu()
+        same = torch.equal(opened.eval()(ids).logits, copy.deepcopy(self.theirs)(ids).logits)
         return 0 if same else math.inf
 
     def _packing(self) -> float:
@@ -363,7 +374,8 @@ class _Checks:
         row, parts = self.ids[:1], (self.ids[:1, :cut], self.ids[:1, cut:])
         expected = torch.cat([_logits(ours, part) for part in parts], 1)
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
-        starts = torch.tensor([0, cut, _SEQ], dtype=torch.int32)
+        positions = positions.to(self.device)
+        starts = torch.tensor([0, cut, _SEQ], dtype=torch.int32, device=self.device)
         return max(
             _relative(_logits(ours, row, position_ids=positions), expected),
             _relative(_logits(ours, row, cu_seqlens=starts), expected),

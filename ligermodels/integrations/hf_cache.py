@@ -22,11 +22,21 @@ class HFCache(KVCache):
                 "cache_implementation, or use 'dynamic', 'offloaded' or 'quantized'"
             )
         self.cache = cache
-        self.length = cache.get_seq_length()
+        self.length, self.uses = cache.get_seq_length(), 1
         self._found: dict[int, tuple[int, torch.device]] = {}
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (batch, kv heads, new, head_dim); return all that the cache has kept."""
+        """Append k, v (batch, kv heads, new, head_dim); return all that the cache has kept.
+
+        Raises:
+            ValueError: a layer is updated twice in the pass.
+        """
+        if layer_index in self._found:
+            raise ValueError(
+                f"past_key_values: layer {layer_index} was updated twice in one pass, and "
+                "transformers' caches have one place for it; generate with the model of this "
+                "library, or with use_cache=False"
+            )
         keys, values = self.cache.update(k, v, layer_index)
         self._found[layer_index] = keys.shape[2], keys.device
         return keys, values

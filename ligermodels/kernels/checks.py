@@ -5,6 +5,7 @@ and what is expected.
 """
 
 import operator
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -44,14 +45,37 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
     return count
 
 
-def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Raise if ids are not an integer tensor, or if one of them is outside the vocabulary.
+def check_number(
+    op: str, name: str, value: object, least: float = 0.0, *, above: bool = False
+) -> float:
+    """Return a Python or numpy number as a float; raise for other types or values out of range.
 
-    Only eager mode on a CPU looks at the values: on a GPU this would be a synchronisation.
+    Args: least, the smallest value, which `above` excludes. Infinity and NaN are always refused.
+    """
+    number = value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    if (
+        not isinstance(number, float)
+        or not least <= number < float("inf")
+        or (above and number == least)
+    ):
+        expected = f"more than {least:g}" if above else f"at least {least:g}"
+        raise ValueError(f"{op}: {name}={value!r}; expected a finite number of {expected}")
+    return number
+
+
+def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
+    """Return ids for a lookup that refuses those outside the vocabulary; raise if they are wrong.
+
+    Only eager mode on a CPU looks at the values: on a GPU this would be a synchronisation. There an
+    id outside becomes the next one outside, on which the lookup ends in a device-side assertion.
+    Left alone, a lookup in eager mode would read only the low 32 bits of the id, and a compiled one
+    may count negative ids from the end.
 
     Raises:
         ValueError: the type or dtype is wrong.
-        IndexError: an id is outside the vocabulary.
+        IndexError: an id is outside the vocabulary, on a CPU in eager mode.
     """
     if not isinstance(ids, Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; expected a tensor of torch.int64")
@@ -59,14 +83,19 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"{name} is {ids.dtype}; expected token ids of dtype torch.int64")
     if ids.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor; expected a dense one")
+    if torch.compiler.is_compiling():
+        return torch.where(ids < 0, vocab_size, ids)
+    if ids.device.type == "cuda":
+        return ids.clamp(-1, vocab_size)
     # A subclass of Tensor, such as a fake tensor, may have no values to look at.
-    if type(ids) is not Tensor or ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return
+    if type(ids) is not Tensor or ids.device.type != "cpu":
+        return ids
     if ids.numel() and any(not 0 <= int(end) < vocab_size for end in torch.aminmax(ids)):
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         raise IndexError(
             f"{name}: token {int(outside[0])} is outside the vocabulary of {vocab_size}"
         )
+    return ids
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
+from ligermodels.kernels.checks import check_count, check_number
 from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
@@ -87,6 +88,33 @@ class AttentionContext:
         return context
 
 
+def head_sizes(
+    op: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of key heads, and the size of a head.
+
+    Raises:
+        ValueError: one of them is not a positive integer, or does not divide what it must divide.
+    """
+    check_count(op, "hidden_size", hidden_size, 1)
+    num_heads = check_count(op, "num_heads", num_heads, 1)
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    num_kv_heads = check_count(op, "num_kv_heads", num_kv_heads, 1)
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"{op}: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; set "
+            "head_dim"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{op}: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+        )
+    if head_dim is None:
+        head_dim = hidden_size // num_heads
+    return num_heads, num_kv_heads, check_count(op, "head_dim", head_dim, 1)
+
+
 class Attention(Planned, CachedLayer, nn.Module):
     """Self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245).
 
@@ -114,9 +142,10 @@ class Attention(Planned, CachedLayer, nn.Module):
             takes (arXiv:2405.12981). Then qkv_proj computes queries alone.
 
     Raises:
-        ValueError: num_heads does not divide hidden_size and head_dim is not given, num_kv_heads
-            does not divide num_heads, sliding_window or softcap is not positive, or rotary_dim is
-            odd or greater than head_dim.
+        ValueError: a size is not a positive integer, num_heads does not divide hidden_size and
+            head_dim is not given, num_kv_heads does not divide num_heads, sliding_window is not a
+            positive integer, scale or softcap is not a positive number, or rotary_dim is odd or
+            greater than head_dim.
     """
 
     def __init__(
@@ -141,34 +170,29 @@ class Attention(Planned, CachedLayer, nn.Module):
         kv_from: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads or num_heads
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"Attention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
-                "set head_dim"
-            )
-        self.head_dim = head_dim or hidden_size // num_heads
-        self.scale = self.head_dim**-0.5 if scale is None else scale
-        for name, value in (("sliding_window", sliding_window), ("softcap", softcap)):
-            if value is not None and value <= 0:
-                raise ValueError(f"Attention: {name}={value}; expected a positive number or None")
+        heads = head_sizes("Attention", hidden_size, num_heads, num_kv_heads, head_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
+        scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale = check_number("Attention", "scale", scale, above=True)
         self.causal = causal
         self.sliding_window = sliding_window
+        if sliding_window is not None:
+            self.sliding_window = check_count("Attention", "sliding_window", sliding_window, 1)
         self.softcap = softcap
-        self.layer_index = layer_index
-        self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
-        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+        if softcap is not None:
+            self.softcap = check_number("Attention", "softcap", softcap, above=True)
+        self.layer_index = check_count("Attention", "layer_index", layer_index, 0)
+        self.rotary_dim = self.head_dim
+        if rotary_dim is not None:
+            self.rotary_dim = check_count("Attention", "rotary_dim", rotary_dim, 0)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"Attention: rotary_dim={self.rotary_dim}; expected an even number from 0 to "
                 f"head_dim, which is {self.head_dim}"
             )
         self.interleaved_rope = interleaved_rope
-        if num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"Attention: num_heads {num_heads} is not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}"
-            )
+        if kv_from is not None:
+            kv_from = check_count("Attention", "kv_from", kv_from, 0)
         if kv_from is not None and (shares_kv or k_norm is not None):
             raise ValueError(
                 f"Attention: with kv_from={kv_from} the layer has no keys and values of its own; "
@@ -177,12 +201,12 @@ class Attention(Planned, CachedLayer, nn.Module):
         self.shares_kv = shares_kv
         self.kv_from = kv_from
         self._own_kv_heads = self.num_kv_heads if kv_from is None else 0
-        rows = (num_heads + 2 * self._own_kv_heads) * self.head_dim
+        rows = (self.num_heads + 2 * self._own_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
         out_bias = bias if out_bias is None else out_bias
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
 
     @overload
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor: ...

@@ -5,6 +5,8 @@ from typing import overload
 
 from torch import Tensor, nn
 
+from ligermodels.kernels.checks import check_count, check_number
+from ligermodels.layers.attention import head_sizes
 from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PreNormed, norm_then_linear
@@ -30,8 +32,9 @@ class CrossAttention(Planned, nn.Module):
         q_norm, k_norm: norms over head_dim of each query head and key head.
 
     Raises:
-        ValueError: num_heads does not divide hidden_size and head_dim is not given, or num_kv_heads
-            does not divide num_heads.
+        ValueError: a size is not a positive integer, num_heads does not divide hidden_size and
+            head_dim is not given, num_kv_heads does not divide num_heads, or scale or softcap is
+            not a positive number.
     """
 
     def __init__(
@@ -50,29 +53,23 @@ class CrossAttention(Planned, nn.Module):
         k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads or num_heads
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"CrossAttention: hidden_size {hidden_size} is not a multiple of num_heads "
-                f"{num_heads}; set head_dim"
-            )
-        if num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"CrossAttention: num_heads {num_heads} is not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}"
-            )
-        self.head_dim = head_dim or hidden_size // num_heads
-        self.memory_size = memory_size or hidden_size
-        self.scale = self.head_dim**-0.5 if scale is None else scale
+        heads = head_sizes("CrossAttention", hidden_size, num_heads, num_kv_heads, head_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
+        self.memory_size = hidden_size
+        if memory_size is not None:
+            self.memory_size = check_count("CrossAttention", "memory_size", memory_size, 1)
+        scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale = check_number("CrossAttention", "scale", scale, above=True)
         self.softcap = softcap
+        if softcap is not None:
+            self.softcap = check_number("CrossAttention", "softcap", softcap, above=True)
         rows = 2 * self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.q_proj = nn.Linear(hidden_size, self.num_heads * self.head_dim, bias=bias)
         self.kv_proj = nn.Linear(self.memory_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
         out_bias = bias if out_bias is None else out_bias
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
 
     @overload
     def forward(
@@ -103,7 +100,7 @@ class CrossAttention(Planned, nn.Module):
         if memory is None:
             raise ValueError(
                 "CrossAttention: memory is None; pass memory= to the model, or to the context of "
-                "its layers"
+                "its layers; pass memory_seq= to plan_memory"
             )
         if memory.dim() != 3 or memory.shape[-1] != self.memory_size:
             raise ValueError(

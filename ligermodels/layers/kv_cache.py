@@ -1,5 +1,6 @@
 """The KV cache: keys and values of the tokens so far, or only of those in the window of a layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,16 @@ class KVCache:
             appended; under autocast, these may differ from the parameters'.
         sliding_windows: the window of each layer, used instead of config.sliding_windows. A layer
             whose window is None keeps all tokens.
+        uses: how often a pass runs the same layer. Each time has its own keys and values.
 
     `length` is the number of tokens that all layers have. `update` writes new tokens after them,
     and `advance` adds the new tokens to `length` when every layer has written them. If a forward
     pass fails halfway, call `reset`: some layers may have overwritten tokens that other layers
     still have.
+
+    Attributes:
+        use: how often this pass has run the layer that runs next. The model sets it if `uses` is
+            more than 1.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class KVCache:
         device: torch.device | str | None = None,
         *,
         sliding_windows: Sequence[int | None] | None = None,
+        uses: int = 1,
     ) -> None:
         self.batch = batch
         self.max_length = max_length
@@ -67,6 +74,8 @@ class KVCache:
             sliding_windows = config.sliding_windows
         # The number of tokens that each layer keeps.
         self.sizes = [max_length if w is None else min(w, max_length) for w in sliding_windows]
+        self.uses, self.use, self._layers = uses, 0, len(self.sizes)
+        self.sizes *= uses
         self.keys: list[Tensor | None] = [None] * len(self.sizes)
         self.values: list[Tensor | None] = [None] * len(self.sizes)
         self._written = [0] * len(self.sizes)
@@ -87,7 +96,8 @@ class KVCache:
 
         The windows are those of the causal `Attention` layers in it. A layer whose keys and values
         others take keeps as many as the widest window of them. Every layer with a window keeps
-        `extra` tokens more, so that `truncate` may remove as many of the last ones.
+        `extra` tokens more, so that `truncate` may remove as many of the last ones. A layer that
+        is several times in `model.layers` has buffers for each time.
 
         Raises:
             ValueError: two layers have the same layer_index.
@@ -104,12 +114,14 @@ class KVCache:
                     "every Attention its own layer_index"
                 )
             needs.setdefault(index, []).append(module.sliding_window)
-        count = max([len(getattr(model, "layers", ())), *(index + 1 for index in needs)])
+        times = Counter(map(id, getattr(model, "layers", ())))
+        count = max([len(times), *(index + 1 for index in needs)])
         windows = [
             max(w + extra for w in each if w is not None) if None not in each else None
             for each in (needs.get(index, [None]) for index in range(count))
         ]
-        return cls(None, batch, max_length, dtype, device, sliding_windows=windows)
+        uses = max(times.values(), default=1)
+        return cls(None, batch, max_length, dtype, device, sliding_windows=windows, uses=uses)
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v and return the keys and values that the new tokens may attend to.
@@ -136,13 +148,16 @@ class KVCache:
                 f"KVCache: cannot put keys of batch {k.shape[0]} in a cache made for {self.batch} "
                 "rows"
             )
-        if self._written[layer_index] > self.length:
+        slot = layer_index + self.use * self._layers
+        if slot >= len(self.sizes) or self._written[slot] > self.length:
             raise ValueError(
                 f"KVCache: layer {layer_index} was updated twice in one pass; give every "
-                "Attention its own layer_index, and call reset() after a failed pass"
+                "Attention its own layer_index. A layer that runs several times must be so many "
+                "times in model.layers, and the cache be made with KVCache.of(model, ...). After a "
+                "failed pass, call reset()"
             )
-        self._written[layer_index] = end
-        return self._append(self.keys, layer_index, k), self._append(self.values, layer_index, v)
+        self._written[slot] = end
+        return self._append(self.keys, slot, k), self._append(self.values, slot, v)
 
     def key_positions(self, layer_index: int, new: int) -> Tensor | None:
         """Return the positions in the row of the keys that `update` has just returned.

@@ -48,6 +48,13 @@ from ligermodels.kernels.loss_options import (
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
 from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.teacher import Teacher
+
+# The options that a teacher's loss has as well.
+_TAUGHT_OPTIONS = (
+    *("reduction", "normalizer", "ignore_index", "softcap", "logit_scale"),
+    *("chunk_size", "max_scratch_bytes", "skip_ignored", "max_valid"),
+)
 
 
 class HeadOptions(LossOptions, TokenInputs, total=False):
@@ -55,6 +62,7 @@ class HeadOptions(LossOptions, TokenInputs, total=False):
 
     return_token_loss: bool
     num_items_in_batch: float | Tensor | None
+    teacher: Teacher | None
 
 
 class HeadOutput(NamedTuple):
@@ -175,6 +183,7 @@ class LossHead(nn.Module):
         num_items_in_batch: float | Tensor | None = None,
         token_weights: Tensor | None = None,
         alternatives: Tensor | None = None,
+        teacher: Teacher | None = None,
         **loss_options: Unpack[LossOptions],
     ) -> HeadOutput:
         """Compute the loss. Targets are aligned with hidden: the head does not shift them.
@@ -190,6 +199,8 @@ class LossHead(nn.Module):
             alternatives: (..., k) int64 classes, whose log-probabilities are returned as
                 token_alternative_log_probs. They are aligned with hidden, like the targets.
             num_items_in_batch: another name of the option `normalizer`. HF's Trainer uses it.
+            teacher: learn from its distributions of the tokens whose target is not ignored: the
+                loss is the divergence from them, as in `ligermodels.losses.distillation`.
             loss_options: the constructor's options, and `normalizer`: a number >= 0 (0 counts as 1)
                 or a 0-d tensor. The loss is the sum over tokens divided by it. (FSDP2's mixed
                 precision rounds float tensors: pass a number or an integer tensor there.)
@@ -222,6 +233,21 @@ class LossHead(nn.Module):
             options["normalizer"] = num_valid  # otherwise the op would count the targets again
         if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
             options["chunk_size"] = self.planned_chunk_size
+        if teacher is not None:
+            given = {**loss_options, "alternatives": alternatives}
+            odd = [
+                name for name, x in given.items() if x is not None and name not in _TAUGHT_OPTIONS
+            ]
+            if odd or return_token_loss:
+                raise ValueError(
+                    f"LossHead: {', '.join(odd) or 'return_token_loss'}: not with a teacher, whose "
+                    f"loss has only the options {', '.join(_TAUGHT_OPTIONS)}"
+                )
+            loss = self._divergence(hidden, targets, token_weights, teacher, options)
+            if teacher.share == 1:
+                return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
+            own = self(hidden, targets, token_weights=token_weights, **loss_options)
+            return own._replace(loss=teacher.share * loss + (1 - teacher.share) * own.loss)
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
             made = kernels.linear_cross_entropy(
@@ -253,6 +279,84 @@ class LossHead(nn.Module):
             token_top_ids=made.top_ids,
             token_top_log_probs=made.top_log_probs,
         )
+
+    def _divergence(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None,
+        teacher: Teacher,
+        options: LossOptions,
+    ) -> Tensor:
+        """Return the divergence from a teacher at the targets that are not ignored."""
+        if teacher.hidden.shape[:-1] != targets.shape or not 0 <= teacher.share <= 1:
+            raise ValueError(
+                f"LossHead: teacher.hidden {tuple(teacher.hidden.shape)} and teacher.share="
+                f"{teacher.share}; expected {tuple(targets.shape)} + (hidden,) and a share in "
+                "[0, 1]"
+            )
+        weight, bias, softcap, logit_scale = self.plain_parameters(hidden, "head")
+        if len(teacher.weight) < self.vocab_size:
+            raise ValueError(
+                f"LossHead: the teacher has {len(teacher.weight)} classes and the head "
+                f"{self.vocab_size}; expected at least as many"
+            )
+        settings, chunking, _ = split_options(options)
+        row_targets = targets.flatten()
+        index = valid_rows(row_targets, settings.ignore_index, chunking)
+        row_targets = gather_targets(row_targets, index, settings.ignore_index)
+        states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
+        reduction = options.get("reduction", "mean")
+        if token_weights is not None:
+            check_token_weights(token_weights, targets)
+            token_weights = gather(token_weights.reshape(-1, 1), index).flatten()
+        rows, teacher_rows = states
+        classes = slice(0, self.vocab_size)
+        loss = kernels.linear_divergence(
+            rows,
+            weight,
+            teacher_rows,
+            teacher.weight[classes],
+            bias,
+            None if teacher.bias is None else teacher.bias[classes],
+            beta=teacher.beta,
+            mask=row_targets != settings.ignore_index,
+            token_weights=token_weights,
+            reduction=reduction,
+            normalizer=options.get("normalizer"),
+            temperature=teacher.temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            teacher_softcap=teacher.softcap,
+            teacher_scale=teacher.logit_scale,
+            # A chunk holds the logits of both heads.
+            chunk_size=None if chunking.chunk_size is None else max(1, chunking.chunk_size // 2),
+            max_scratch_bytes=chunking.max_scratch_bytes,
+        )
+        return scatter(loss, index, targets, settings.ignore_index) if loss.dim() else loss
+
+    def plain_parameters(
+        self, hidden: Tensor, name: str
+    ) -> tuple[Tensor, Tensor | None, float | None, float]:
+        """Return weight, bias, softcap and logit_scale for a divergence.
+
+        Raises:
+            ValueError: the projection is not a plain nn.Linear, or its vocabulary is split. `name`
+                says in the message which head it is.
+        """
+        if not self.is_linear:
+            raise ValueError(
+                f"distillation: the projection of {name} is a {type(self.proj).__name__}; expected "
+                "a plain nn.Linear. Merge adapters into it, or leave it out of the quantization"
+            )
+        if self.vocab_shard is not None:
+            raise ValueError(
+                f"distillation: the vocabulary of {name} is split over ranks (tensor "
+                "parallelism); shard the model without it"
+            )
+        weight, bias = self.parameters_here(hidden)
+        options = self.loss_options
+        return weight, bias, options.get("softcap"), options.get("logit_scale", 1.0)
 
     def log_probs(
         self,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
+from ligermodels.kernels.checks import ACTIVATIONS, check_count
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.recompute import Keep, Planned
 from ligermodels.layers.tiled_mlp import tiled
@@ -20,6 +21,9 @@ class GatedMLP(Planned, nn.Module):
         intermediate_size: width of gate and up.
         bias: whether the projections have a bias.
         activation: activation of the gate: "silu", "gelu_tanh" or "gelu".
+
+    Raises:
+        ValueError: a size is not a positive integer, or the activation is unknown.
     """
 
     def __init__(
@@ -31,6 +35,11 @@ class GatedMLP(Planned, nn.Module):
         activation: str = "silu",
     ) -> None:
         super().__init__()
+        check_count("GatedMLP", "hidden_size", hidden_size, 1)
+        check_count("GatedMLP", "intermediate_size", intermediate_size, 1)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"GatedMLP: activation={activation!r}; expected one of {known}")
         self.activation = activation
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)

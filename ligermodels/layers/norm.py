@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
+from ligermodels.kernels.checks import CASTING_MODES, check_count, check_number
 
 
 class RMSNormOptions(TypedDict):
@@ -25,6 +26,10 @@ class RMSNorm(nn.RMSNorm):
         offset: added to the weight. It is 1 for Gemma, whose weights are stored as w - 1.
         casting_mode: "llama" rounds the normalised input to the input's dtype before it multiplies
             by the weight; "gemma" rounds once, at the end.
+
+    Raises:
+        ValueError: hidden_size is not a positive integer, eps is negative or no number, or
+            casting_mode is unknown.
     """
 
     weight: nn.Parameter
@@ -40,6 +45,11 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_count("RMSNorm", "hidden_size", hidden_size, 1)
+        eps = check_number("RMSNorm", "eps", eps)
+        if casting_mode not in CASTING_MODES:
+            known = " or ".join(map(repr, CASTING_MODES))
+            raise ValueError(f"RMSNorm: casting_mode={casting_mode!r}; expected {known}")
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
         self.offset = offset
         self.casting_mode = casting_mode
@@ -86,6 +96,9 @@ class LayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether the norm has a weight.
         bias: whether the norm also has a bias.
+
+    Raises:
+        ValueError: hidden_size is not a positive integer, or eps is negative or no number.
     """
 
     def __init__(
@@ -98,6 +111,8 @@ class LayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_count("LayerNorm", "hidden_size", hidden_size, 1)
+        eps = check_number("LayerNorm", "eps", eps)
         super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
 
     @overload

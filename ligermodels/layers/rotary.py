@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ligermodels.kernels.checks import check_count, check_number
+
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -26,7 +28,8 @@ class RotaryEmbedding(nn.Module):
     state dict.
 
     Raises:
-        ValueError: head_dim is not an even positive number, or the rope_type is unknown.
+        ValueError: head_dim is not an even positive integer, theta not a positive number,
+            max_position_embeddings not a positive integer, or the rope_type is unknown.
     """
 
     inv_freq: Tensor
@@ -41,13 +44,15 @@ class RotaryEmbedding(nn.Module):
         scaling: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
+        if check_count("RotaryEmbedding", "head_dim", head_dim, 1) % 2:
             raise ValueError(
                 f"RotaryEmbedding: head_dim={head_dim}; expected an even number of 2 or more"
             )
         self.head_dim = head_dim
-        self.theta = theta
-        self.max_position_embeddings = max_position_embeddings
+        self.theta = check_number("RotaryEmbedding", "theta", theta, above=True)
+        self.max_position_embeddings = check_count(
+            "RotaryEmbedding", "max_position_embeddings", max_position_embeddings, 1
+        )
         # A copy: the frequencies are computed again later, and the caller may change its dict.
         self.scaling = copy.deepcopy(scaling or {"rope_type": "default"})
         self.rope_type = self.scaling["rope_type"]

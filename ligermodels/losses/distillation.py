@@ -49,10 +49,10 @@ def distillation(
     Raises:
         ValueError: as `linear_divergence`; or a head's projection is not a plain nn.Linear.
     """
-    weight, bias, softcap, logit_scale = _parameters("head", head, hidden)
+    weight, bias, softcap, logit_scale = head.plain_parameters(hidden, "head")
     with torch.no_grad():
-        teacher_weight, teacher_bias, teacher_softcap, teacher_scale = _parameters(
-            "teacher_head", teacher_head, teacher_hidden
+        teacher_weight, teacher_bias, teacher_softcap, teacher_scale = (
+            teacher_head.plain_parameters(teacher_hidden, "teacher_head")
         )
     return linear_divergence(
         hidden,
@@ -74,24 +74,6 @@ def distillation(
         chunk_size=chunk_size,
         max_scratch_bytes=max_scratch_bytes,
     )
-
-
-def _parameters(
-    name: str, head: LossHead, hidden: Tensor
-) -> tuple[Tensor, Tensor | None, float | None, float]:
-    if not head.is_linear:
-        raise ValueError(
-            f"distillation: the projection of {name} is a {type(head.proj).__name__}; expected a "
-            "plain nn.Linear. Merge adapters into it, or leave it out of the quantization"
-        )
-    if head.vocab_shard is not None:
-        raise ValueError(
-            f"distillation: the vocabulary of {name} is split over ranks (tensor parallelism); "
-            "shard the model without it"
-        )
-    weight, bias = head.parameters_here(hidden)
-    options = head.loss_options
-    return weight, bias, options.get("softcap"), options.get("logit_scale", 1.0)
 
 
 def top_k_divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float = 0.0) -> Tensor:

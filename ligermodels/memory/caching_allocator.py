@@ -5,8 +5,11 @@ free block that is large enough; the rest of the block is split off, if it is no
 block fits, a new segment comes from the GPU. Nothing goes back to the GPU.
 """
 
+import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+
+import torch
 
 _MIB = 2**20
 
@@ -84,6 +87,20 @@ class CachingAllocator:
     def _remove(self, block: Block) -> None:
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, block.key, key=lambda other: other.key))
+
+
+def expandable_segments() -> bool:
+    """Return whether CUDA's caching allocator is set to expandable segments.
+
+    It then moves free memory to where a block is needed, instead of running out of memory.
+    """
+    # The environment is read when the allocator starts; torch tells what was read.
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        settings = torch._C._accelerator_getAllocatorSettings()
+    else:
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        settings = ",".join(os.environ.get(name, "") for name in names)
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _joined(first: Block, second: Block) -> Block:

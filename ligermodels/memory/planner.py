@@ -269,10 +269,16 @@ class Space:
         """Return the plan with these layers."""
         return MemoryPlan(tuple(layers), self.host_budget, self.head_chunk)
 
-    def peak(self, plan: MemoryPlan) -> int:
-        """Return the simulated bytes of a plan that must fit."""
-        simulation = self.simulate(plan)
-        return max(simulation.peak_bytes, simulation.reserved_bytes if self.reserved else 0)
+    def peak(self, plan: MemoryPlan, slack: int = 0) -> int:
+        """Return the bytes of a plan that must fit beside `slack` bytes that are left free.
+
+        Free memory may lie in pieces none of which holds the largest block. Then one block more
+        is reserved than the simulation says. The part of it that `slack` does not hold counts.
+        """
+        found = self.simulate(plan)
+        if not self.reserved:
+            return found.peak_bytes
+        return found.reserved_bytes + max(0, found.largest_bytes - slack)
 
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""
@@ -330,15 +336,22 @@ class Space:
             layers = self._with_host(layers, 0)
         return [*self.uniform.values(), self.smallest, self.plan(layers)]
 
-    @cached_property
-    def least_bytes(self) -> int:
-        """The smallest peak of a plan."""
-        return min(map(self.peak, self.least_plans))
+    def least_budget(self, optimizer_bytes: int = 0, reserve: float = 0.0) -> int:
+        """Return the smallest budget in bytes with which a plan fits; see `find_plan`."""
 
-    def fastest(self, budget: int) -> MemoryPlan | None:
-        """Return the fastest plan whose peak is within a budget in bytes, or None."""
+        def needed(plan: MemoryPlan) -> int:
+            found = self.simulate(plan)
+            if not self.reserved:
+                return least_budget(found.peak_bytes, optimizer_bytes, reserve)
+            with_block = found.reserved_bytes + found.largest_bytes + optimizer_bytes
+            return max(least_budget(found.reserved_bytes, optimizer_bytes, reserve), with_block)
+
+        return min(map(needed, self.least_plans))
+
+    def fastest(self, budget: int, slack: int = 0) -> MemoryPlan | None:
+        """Return the fastest plan whose peak fits a budget in bytes beside `slack`, or None."""
         whole = self.uniform[LayerPlan()]
-        if self.peak(whole) <= budget:
+        if self.peak(whole, slack) <= budget:
             return whole
         fitting: list[MemoryPlan] = []
         low, high, allowed = 0, budget, budget
@@ -346,7 +359,7 @@ class Space:
             plan = self.searched(allowed)
             if plan is None:
                 low = allowed
-            elif (excess := self.peak(plan) - budget) <= 0:
+            elif (excess := self.peak(plan, slack) - budget) <= 0:
                 fitting.append(plan)
                 low = allowed
             else:
@@ -355,7 +368,8 @@ class Space:
                 break
             # The plan may need more than the search counts, so the search gets as much less.
             allowed = (low + high) // 2 if low else max(high - excess, 1)
-        fitting = fitting or [plan for plan in self.least_plans if self.peak(plan) <= budget]
+        if not fitting:
+            fitting = [plan for plan in self.least_plans if self.peak(plan, slack) <= budget]
         return min(fitting, key=self.time, default=None)
 
     def gains(self, plan: MemoryPlan) -> Iterator[tuple[int, float]]:
@@ -394,14 +408,13 @@ def find_plan(
     usable = usable_bytes(budget, optimizer_bytes, reserve)
     best: tuple[MemoryPlan, Space] | None = None
     for space in spaces:
-        plan = space.fastest(usable)
+        plan = space.fastest(usable, int(budget * reserve))
         if plan is not None and (best is None or space.time(plan) < best[1].time(best[0])):
             best = plan, space
         if plan == space.uniform[LayerPlan()]:
             break
     if best is None:
-        least_bytes = min(space.least_bytes for space in spaces)
-        needed = least_budget(least_bytes, optimizer_bytes, reserve)
+        needed = min(space.least_budget(optimizer_bytes, reserve) for space in spaces)
         raise ConfigError(
             f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
             f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "

@@ -62,6 +62,7 @@ class Phase:
     peak: int = 0  # the most bytes in it
     after: int = 0  # bytes that exist when it ends
     work: Work = field(default_factory=Work)
+    largest: int = 0  # bytes of the largest block that begins in it
 
 
 class _PlainSizes:
@@ -159,6 +160,7 @@ class Tracker(TorchDispatchMode):
             return
         reference = weakref.ref(storage, lambda _: self._free(key))
         self.live[key] = reference, self.allocator, self.allocator.allocate(size)
+        self.phase.largest = max(self.phase.largest, size)
 
     def _free(self, key: int) -> None:
         _, allocator, block = self.live.pop(key)
@@ -166,6 +168,7 @@ class Tracker(TorchDispatchMode):
 
     def _peak(self, extra: int = 0) -> None:
         block = self.allocator.allocate(extra) if extra else None
+        self.phase.largest = max(self.phase.largest, extra)
         self.phase.peak = max(self.phase.peak, self.bytes)
         if block is not None:
             self.allocator.free(block)

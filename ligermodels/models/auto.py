@@ -38,10 +38,15 @@ def register(cls: type[Model]) -> type[Model]:
 
     Returns: the class, unchanged.
     Raises:
-        ConfigError: another class is registered under the same model_type, the config_class has no
-            model_type, weight_map is not a static method or is wrong, or no small model can be
-            made.
+        ConfigError: cls is not a class of models, another class is registered under the same
+            model_type, the config_class has no model_type, weight_map is not a static method or is
+            wrong, or no small model can be made.
     """
+    if not (isinstance(cls, type) and issubclass(cls, DecoderModel)):
+        raise ConfigError(
+            f"register: {shown(cls)} is no model class; pass a class that inherits from "
+            "DecoderModel"
+        )
     outside = cls.__module__.rpartition(".")[0] != models.__name__
     if outside:
         _import_families()  # so that the check below finds a conflict with one of them

@@ -1,5 +1,6 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -165,15 +166,15 @@ class DecoderModel(HFModel):
         Args:
             input_ids: (batch, seq) int64, each in the vocabulary. On a CUDA GPU, an id outside it
                 ends in a device-side assertion: the next synchronisation raises RuntimeError,
-                nothing is returned, and the process cannot use the GPU any more. Of ids beyond 32
-                bits, torch's lookup there reads only the low 32 bits.
+                nothing is returned, and the process cannot use the GPU any more.
             labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
             inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
                 for tokens, and anything else in the place of others, such as parts of images.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
-                positions restart, and attention stays inside each document. The default is 0, 1,
-                2, ...
+                positions restart, and attention stays inside each document. Positions are numbers
+                and may have any value; from 2^24 on, float32 cannot tell all of them apart. The
+                default is 0, 1, 2, ...
             cu_seqlens: (documents + 1) int: the start of each document in a single row, then the
                 row's length. It replaces position_ids.
             max_seqlen: length of the longest document in cu_seqlens. If it is given, a GPU may use
@@ -212,7 +213,8 @@ class DecoderModel(HFModel):
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
-                "options out"
+                "options out. (HF's Trainer takes the labels out if it smooths them: set "
+                "model.head.loss_options['label_smoothing'] instead of label_smoothing_factor)"
             )
         if labels is not None:
             _check_labels(labels, (batch, seq))
@@ -289,8 +291,7 @@ class DecoderModel(HFModel):
             raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
         if input_ids is not None:
             vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-            _check_ids(input_ids, vocab)
-            return input_ids
+            return _check_ids(input_ids, vocab)
         assert inputs_embeds is not None
         hidden = self.embed_tokens.embedding_dim
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
@@ -316,7 +317,13 @@ class DecoderModel(HFModel):
         store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
         if plan is not None:
             _check_layers(plan, len(self.layers))
+        cache = next(iter(contexts.values())).cache
+        runs: Counter[nn.Module] = Counter()
+        repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
+            if cache is not None and repeats:
+                cache.use = runs[layer]
+                runs[layer] += 1
             choice = LayerPlan() if plan is None else plan.layers[index]
             with nullcontext() if store is None else store.layer(index, choice.host):
                 kept_in = store if choice.host else None
@@ -365,7 +372,7 @@ class DecoderModel(HFModel):
             for x in (context.cos, context.sin, context.memory)
             if x is not None
         ]
-        store.forward_pass([*shared, *self.parameters()])
+        store.forward_pass([*shared, *self.parameters(), *self.buffers()])
         return store
 
     @property
@@ -739,8 +746,8 @@ def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    check_token_ids("input_ids", input_ids, vocab_size)
+def _check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
+    ids = check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
@@ -750,3 +757,4 @@ def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
             f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
             "per row"
         )
+    return ids

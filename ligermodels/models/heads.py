@@ -5,6 +5,7 @@ body's last hidden state. All heads go through one chunk loop if they share thei
 one after the other if each has its own, so that only one sum of a weight gradient exists at a time.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import refuse_double_backward
 from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
+from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models.base import DecoderModel, next_token_targets
 
@@ -133,6 +135,8 @@ class MedusaHeads(nn.Module):
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
         options["reduction"], options["normalizer"] = "sum", None
         if self.tied:
+            if (most := options.get("max_valid")) is not None:
+                options["max_valid"] = count * most  # of all heads together
             states = torch.stack([block(hidden) for block in self.blocks])
             scales = decays / divisors
             loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
@@ -147,6 +151,20 @@ class MedusaHeads(nn.Module):
             )
             loss = sums.sum()
         return AheadOutput(loss, sums.detach() / decays, valid)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens after the next one are predicted."""
+        return len(self.blocks)
+
+    def guesser(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that guesses tokens in generation, for one row of so many tokens.
+
+        Its arguments are the hidden states (1, new, hidden) of the tokens since the last call, and
+        the tokens after each of them (1, new). It returns the tokens after the last one, (1,
+        num_ahead).
+        """
+        return lambda hidden, _: self.logits(hidden[:, -1]).argmax(-1).view(1, -1)
 
     @property
     def ignore_index(self) -> int:
@@ -284,15 +302,25 @@ class MedusaModel(nn.Module):
         self.freeze_body, self.heads_weight = freeze_body, heads_weight
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, normalizer: float | Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        **options: Unpack[HeadOptions],
     ) -> AheadOutput:
-        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels."""
+        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
+
+        Args: position_ids, as in `DecoderModel.forward`: no head predicts a token of another
+            document; options, as in `MedusaHeads.forward`.
+        """
+        documents = None if position_ids is None else document_ids_from_positions(position_ids)
         if self.freeze_body:
             with torch.no_grad():
-                hidden = self.model(input_ids)
-            return self.heads(hidden, labels, normalizer=normalizer)
-        hidden = self.model(input_ids)
-        targets = next_token_targets(labels, None, self.heads.ignore_index)
-        own = self.model.head(hidden, targets, normalizer=normalizer).loss
-        out = self.heads(hidden, labels, normalizer=normalizer)
+                hidden = self.model(input_ids, position_ids=position_ids)
+            return self.heads(hidden, labels, documents, **options)
+        hidden = self.model(input_ids, position_ids=position_ids)
+        targets = next_token_targets(labels, documents, self.heads.ignore_index)
+        own = self.model.head(hidden, targets, **options).loss
+        out = self.heads(hidden, labels, documents, **options)
         return out._replace(loss=own + self.heads_weight * out.loss)

@@ -278,7 +278,9 @@ def _embedding_forward(embedding: nn.Embedding, first: int, group: Any) -> Calla
         if padding is not None:
             # The padding token's embedding gets no gradient, as in nn.Embedding.
             trained = (mine & (ids != padding)).unsqueeze(-1)
-        rows = F.embedding(torch.where(mine, here, 0), weight)
+        # On a GPU, the lookup of an id outside the whole vocabulary must fail, as in nn.Embedding.
+        outside = (ids < 0) | (ids >= embedding.num_embeddings)
+        rows = F.embedding(torch.where(mine, here, outside * len(weight)), weight)
         if padding is not None:
             rows = torch.where(trained, rows, rows.detach())
         rows = rows.masked_fill(~mine.unsqueeze(-1), 0.0)

@@ -1,106 +1,35 @@
 """Fine-tune a checkpoint: `finetune(FinetuneConfig(model=..., train_files=[...], output_dir=...))`.
 
-This module runs all stages, from the options to the export. `data` and `packing` make the rows,
-`trainer` runs the training steps, and `run_dir` manages the output folder.
+This module decides which run goes on in the output folder, and what a signal leaves there. `run`
+has the stages of a run, from the options to the export.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from tqdm import tqdm
 
-from ligermodels import __version__
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
-from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
-from ligermodels.kernels.dispatch import choose
-from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger
-from ligermodels.models.base import DecoderModel
-from ligermodels.models.ranks import (
-    error_on_all_ranks,
-    from_rank_0,
-    is_distributed,
-    num_ranks,
-    rank,
-)
-from ligermodels.parallel.shard import shard
-from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.checkpoints import Checkpoints, digests, fingerprint, first_not_finite
-from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
-from ligermodels.training.data import check_files, file_hash
+from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, rank
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data_sources import local_files
 from ligermodels.training.interrupts import Interrupted, Interrupts
-from ligermodels.training.memory import planner, summary, weight_dtype
-from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
-from ligermodels.training.online import GroupObjective
-from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import (
     is_restarted,
     joined,
     launch_id,
     local_device,
     losing_ranks,
-    meet,
-    num_row_ranks,
 )
-from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir, plot_losses
-from ligermodels.training.trainer import Trainer, perplexity
-
-NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
-OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
-
-
-@dataclass(kw_only=True)
-class FinetuneResult:
-    """The result of a run. Losses are per token, in nats; perplexity is their exponential.
-
-    `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
-    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
-    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
-    """
-
-    output_dir: Path
-    model_dir: Path
-    steps: int
-    loss: float | None
-    eval_before: dict[str, float]
-    eval_after: dict[str, float]
-    shown: tuple[str, str]
-    metrics: list[dict[str, Any]] = field(repr=False)
-    model: DecoderModel = field(repr=False)
-    notes: list[str] = field(default_factory=list, repr=False)
-
-    @property
-    def eval_loss_before(self) -> float | None:
-        """Held-out loss of the original checkpoint."""
-        return self.eval_before.get("eval_loss")
-
-    @property
-    def eval_loss_after(self) -> float | None:
-        """Held-out loss of the trained weights."""
-        return self.eval_after.get("eval_loss")
-
-    @property
-    def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the original checkpoint."""
-        return None if self.eval_loss_before is None else perplexity(self.eval_loss_before)
-
-    @property
-    def perplexity_after(self) -> float | None:
-        """Held-out perplexity of the trained weights."""
-        return None if self.eval_loss_after is None else perplexity(self.eval_loss_after)
+from ligermodels.training.run import NOT_KEPT, FinetuneResult, Run
+from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir
 
 
 def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult:
@@ -133,8 +62,10 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 config = replace(config, resume=True, overwrite_output_dir=False)
             with error_on_all_ranks():
                 inputs = [("model", Path(config.model))]
-                inputs += [("training data", file) for file in check_files(config.train_files)]
-                evaluated = check_files(config.eval_files or [])
+                if config.teacher is not None:
+                    inputs.append(("teacher", Path(config.teacher)))
+                inputs += [("training data", file) for file in local_files(config.train_files)]
+                evaluated = local_files(config.eval_files or [])
                 inputs += [("evaluation data", file) for file in evaluated]
                 run_dir.check(config.resume, config.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []
@@ -143,7 +74,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 with error_on_all_ranks():
                     # Another process may have written a run since the first check.
                     run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-                    run = _Run(config, run_dir, device, progress, interrupts)
+                    run = Run(config, run_dir, device, progress, interrupts)
                 with losing_ranks():
                     return run.run()
         except LigerError:
@@ -165,7 +96,7 @@ def _locked(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-def _what_is_saved(run: _Run | None, output_dir: str) -> str:
+def _what_is_saved(run: Run | None, output_dir: str) -> str:
     """Say what an interrupted run has left in its folder, and how to go on."""
     if run is not None and run.exported:
         return f"interrupted after the export; {run.run_dir.model_dir} is complete"
@@ -207,364 +138,3 @@ def pick_device(name: str | None) -> torch.device:
         reason = first_line(error).rstrip(".")
         raise ConfigError(f"device: {name!r} cannot be used: {reason}") from None
     return device
-
-
-class _Run:
-    """The stages of one call of `finetune`: load, train and export."""
-
-    def __init__(
-        self,
-        config: FinetuneConfig,
-        run_dir: RunDir,
-        device: torch.device,
-        progress: bool,
-        interrupts: Interrupts,
-    ) -> None:
-        self.config = config
-        self.run_dir = run_dir
-        self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
-        self.device = device
-        self.interrupts = interrupts
-        self.began = False  # whether run.json describes this run
-        self.exported = False
-        self.saved: dict[str, Any] = {}  # the content of run.json
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
-        self.progress = progress
-        self.notes: list[str] = []
-        self.objective = OBJECTIVES.get(config.loss, PairObjective)(config)
-        if is_distributed() and (reason := self.objective.one_process):
-            raise ConfigError(
-                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
-                "one process (without --gpus)"
-            )
-
-    def run(self) -> FinetuneResult:
-        config = self.config
-        with error_on_all_ranks():
-            saved = self.run_dir.read_settings() if config.resume else None
-        saved = from_rank_0(saved)
-        if saved is not None:
-            self._check_settings(saved["settings"])
-        self.began = saved is not None
-        with error_on_all_ranks():
-            source = Path(resolve(config.model, revision=config.revision))
-            files = _file_hashes(source)
-            rows, eval_rows = self._rows(source)
-            model = self._model(source, rows, eval_rows)
-        if is_distributed():
-            self._shard(model)
-        self._plan_memory(model, rows, eval_rows, saved)
-        # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
-        trainer = Trainer(
-            model,
-            config,
-            rows,
-            eval_rows,
-            self.device,
-            self.precision,
-            self.objective,
-            ranks=self.ranks,
-        )
-        with error_on_all_ranks():
-            _check_unchanged(source, files)
-        with self.interrupts.held():
-            base = {**files, "weights": _weights_hash(model)}
-            with error_on_all_ranks():
-                self._start(source, base, rows, trainer, saved)
-
-            def check() -> None:
-                where = f"step {trainer.done}"
-                found = meet(where, self.interrupts.signum, config.rank_timeout)
-                self.interrupts.signum = found
-                self.interrupts.check()
-
-            try:
-                every = [each for each in (rows, eval_rows) if each is not None]
-                folder = self.run_dir.reference_dir
-                self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
-                with error_on_all_ranks():
-                    # The export copies the tokenizer files from there.
-                    _check_unchanged(source, files)
-                check()
-                result = self._finish(trainer)
-            except KeyboardInterrupt:
-                if not self.exported:
-                    trainer.save(self.run_dir, self.checkpoints)
-                raise
-        return result
-
-    def _shard(self, model: DecoderModel) -> None:
-        """Spread the model over the ranks, and read each rank's part of it."""
-        if self.config.compile:
-            for layer in model.layers:
-                layer.compile()
-        mesh, together = None, self.config.context_parallel
-        if together > 1:
-            sizes = num_row_ranks(), together
-            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
-        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
-
-    def _check_settings(self, saved: dict[str, Any]) -> None:
-        for name, value in self._settings().items():
-            old = saved.get(name, value)
-            if name not in FREE_ON_RESUME and old != value:
-                raise LigerError(
-                    f"{self.run_dir.path}: {name}: the run was started with {shown(old)} and "
-                    f"cannot be resumed with {shown(value)}"
-                )
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = {**asdict(self.config), "precision": self.precision}
-        for name in ("train_files", "eval_files"):
-            if settings[name] is not None:
-                settings[name] = [os.path.realpath(file) for file in settings[name]]
-        if Path(self.config.model).is_dir():
-            settings["model"] = os.path.realpath(self.config.model)
-        return {name: value for name, value in settings.items() if name not in NOT_KEPT}
-
-    def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
-        """Return the rows for training and for evaluation."""
-        config, objective = self.config, self.objective
-        tokenizer = Tokenizer.from_hf(source)
-        train = objective.read(config.train_files, tokenizer)
-        if config.eval_files:
-            held_out = objective.read(config.eval_files, tokenizer)
-        else:
-            train, held_out = hold_out(train, config.eval_fraction, config.seed)
-        rows = self._made("training", train)
-        return rows, self._made("held-out", held_out) if held_out else None
-
-    def _made(self, what: str, items: list[Any]) -> Rows:
-        seq_len = self.config.seq_len
-        rows = self.objective.rows(items)
-        noun = "document" if self.config.loss == "sft" else "example"
-        self._note(
-            f"{what} data: {_count(len(items), noun)}, "
-            f"{_count(rows.num_tokens, 'token')}, "
-            f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
-        )
-        if rows.num_truncated:
-            self._note(
-                f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "
-                f"dropped {rows.num_dropped:,} of these because no target is left"
-            )
-        return rows
-
-    def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        # Sharding reads each rank's part onto its device.
-        device = "meta" if is_distributed() else self.device
-        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
-        highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
-        if highest >= model.config.vocab_size:
-            raise ConfigError(
-                f"{source}: vocab_size: the tokenizer makes token {highest}, but the model has "
-                f"only {model.config.vocab_size} tokens; use a tokenizer that fits this model"
-            )
-        limit = model.config.max_position_embeddings
-        if rows.width > limit:
-            self._note(
-                f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
-                f"({limit})"
-            )
-        return model
-
-    def _plan_memory(
-        self,
-        model: DecoderModel,
-        rows: Rows,
-        eval_rows: Rows | None,
-        saved: dict[str, Any] | None,
-    ) -> None:
-        """Choose what the layers keep for backward; a resumed run keeps its plan."""
-        config = self.config
-        if config.activation_checkpointing:
-            model.activation_checkpointing_enable()
-        elif (
-            saved is not None
-            and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_row_ranks()
-        ):
-            plan = saved.get("memory_plan")
-            model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
-        elif (budget := self._budget()) != "off":
-            accumulates = config.gradient_accumulation_steps > 1
-            run = planner(model, budget, precision=self.precision, accumulates=accumulates)
-            every = [each for each in (rows, eval_rows) if each is not None]
-            plan = run.plan(*self.objective.largest_batch(every))
-            model.set_memory_plan(plan)
-            self._note(f"memory: {summary(plan)}")
-
-    def _budget(self) -> str:
-        """Return "off", or the memory that the run may take."""
-        if self.config.memory is not None:
-            return self.config.memory
-        # A step on a GPU is simulated with the Triton kernels.
-        on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
-        return "auto" if on_gpu else "off"
-
-    def _start(
-        self,
-        source: Path,
-        base: dict[str, str],
-        rows: Rows,
-        trainer: Trainer,
-        saved: dict[str, Any] | None,
-    ) -> None:
-        """Write the settings of a new run, or check that a resumed run has the same rows and model.
-
-        Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
-        """
-        in_use = trainer.model.memory_plan
-        facts = {"base": base, "rows": rows.fingerprint(), "steps": trainer.total_steps}
-        settings = self._settings()
-        self.saved = {
-            "settings": settings,
-            **facts,
-            "memory_plan": None if in_use is None else in_use.to_dict(),
-            "ranks": self.ranks,
-            "launch": launch_id(),
-        }
-        if saved is None:
-            files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
-            self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
-            if not is_distributed():
-                self.interrupts.check()
-            self.run_dir.clear()
-            self.run_dir.write_settings(self.saved)
-            self.began = True
-        else:
-            self._check_same(source, saved, facts)
-            self.saved = {**saved, **self.saved}
-            if saved != self.saved:
-                self.run_dir.write_settings(self.saved)
-        fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
-        self.checkpoints.run = fingerprint({"settings": fixed, **facts})
-
-    def _check_same(self, source: Path, saved: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Raise LigerError if a run is resumed with another model, other data or other steps."""
-        where = self.run_dir.path
-        if other := _changed(saved["base"], facts["base"]):
-            raise LigerError(
-                f"{source}: this is not the model that the run in {where} was started with: "
-                f"{', '.join(other)} changed; restore the model, or start another run"
-            )
-        if saved["rows"] != facts["rows"]:
-            raise LigerError(
-                f"{where}: the training data is not what the run was started with: "
-                + _difference(saved["files"], self.config.train_files)
-            )
-        if saved["steps"] != facts["steps"]:
-            raise LigerError(
-                f"{where}: the run was started with {shown(saved['steps'])} steps and cannot be "
-                f"resumed with {facts['steps']}"
-            )
-
-    def _finish(self, trainer: Trainer) -> FinetuneResult:
-        """Export the model, draw the losses and return the result."""
-        config, model = self.config, trainer.model
-        self._export(trainer)
-        self.exported = True
-        metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
-        if rank() == 0 and not plot_losses(metrics, self.run_dir.loss_plot):
-            self._note(
-                "loss.png was not drawn, because matplotlib is not installed "
-                "(pip install 'ligermodels[plot]')"
-            )
-        if not config.save_steps and rank() == 0:  # An interruption may have written some.
-            self.checkpoints.clear()
-        losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
-        evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
-        last = trainer.total_steps
-        return FinetuneResult(
-            output_dir=self.run_dir.path,
-            model_dir=self.run_dir.model_dir,
-            steps=trainer.total_steps,
-            loss=losses.get(last),
-            eval_before=evals.get(0, {}),
-            eval_after=evals.get(last, {}),
-            shown=self.objective.shown,
-            metrics=metrics,
-            model=model,
-            notes=self.notes,
-        )
-
-    def _export(self, trainer: Trainer) -> None:
-        model, name = trainer.model, self.config.export_dtype
-        dtype = None if name is None else getattr(torch, name)
-        where = f"{self.run_dir.path}: the trained weights cannot be exported"
-        if odd := first_not_finite(model.named_parameters()):
-            raise LigerError(
-                f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
-                "or a longer warm-up"
-            )
-        if odd := first_not_finite(model.named_parameters(), dtype):
-            trainer.save(self.run_dir, self.checkpoints)
-            raise LigerError(
-                f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
-                "resume the run with it (--resume --export-dtype bfloat16)"
-            )
-        if not self.saved["exported"]:
-            self.saved["exported"] = True
-            self.run_dir.write_settings(self.saved)
-        if dtype is not None:
-            trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
-            model.to(dtype)
-        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        if self.progress:
-            tqdm.write(text, file=sys.stderr)
-
-
-def _file_hashes(source: Path) -> dict[str, str]:
-    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name."""
-    names = [CONFIG_NAME, *copied_files(source)]
-    return {name: file_hash(source / name) for name in names}
-
-
-def _check_unchanged(source: Path, files: dict[str, str]) -> None:
-    """Raise CheckpointError if files of the model were changed since they were hashed."""
-    if changed := _changed(files, _file_hashes(source)):
-        raise CheckpointError(
-            f"{source / changed[0]}: the file was changed while the run was using it; restore it "
-            "and resume the run"
-        )
-
-
-def _weights_hash(model: DecoderModel) -> str:
-    """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
-    weights = dict(model.named_parameters())
-    if not is_distributed():
-        return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
-    found: dict[str, str] = {}
-    for name in weights:
-        whole = [model.whole_parameter(name)]  # every rank helps to gather it
-        if rank() == 0:
-            found |= digests([name], lambda _, whole=whole: whole)  # type: ignore[misc]
-    return from_rank_0(fingerprint(found))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return the names whose values differ, also by being absent."""
-    return sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
-
-
-def _difference(then: dict[str, str], files: list[str]) -> str:
-    """Say which training files differ. Hashes decide, because files may have been renamed."""
-    now = {os.path.realpath(file): file_hash(file) for file in files}
-    if changed := [file for file, digest in now.items() if digest not in then.values()]:
-        return f"{', '.join(changed)} changed or is new"
-    if gone := [file for file, digest in then.items() if digest not in now.values()]:
-        return f"{', '.join(gone)} is left out"
-    return (
-        "the files are the same, but their order, the evaluation files (--eval-files), the part "
-        "that is held out (--eval-fraction) or the tokenizer changed"
-    )

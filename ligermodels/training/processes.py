@@ -163,6 +163,15 @@ def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
     return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
 
 
+def on_all_ranks(done: bool) -> bool:
+    """Return whether it is true on every rank. All ranks call it together."""
+    if not is_distributed():
+        return done
+    least = torch.tensor(int(done))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=_host)
+    return bool(least)
+
+
 def summed(counts: dict[str, int]) -> dict[str, int]:
     """Return counts summed over the ranks, all of which give the same names.
 
@@ -185,3 +194,16 @@ def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[
     total /= _together
     means = map(Mean, total[1::2], total[2::2])
     return total[0].to(loss), dict(zip(metrics, means))
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average the gradients of parameters that every rank has whole, in place."""
+    if not is_distributed():
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for dtype in {grad.dtype for grad in grads}:
+        mine = [grad for grad in grads if grad.dtype == dtype]
+        every = torch.cat([grad.flatten() for grad in mine])
+        dist.all_reduce(every)
+        for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
+            grad.copy_(mean.view_as(grad))

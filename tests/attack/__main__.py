@@ -2,8 +2,9 @@
 
     python -m tests.attack [GROUP ...] --runs 1000 [--seed 0] [--only NAME] [--out counts.json]
 
-To attack an older version, check it out into a folder and name that folder with --package.
-The exit code is 1 if anything broke.
+To attack an older version, check it out into a folder and name that folder with --package; with
+--limit, what hangs there costs a few seconds each. `python -m tests.attack.table` compares two
+counts. The exit code is 1 if anything broke.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.attack.harness import ATTACKS, Count, plan, run_one
+from tests.attack.harness import ATTACKS, Count, Outcome, plan, run_one
 
 GROUPS = "ABCDE"
 
@@ -31,13 +34,24 @@ def load_attacks() -> None:
         importlib.import_module(f"tests.attack.{file.stem}")
 
 
+def run_numbered(
+    job: tuple[int, int], limit: float, deadline: float
+) -> tuple[int, int, Outcome | None]:
+    """Run the attack of a number with a seed, unless it is too late."""
+    number, seed = job
+    late = time.monotonic() > deadline
+    return number, seed, None if late else run_one(ATTACKS[number], seed, limit)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
     parser.add_argument("groups", nargs="*", default=list(GROUPS))
     parser.add_argument("--runs", type=int, default=1000, help="runs of each group")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--seconds", type=float, help="start no run after this time")
-    parser.add_argument("--only", help="run only attacks with this text in their name")
+    parser.add_argument("--limit", type=float, default=1e9, help="end each run after these seconds")
+    parser.add_argument("--only", default="", help="only attacks whose name has this expression")
     parser.add_argument("--package", help="attack the ligermodels in this folder")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
@@ -48,49 +62,56 @@ def main() -> int:
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
     if options.package:
-        sys.path.insert(0, options.package)
+        sys.path.insert(0, os.path.abspath(options.package))
     import ligermodels
 
     if options.package:
         del sys.path[0]
+        if not Path(ligermodels.__file__).is_relative_to(os.path.abspath(options.package)):
+            parser.error(f"--package {options.package}: there is no ligermodels in it")
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # A fork would find the lock of tqdm's thread held for ever.
     load_attacks()
-    counts: dict[tuple[str, int, str], Count] = defaultdict(Count)
-    runs = [
-        (one, seed)
+    jobs = [
+        (ATTACKS.index(one), seed)
         for group in options.groups
-        for one, seed in plan(group, options.runs, options.seed)
-        if not options.only or options.only in one.name
+        for one, seed in plan(group, options.runs, options.seed, options.only)
     ]
-    if options.seconds is not None:  # What there is no time for is then of all attacks alike.
-        random.Random(options.seed).shuffle(runs)
+    # The slow ones are spread, and what there is no time for is of all attacks alike.
+    random.Random(options.seed).shuffle(jobs)
     print(f"ligermodels from {Path(ligermodels.__file__).parent}, {len(ATTACKS)} attacks")
-    began = time.monotonic()
-    for one, seed in tqdm(runs, unit="run"):
-        if options.seconds is not None and time.monotonic() - began > options.seconds:
-            break
-        count = counts[one.group, one.fault, one.name]
-        count.runs += 1
-        broken = run_one(one, seed)
-        if broken is not None:
-            count.faults += 1
-            if len(count.examples) < 3:
-                count.examples.append(f"seed {seed}: {broken}")
-    for (group, fault, name), count in sorted(counts.items()):
-        print(f"{group} {fault:>2} {name:50} {count.runs:6} runs {count.faults:6} faults")
-        for example in count.examples:
-            print("      " + example.strip().replace("\n", "\n      ")[-600:])
+    deadline = float("inf") if options.seconds is None else time.monotonic() + options.seconds
+    run = partial(run_numbered, limit=options.limit, deadline=deadline)
+    counts: dict[int, Count] = defaultdict(Count)
+    with multiprocessing.get_context("fork").Pool(options.jobs) as workers:
+        for number, seed, outcome in tqdm(
+            workers.imap_unordered(run, jobs), total=len(jobs), unit="run"
+        ):
+            if outcome is not None:
+                counts[number].add(seed, outcome)
+
+    rows = []
+    for number, count in sorted(counts.items(), key=lambda item: _key(item[0])):
+        group, fault, name = _key(number)
+        skipped = f"{count.skipped:6} impossible on this machine" if count.skipped else ""
+        print(f"{group} {fault:>2} {name:50} {count.runs:6} runs {count.faults:6} faults{skipped}")
+        for label, (runs, faults) in sorted(count.by_label.items()):
+            print(f"     {label:52} {runs:5} runs {faults:6} faults")
+        for label, example in list(count.examples.items())[:3]:
+            text = example.strip().replace("\n", "\n      ")
+            print(f"      {label}: {text}")
+        rows.append({"group": group, "fault": fault, "attack": name, **vars(count)})
     for group in options.groups:
-        of = [c for key, c in counts.items() if key[0] == group]
+        of = [count for number, count in counts.items() if ATTACKS[number].group == group]
         print(f"group {group}: {sum(c.runs for c in of)} runs, {sum(c.faults for c in of)} faults")
     if options.out:
-        rows = [
-            {"group": g, "fault": f, "attack": n, "runs": c.runs, "faults": c.faults}
-            for (g, f, n), c in sorted(counts.items())
-        ]
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(count.faults for count in counts.values()))
+
+
+def _key(number: int) -> tuple[str, int, str]:
+    one = ATTACKS[number]
+    return one.group, one.fault, one.name
 
 
 if __name__ == "__main__":

@@ -151,10 +151,23 @@ def list_wild_names(case: Case, hub: Hub) -> list[str]:
     return []
 
 
+def lie_about_bytes_of_weights(case: Case, hub: Hub) -> list[str]:
+    """Send other bytes than the hub's own SHA-256 says."""
+    name = case.draw.choice([x for x in sorted(hub.files) if x.endswith(".safetensors")])
+    hub.files[name].content = flipped(case.draw, hub.files[name].content)
+    return [name]
+
+
+def call_a_path_the_commit(case: Case, hub: Hub) -> list[str]:
+    hub.api["sha"] = str(case.folder / "outside")
+    return ["commit"]
+
+
 LIES: list[Callable[[Case, Hub], list[str]]] = [
+    call_a_path_the_commit,
     lie_about_the_commit,
     lie_about_bytes,
-    lie_about_bytes,
+    lie_about_bytes_of_weights,
     lie_about_a_checksum,
     lie_about_a_size,
     list_a_file_without_sending_it,
@@ -172,7 +185,9 @@ def a_lie_is_found_out_and_leaves_no_trace(case: Case) -> None:
         cached = case.draw.random() < 0.2
         if cached and load(case, truth) is not None:
             raise Fault("the truth was refused")
-        words = case.draw.choice(LIES)(case, hub)
+        lie = LIES[case.seed % len(LIES)]
+        case.label(lie.__name__)
+        words = lie(case, hub)
         said = load(case, truth)
         if words and not cached:
             if said is None:
@@ -252,7 +267,7 @@ def a_broken_hub_is_told_from_a_missing_connection(case: Case) -> None:
         cached = case.draw.random() < 0.3
         if cached and load(case, truth) is not None:
             raise Fault("the truth was refused")
-        answer, words = BROKEN[case.draw.choice(sorted(BROKEN))]
+        answer, words = BROKEN[case.turn(sorted(BROKEN))]
         where = "api" if cached else case.draw.choice(["api", "api", "tree", "file"])
         if (where == "tree" and answer[0] == 200) or (where == "file" and answer[0] in (200, 404)):
             where = "api"
@@ -281,7 +296,7 @@ def a_damaged_cache_is_healed(case: Case) -> None:
         snapshot = next((case.folder / "cache").rglob("snapshots")) / COMMIT
         blob = (snapshot / case.draw.choice(sorted(needed(truth)))).resolve()
         content = blob.read_bytes()
-        kind = case.draw.choice(["cut", "cut", "empty", "gone", "longer"])
+        kind = case.turn(["cut", "empty", "gone", "longer"])
         if kind == "gone":
             blob.unlink()
         else:
@@ -311,9 +326,7 @@ def an_incomplete_cache_does_not_count_as_the_whole(case: Case) -> None:
     with loopback_hub(checkpoint, case.folder / "cache") as hub:
         import huggingface_hub
 
-        left_out = case.draw.choice(
-            ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-        )
+        left_out = case.turn(["generation_config.json", "tokenizer.json", "tokenizer_config.json"])
         names = [name for name in hub.files if name != left_out]
         for name in names:
             huggingface_hub.hf_hub_download(REPO, name)
@@ -331,7 +344,7 @@ def an_incomplete_cache_does_not_count_as_the_whole(case: Case) -> None:
 def file_names_are_no_patterns(case: Case) -> None:
     """A shard's name means that file, whatever characters it has."""
     checkpoint = make_checkpoint(case.folder / "checkpoint")
-    name = case.draw.choice(
+    name = case.turn(
         ["*.safetensors", "model[1].safetensors", "model?.safetensors", "[!x]*.safetensors"]
         + ["model[].safetensors", "m*l.safetensors", "[a-z]odel.safetensors"]
     )

@@ -88,15 +88,18 @@ def _token(content: str, **flags: Any) -> dict[str, Any]:
     return {"content": content, **plain, **flags}
 
 
-def _replace_by(draw: random.Random, path: Path) -> str:
+KINDS = ("dead link", "loop", "folder", "pipe", "socket", "device", "link to pipe")
+
+
+def _replace_by(case: Case, path: Path) -> str:
     """Put something that is no regular file in the place of a path; return what it is."""
+    draw, kind = case.draw, case.turn(KINDS)
     if path.is_dir():
         for inner in path.iterdir():
             inner.unlink()
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
-    kind = draw.choice(["dead link", "loop", "folder", "pipe", "socket", "device", "link to pipe"])
     if kind == "dead link":
         path.symlink_to(draw.choice(["gone", "../gone/file", "/nowhere"]))
     elif kind == "loop":
@@ -136,12 +139,12 @@ def _tokenizer_with_every_file(draw: random.Random, folder: Path) -> str:
     return draw.choice(names)
 
 
-@attack("A", 7)
+@attack("A", 7, weight=2)
 def tokenizer_files_that_are_no_files(case: Case) -> None:
     """A link that leads nowhere, a folder, a pipe and the like never count as an absent file."""
     name = _tokenizer_with_every_file(case.draw, case.folder)
     _use(case.folder)
-    kind = _replace_by(case.draw, case.folder / name)
+    kind = _replace_by(case, case.folder / name)
     _refused(f"{name} as {kind}", lambda: _use(case.folder), name)
 
 
@@ -150,7 +153,7 @@ def template_folders_that_are_no_folders(case: Case) -> None:
     make_tokenizer(case.folder)
     path = case.folder / "additional_chat_templates"
     path.mkdir()
-    kind = _replace_by(case.draw, path)
+    kind = _replace_by(case, path)
     if kind == "folder":
         path.rmdir()
         path.write_text("a file")
@@ -166,7 +169,8 @@ def settings_that_are_no_files_for_the_commands(case: Case) -> None:
     names = ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"]
     command = case.draw.choice(["generate", "finetune"])
     name = case.draw.choice([*names, "generation_config.json"])
-    kind = _replace_by(case.draw, model / name)
+    kind = _replace_by(case, model / name)
+    case.label(f"{command} without the file of its end token", f"{kind} of a checkpoint")
     if command == "generate":
         done = case.cli("generate", model, "hi", "--max-new-tokens", 1)
     else:
@@ -187,7 +191,7 @@ def generation_settings_that_are_no_file(case: Case) -> None:
     import ligermodels
 
     model = make_checkpoint(case.folder / "model")
-    kind = _replace_by(case.draw, model / "generation_config.json")
+    kind = _replace_by(case, model / "generation_config.json")
 
     def work() -> Any:
         loaded = ligermodels.LigerLlama.from_hf(model)
@@ -196,7 +200,7 @@ def generation_settings_that_are_no_file(case: Case) -> None:
     _refused(f"generation_config.json as {kind}", work, "generation_config.json")
 
 
-@attack("A", 8)
+@attack("A", 8, weight=2)
 def added_tokens_of_tokenizer_models(case: Case) -> None:
     """An added token is found where the tokenizers package finds it, whatever it consists of."""
     import tokenizers
@@ -206,10 +210,14 @@ def added_tokens_of_tokenizer_models(case: Case) -> None:
     draw = case.draw
     _spm(case.folder)
     letters = [" ", "\n", "\t", "x", "e", "the", "[X]", "▁", "\u3000", "é"]
+    kind = case.turn(["a space, lstrip", "spaces", "a newline", "any"])
+    given = {"a space, lstrip": [" x"], "spaces": ["  "], "a newline": ["\n"], "any": []}[kind]
     found: dict[str, dict[str, Any]] = {}
-    for _ in range(draw.randint(1, 3)):
+    for number in range(draw.randint(1, 3)):
         content = "".join(draw.choices(letters, k=draw.randint(1, 3)))
         flags = {name: draw.random() < 0.5 for name in ("lstrip", "rstrip", "single_word")}
+        if number < len(given):
+            content, flags["lstrip"] = given[number], kind == "a space, lstrip"
         # Piece 0 is no text, and a content that is a piece itself has its id already.
         found.setdefault(content, _token(content, special=draw.random() < 0.5, **flags))
     config = {"added_tokens_decoder": {str(310 + i): t for i, t in enumerate(found.values())}}
@@ -238,27 +246,36 @@ def _copies(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [copy.copy(token) for token in found.values()]
 
 
-@attack("A", 8)
+# The first seven are of a tokenizer.model, the others of a tokenizer.json.
+CONTRADICTIONS = (
+    *("one id, two tokens", "300 and 0300", "one token, two ids", "the id of a piece"),
+    *("a piece, another id", "two files, one id", "two files, two ids"),
+    *("one id, two tokens in tokenizer.json", "a key twice", "an added token, the id of another"),
+    *("one token, two ids beside tokenizer.json", "another id beside tokenizer.json"),
+)
+
+
+@attack("A", 8, weight=3)
 def contradictions_about_ids(case: Case) -> None:
     """A file that gives a token two ids, or an id two tokens, is refused."""
     draw, folder = case.draw, case.folder
     one, other = draw.sample(["<x>", "[Y]", "zz", "é", " w"], 2)
-    if draw.random() < 0.5:
+    kind = case.turn(CONTRADICTIONS)
+    if kind in CONTRADICTIONS[:7]:
         _spm(folder)
         index, piece = 310 + draw.randrange(9), draw.randrange(260, 310)
         settings: dict[str, Any] = {}
-        kind = draw.randrange(7)
-        if kind == 0:
+        if kind == "one id, two tokens":
             _write(folder / "added_tokens.json", {one: index, other: index})
-        elif kind == 1:
+        elif kind == "300 and 0300":
             settings = {str(index): _token(one), "0" * draw.randint(1, 3) + str(index): _token(one)}
-        elif kind == 2:
+        elif kind == "one token, two ids":
             settings = {str(index): _token(one), str(index + 1): _token(one)}
-        elif kind == 3:
+        elif kind == "the id of a piece":
             settings = {str(piece): _token(one)}
-        elif kind == 4:
+        elif kind == "a piece, another id":
             settings = {str(index): _token("▁the")}
-        elif kind == 5:
+        elif kind == "two files, one id":
             settings = {str(index): _token(one)}
             _write(folder / "added_tokens.json", {other: index})
         else:
@@ -266,30 +283,29 @@ def contradictions_about_ids(case: Case) -> None:
             _write(folder / "added_tokens.json", {one: index + 1})
         if settings:
             _write(folder / "tokenizer_config.json", {"added_tokens_decoder": settings})
-        _refused(f"case {kind}, {one!r} and {other!r}", lambda: _use(folder))
+        _refused(f"{kind}: {one!r} and {other!r}", lambda: _use(folder))
         return
     make_tokenizer(folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     vocab = content["model"]["vocab"]
-    kind = draw.randrange(5)
-    if kind == 0:
+    if kind == "one id, two tokens in tokenizer.json":
         vocab[one] = vocab[draw.choice(list(vocab))]
         _write(file, content)
-    elif kind == 1:
+    elif kind == "a key twice":
         again = json.dumps(draw.choice(list(vocab)))
         text = json.dumps(content)
         file.write_text(text.replace('"vocab": {', f'"vocab": {{{again}: 258, '))
-    elif kind == 2:
+    elif kind == "an added token, the id of another":
         content["added_tokens"].append({**_token(one, special=True), "id": draw.randrange(256)})
         _write(file, content)
-    elif kind == 3:
+    elif kind == "one token, two ids beside tokenizer.json":
         settings = {"259": _token(one), "258": _token(one)}
         _write(folder / "tokenizer_config.json", {"added_tokens_decoder": settings})
     else:
         settings = {str(draw.randrange(256)): _token("</s>")}
         _write(folder / "tokenizer_config.json", {"added_tokens_decoder": settings})
-    _refused(f"tokenizer.json, case {kind}", lambda: _use(folder))
+    _refused(kind, lambda: _use(folder))
 
 
 @attack("A", 8)
@@ -344,10 +360,15 @@ def generation_settings_changed_after_the_load(case: Case) -> None:
 def ids_that_are_no_ids(case: Case) -> None:
     """Negative ids, ids of more than 31 bits and ids that are no integers are refused."""
     draw, folder = case.draw, case.folder
-    wrong = draw.choice([-1, -5, -(2**40), 2**31, 2**32 - 1, 2**32, 2**63, 10**30, 1.5, "5", True])
-    if draw.random() < 0.5:
+    kind = case.turn(["negative", "negative in added_tokens.json", "beyond int32", "no integer"])
+    values = {
+        "beyond int32": [2**31, 2**32 - 1, 2**32, 2**63, 10**30],
+        "no integer": [1.5, "5", True],
+    }
+    wrong = draw.choice(values.get(kind, [-1, -5, -(2**40)]))
+    if kind == "negative in added_tokens.json" or draw.random() < 0.5:
         _spm(folder)
-        if draw.random() < 0.5:
+        if kind == "negative in added_tokens.json" or draw.random() < 0.5:
             _write(folder / "added_tokens.json", {"<x>": wrong})
         else:
             key = "x" if isinstance(wrong, str | float) else str(wrong)
@@ -382,6 +403,7 @@ def odd_values_in_tokenizer_settings(case: Case) -> None:
     """Settings of wrong types, or with text that is not Unicode, work or are refused."""
     draw, folder = case.draw, case.folder
     slow = draw.random() < 0.5
+    case.label("tokenizer.model" if slow else "tokenizer.json")
     if slow:
         _spm(folder)
         _write(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
@@ -412,7 +434,7 @@ def odd_values_in_tokenizer_settings(case: Case) -> None:
     _refused_or_done(lambda: _use(folder))
 
 
-def _steps_that_fail(draw: random.Random) -> dict[str, Any]:
+def _steps_that_fail(draw: random.Random) -> dict[str, dict[str, Any]]:
     """Return parts of a tokenizer.json that make the tokenizers package panic or fail."""
     slow = draw.choice([r"(a+)+$", r"(a|a)*b", r"(a*)*c", r"^(([a-z])+.)+[A-Z]([a-z])+$"])
     split = {"type": "Split", "pattern": {"Regex": slow}, "behavior": "Isolated", "invert": False}
@@ -420,44 +442,55 @@ def _steps_that_fail(draw: random.Random) -> dict[str, Any]:
     table = base64.b64encode(draw.randbytes(draw.randrange(40))).decode()
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     template["single"] = [{"SpecialToken": {"id": "<none>", "type_id": 0}}, _sequence()]
-    models = [
-        {"type": "WordLevel", "vocab": {"zz": 0}, "unk_token": draw.choice(["[UNK]", "zz"])},
-        {"type": "Unigram", "vocab": [["zz", -1.0]], "unk_id": draw.choice([None, 0, 7])},
-        {"type": "Unigram", "vocab": [], "unk_id": draw.choice([None, 0])},
-        {
+    models = {
+        "WordLevel": {
+            "type": "WordLevel",
+            "vocab": {"zz": 0},
+            "unk_token": draw.choice(["?", "zz"]),
+        },
+        "Unigram": {
+            "type": "Unigram",
+            "vocab": draw.choice([[], [["zz", -1.0]]]),
+            "unk_id": draw.choice([None, 0, 7]),
+        },
+        "WordPiece": {
             "type": "WordPiece",
             "vocab": {"zz": 0},
             "unk_token": "[UNK]",
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": draw.choice([0, 100]),
         },
-        {"type": "BPE", "vocab": {"zz": 0}, "merges": [], "unk_token": "[UNK]"},
-        {"type": "BPE", "vocab": {"z": 0, "zz": 1}, "merges": [["z", draw.choice("zy")]]},
-    ]
-    return draw.choice(
-        [
-            {"pre_tokenizer": split},
-            {"normalizer": replace},
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": table}},
-            {"post_processor": template},
-            {"decoder": {**replace}},
-            {"pre_tokenizer": {"type": "FixedLength", "length": draw.choice([0, 1, 2**40])}},
-            {"model": draw.choice(models), "added_tokens": []},
-            {"model": draw.choice(models), "added_tokens": []},
-        ]
-    )
+        "BPE": {"type": "BPE", "vocab": {"zz": 0}, "merges": [], "unk_token": "[UNK]"},
+    }
+    merges = {"type": "BPE", "vocab": {"z": 0, "zz": 1}, "merges": [["z", draw.choice("zy")]]}
+    return {
+        "regex of a pre-tokenizer": {"pre_tokenizer": split},
+        "regex of a normalizer": {"normalizer": replace},
+        "table of characters": {
+            "normalizer": {"type": "Precompiled", "precompiled_charsmap": table}
+        },
+        "template": {"post_processor": template},
+        "decoder": {"decoder": {**replace}},
+        "length": {"pre_tokenizer": {"type": "FixedLength", "length": draw.choice([0, 1, 2**40])}},
+        **{
+            f"no unknown token, {name}": {"model": model, "added_tokens": []}
+            for name, model in models.items()
+        },
+        "merges": {"model": merges, "added_tokens": []},
+    }
 
 
 def _sequence() -> dict[str, Any]:
     return {"Sequence": {"id": "A", "type_id": 0}}
 
 
-@attack("B", 12, weight=2)
+@attack("B", 12, weight=3)
 def tokenizers_that_panic(case: Case) -> None:
     """Where the tokenizers package fails or panics, ligermodels raises its own error."""
     draw, folder = case.draw, case.folder
     text = "a" * draw.randint(20, 40) + draw.choice(["b", "!", "X"])
-    parts = _steps_that_fail(draw)
+    steps = _steps_that_fail(draw)
+    parts = steps[case.turn(sorted(steps))]
     if draw.random() < 0.2:
         model = make_checkpoint(folder / "model")
         content = json.loads((model / "tokenizer.json").read_text())
@@ -470,7 +503,13 @@ def tokenizers_that_panic(case: Case) -> None:
     _refused_or_done(lambda: _use(folder, text))
 
 
-@attack("B", 12)
+NOT_UNICODE = (
+    *("prompt", "standard input", "system text", "chat", "template", "template in the settings"),
+    *("settings", "text", "name"),
+)
+
+
+@attack("B", 12, weight=2)
 def text_that_is_not_unicode(case: Case) -> None:
     """Half a surrogate pair, or bytes that are not UTF-8, end in one line wherever they come in."""
     draw = case.draw
@@ -479,27 +518,27 @@ def text_that_is_not_unicode(case: Case) -> None:
     bad = "".join(draw.choices(["a", " ", "é", "\udc80", "\udcff"], k=5)) + "\udcff"
     raw = b"caf\xe9 " + draw.randbytes(3) + b"\xff"
     one = ("--max-new-tokens", 1)
-    kind = draw.randrange(8)
-    if kind == 0:
+    kind = case.turn(NOT_UNICODE)
+    if kind == "prompt":
         case.cli("generate", model, bad, *one).one_line()
-    elif kind == 7:
+    elif kind == "name":
         # A folder may have any bytes as its name.
         folder = model.rename(
             case.folder / os.fsdecode(b"m" + draw.randbytes(2).hex().encode() + b"\xff")
         )
         _use(folder)
-    elif kind == 1:
+    elif kind == "standard input":
         case.cli("generate", model, *one, stdin=raw).one_line()
-    elif kind == 2:
+    elif kind == "system text":
         case.cli("generate", model, "hi", "--chat", "--system", bad, *one).one_line()
-    elif kind == 3:
+    elif kind == "chat":
         case.cli("generate", model, "--chat", *one, stdin=raw).one_line()
-    elif kind == 4:
+    elif kind == "template":
         (model / "chat_template.jinja").write_bytes(raw)
         case.cli("generate", model, "hi", "--chat", *one).one_line("chat_template.jinja")
-    elif kind == 5:
+    elif kind in ("settings", "template in the settings"):
         settings = json.loads((model / "tokenizer_config.json").read_text())
-        settings[draw.choice(["chat_template", "pad_token"])] = bad
+        settings["pad_token" if kind == "settings" else "chat_template"] = bad
         _write(model / "tokenizer_config.json", settings)
         case.cli("generate", model, "hi", "--chat", *one).one_line("tokenizer_config.json")
     else:
@@ -591,6 +630,7 @@ def mutated_tokenizer_files(case: Case) -> None:
         _write(file, {**json.loads(file.read_text()), **RICH})
     if draw.random() < 0.5 and (folder / "tokenizer.json").exists():
         name = "tokenizer.json"
+    case.label(Path(name).name)
     raw = (folder / name).read_bytes()
     (folder / name).write_bytes(_mutated(draw, raw))
     text = draw.choice(["the dog é", "</s> a<s>", " ", "", "東京 x\n"])
@@ -613,7 +653,7 @@ def tokenizers_that_are_there_but_no_file(case: Case) -> None:
     import ligermodels
 
     make_tokenizer(case.folder)
-    kind = _replace_by(case.draw, case.folder / "tokenizer.json")
+    kind = _replace_by(case, case.folder / "tokenizer.json")
     try:
         ligermodels.Tokenizer.from_hf(case.folder)
     except ligermodels.LigerError as error:
@@ -759,7 +799,8 @@ def files_that_never_end(case: Case) -> None:
     name = case.draw.choice([name, "chat_template.jinja", "additional_chat_templates/x.jinja"])
     path = case.folder / name
     path.unlink()
-    kind = case.draw.choice(["pipe", "written pipe", "device"])
+    kind = case.turn(["pipe", "written pipe", "device"])
+    case.label(f"{kind} as template" if name.endswith(".jinja") else kind)
     if kind == "device":
         path.symlink_to(case.draw.choice(["/dev/zero", "/dev/urandom"]))
     else:
@@ -782,12 +823,12 @@ def normalizers_that_are_bombs(case: Case) -> None:
     pattern = draw.choice([{"String": letter}, {"Regex": letter}, {"Regex": f"[{letter}x]"}])
     step = {"type": "Replace", "pattern": pattern, "content": letter * times}
     steps = [step] * draw.randint(40, 90)
-    kind = draw.randrange(4)
-    if kind == 0:
+    kind = case.turn(["normalizer", "decoder", "nested normalizers", "post-processor"])
+    if kind == "normalizer":
         content["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    elif kind == 1:
+    elif kind == "decoder":
         content["decoder"] = {"type": "Sequence", "decoders": steps}
-    elif kind == 2:
+    elif kind == "nested normalizers":
         inner = {"type": "Sequence", "normalizers": steps[:20]}
         content["normalizer"] = {"type": "Sequence", "normalizers": [inner] * 4}
     else:
@@ -796,4 +837,4 @@ def normalizers_that_are_bombs(case: Case) -> None:
         content["post_processor"]["special_tokens"] = {}
     _write(folder / "tokenizer.json", content)
     with _limited_memory():
-        _refused(f"a bomb of kind {kind}", lambda: _use(folder, "a late tea " * 99))
+        _refused(f"a bomb as {kind}", lambda: _use(folder, "a late tea " * 99))

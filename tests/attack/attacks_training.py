@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import ligermodels
+from tests.attack.attacks_saves import as_a_user
 from tests.attack.harness import Case, Fault, Result, attack
 from tests.training.tiny_run import make_checkpoint, make_text
 
@@ -184,13 +185,15 @@ MINE = """
 def overwriting_removes_only_what_a_run_made(case: Case) -> None:
     """A folder with a user's files and no run, or with such files beside a run's own."""
     tiny = Tiny(case)
-    with_run = case.draw.random() < 0.4
-    if with_run:
+    kind = case.turn(["model/ that no run made", "no run", "a run"])
+    if kind == "a run":
         tiny.started()
         names = [n for n in MINE if not (tiny.out / n).exists() and "step-0" not in n]
         names = [n for n in names if "model-00" not in n and n != "model/tokenizer.json"]
-    else:
+    elif kind == "no run":
         names = MINE
+    else:
+        names = [name for name in MINE if name.startswith("model/")]
     names = case.draw.sample(names, case.draw.randint(1, min(4, len(names))))
     scribble(case.draw, tiny.out, names)
     mine = {name: content for name, content in tree(tiny.out).items() if name in names}
@@ -221,7 +224,7 @@ def no_file_is_written_through_a_link(case: Case) -> None:
     mine = case.folder / "mine"
     mine.write_text("mine")
     names = [".lock", "run.json.part", "metrics.jsonl.part", "loss.png.part", "loss.png"]
-    for name in case.draw.sample(names, 2):
+    for name in {case.turn(names), case.draw.choice(names)}:
         (tiny.out / name).symlink_to(mine)
     if case.draw.random() < 0.3 and not os.path.lexists(tiny.out / ".lock"):
         os.link(mine, tiny.out / ".lock")
@@ -248,7 +251,7 @@ def a_run_is_not_scattered_among_other_files(case: Case) -> None:
 @attack("A", 5, seconds=LIMIT)
 def an_export_can_be_loaded(case: Case) -> None:
     """The last update, or the cast of the export, goes beyond what the dtype can hold."""
-    kind = case.draw.choice(["update", "float16", "both"])
+    kind = case.turn(["update", "float16", "both"])
     tiny = Tiny(case)
     changes: dict[str, object] = {"max_steps": case.draw.randint(1, 2), "weight_decay": 0}
     if kind != "float16":
@@ -300,7 +303,7 @@ def a_replaced_model_is_noticed(case: Case) -> None:
     tiny = Tiny(case)
     tiny.started()
     back_to(tiny, case.draw.choice([0, 4]))
-    kind = case.draw.choice(["config", "weights", "tokenizer"])
+    kind = case.turn(["config", "weights", "tokenizer"])
     if kind == "config":
         file = tiny.model / "config.json"
         config = json.loads(file.read_text())
@@ -354,7 +357,7 @@ def a_damaged_checkpoint_of_a_run_is_noticed(case: Case) -> None:
     weights = tiny.started()
     back_to(tiny, 4)
     file = tiny.checkpoints()[-1]
-    kind = draw.choice(["bits", "dtype", "step", "name", "cut", "run", "count", "future"])
+    kind = case.turn(["bits", "dtype", "step", "name", "cut", "run", "count", "half as whole"])
     if kind == "bits":
         whole = bytearray(file.read_bytes())
         place = draw.randrange(len(whole))
@@ -388,7 +391,7 @@ def a_damaged_checkpoint_of_a_run_is_noticed(case: Case) -> None:
             if name.startswith("optimizer.step"):
                 tensors[name] = tensors[name] * 0 + draw.choice([0.0, 7.0, -1.0, float("nan")])
         save_file(tensors, file, metadata)
-    elif kind == "future":
+    elif kind == "half as whole":
         # A checkpoint of half the training under the last step's name and number.
         shutil.copy(file, file.with_name("step-00000006.safetensors"))
         file = file.with_name("step-00000006.safetensors")
@@ -476,7 +479,12 @@ def a_signal_saves_the_run(case: Case) -> None:
     tiny, draw = Tiny(case), case.draw
     weights = tiny.started()
     shutil.rmtree(tiny.out)
-    signum = draw.choice([signal.SIGINT, signal.SIGTERM])
+    looks_at, signum = [
+        (what, signum)
+        for what in ("what is saved", "what is said")
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    ][case.seed % 4]
+    case.label(f"{signum.name}: {looks_at}")
     until = draw.choice(["time", "line", "line", "export"])
     number = draw.randint(1, 8)
     seen = 0
@@ -508,13 +516,16 @@ def a_signal_saves_the_run(case: Case) -> None:
         return
     if ended.code not in (130, 143, -signal.SIGTERM, -signal.SIGINT):
         raise Fault(f"exit code {ended.code}: {ended.err[-300:]}")
-    if seen and max(steps, default=0) < seen and not (tiny.out / "model").exists():
+    lost = seen and max(steps, default=0) < seen and not (tiny.out / "model").exists()
+    if lost and looks_at == "what is saved":
         raise Fault(f"step {seen} was done, but the checkpoints are of the steps {steps}")
     claim = re.search(r"after step (\d+) is saved", ended.err)
     if ("from the last checkpoint" in ended.err and not steps) or (
         claim and int(claim[1]) not in steps
     ):
         raise Fault(f"{ended.err!r} is not true: the checkpoints are of the steps {steps}")
+    if looks_at == "what is said" and "--resume" not in ended.err:
+        return
     if "--resume" in ended.err or (tiny.out / "run.json").exists():
         again = tiny.resume()
     else:
@@ -557,7 +568,7 @@ def ids_beyond_the_embedding_are_found_in_time(case: Case) -> None:
     found = json.loads(file.read_text())
     beyond = draw.choice([258, 300, 2**20, 2**31 - 1, 2**31, 2**31 + 5, 2**32 - 1])
     settings = json.loads((tiny.model / "tokenizer_config.json").read_text())
-    kind = draw.choice(["pad", "used", "end"])
+    kind = case.turn(["pad", "used", "end"])
     name = {"pad": "<pad>", "used": "cat", "end": "<end>"}[kind]
     found["added_tokens"].append(
         {
@@ -602,9 +613,7 @@ def metrics_of_any_content(case: Case) -> None:
         back_to(tiny, 4)
     file = tiny.out / "metrics.jsonl"
     kept = file.read_bytes().splitlines(keepends=True)
-    kind = draw.choice(
-        ["missing", "empty", "types", "deep", "bytes", "cut", "drop", "keys", "file"]
-    )
+    kind = case.turn(["missing", "empty", "types", "deep", "bytes", "cut", "drop", "keys", "file"])
     if kind == "missing":
         file.unlink()
     elif kind == "empty":
@@ -612,7 +621,7 @@ def metrics_of_any_content(case: Case) -> None:
     elif kind == "types":
         place = draw.randrange(len(kept))
         entry = json.loads(kept[place])
-        entry[draw.choice(sorted(entry))] = draw.choice(ODD)
+        entry[draw.choice(["step", *sorted(entry)])] = draw.choice(ODD)
         kept[place] = json.dumps(entry).encode() + b"\n"
     elif kind == "deep":
         levels = draw.choice([50, 200, 1000, 100_000])
@@ -654,7 +663,7 @@ def put(draw: Random, path: Path) -> str:
     return kind
 
 
-@attack("B", 13, weight=4, seconds=LIMIT)
+@attack("B", 13, weight=6, seconds=LIMIT)
 def settings_of_any_content(case: Case) -> None:
     """run.json with keys of wrong types, without keys, deeply nested, cut or not a file."""
     tiny, draw = Tiny(case), case.draw
@@ -663,11 +672,15 @@ def settings_of_any_content(case: Case) -> None:
         back_to(tiny, draw.choice([0, 4]))
     file = tiny.out / "run.json"
     found = json.loads(file.read_text())
-    kind = draw.choice(["key", "setting", "inner", "lost", "deep", "cut", "bytes"])
+    kinds = ["key", "setting", "a text or a list", "inner", "lost", "deep", "cut", "bytes"]
+    kind = case.turn(kinds)
     if kind == "key":
         found[draw.choice(sorted(found))] = draw.choice(ODD)
     elif kind == "setting":
         found["settings"][draw.choice(sorted(found["settings"]))] = draw.choice(ODD)
+    elif kind == "a text or a list":
+        texts = [key for key, value in found["settings"].items() if isinstance(value, str | list)]
+        found["settings"][draw.choice(texts)] = draw.choice(ODD)
     elif kind == "inner":
         inner = [key for key in found if isinstance(found[key], dict) and key != "settings"]
         key = draw.choice(inner)
@@ -694,13 +707,24 @@ def settings_of_any_content(case: Case) -> None:
 
 @attack("B", 13, weight=2, seconds=LIMIT)
 def files_of_any_kind_in_a_run(case: Case) -> None:
-    """A file or folder of the run is a folder, a pipe, a socket, a device, a link or not there."""
+    """What the run made is of another kind now, is not there, or belongs to another user."""
     tiny, draw = Tiny(case), case.draw
     weights = tiny.started()
     names = ["run.json", "metrics.jsonl", "checkpoints", "model", "loss.png", ".lock"]
-    name = draw.choice([*names, "checkpoints/step-00000006.safetensors"])
-    kind = put(draw, tiny.out / name)
-    result = tiny.resume()
+    name = case.turn([*names, "checkpoints/step-00000006.safetensors"])
+    path, kind, user = tiny.out / name, draw.choice(["link", "another user's", "", "", ""]), None
+    if kind == "link":
+        path.rename(case.folder / "aside")
+        path.symlink_to(case.folder / "aside")
+    elif kind == "another user's":
+        for each in (tiny.out, tiny.out / "checkpoints", tiny.out / "model"):
+            each.chmod(0o777)
+        path.chmod(0o700)
+        user = as_a_user(case)
+    else:
+        kind = put(draw, path)
+    with user or contextlib.nullcontext():
+        result = tiny.resume()
     try:
         tiny.right_or_one_line(result, weights)
     except (OSError, Fault) as fault:
@@ -722,7 +746,7 @@ def optimizer_states_of_wrong_shapes(case: Case) -> None:
         metadata = opened.metadata()
     start = draw.choice(["optimizer.exp", "optimizer.step"])
     name = draw.choice([name for name in tensors if name.startswith(start)])
-    kind = draw.choice(["shape", "scalar", "empty", "dtype", "lost", "more"])
+    kind = case.turn(["shape", "scalar", "empty", "dtype", "lost", "more"])
     if kind == "shape":
         tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].ndim - 1))
     elif kind == "scalar":
@@ -751,7 +775,12 @@ def numbers_without_measure(case: Case) -> None:
     real = ["learning_rate", "num_train_epochs", "weight_decay", "max_grad_norm", "adam_epsilon",
             "eval_fraction", "adam_beta1", "min_lr_rate"]  # fmt: skip
     changes: dict[str, object] = {"max_steps": 1}
-    if draw.random() < 0.6:
+    kind = case.turn(["10**30 steps", "a batch of 10**12", "a whole number", "a real number"])
+    if kind == "10**30 steps":
+        changes["max_steps"] = 10**30
+    elif kind == "a batch of 10**12":
+        changes[draw.choice(["batch_size", "gradient_accumulation_steps"])] = 10**12
+    elif kind == "a whole number":
         huge = [10**12, 2**63, 2**64, 2**64 - 1, 10**30, 10**400, -1, -(10**30), "9" * 5000]
         changes[draw.choice(whole)] = str(draw.choice(huge))[:6000] if draw.random() < 0.9 else "x"
     else:
@@ -771,7 +800,7 @@ def numbers_without_measure(case: Case) -> None:
 def messages_name_the_way_out(case: Case) -> None:
     """Mistakes in the data and in the output folder, and the words that their messages need."""
     tiny, draw = Tiny(case), case.draw
-    kind = draw.choice(["small", "again", "roles", "hub", "sharegpt", "eval"])
+    kind = case.turn(["small", "again", "human and gpt", "roles", "hub", "sharegpt", "eval"])
     if kind == "small":
         tiny.text.write_text("a")
         tiny.start().one_line("--eval-fraction")
@@ -783,11 +812,12 @@ def messages_name_the_way_out(case: Case) -> None:
         tiny.resume("--eval-fraction", "0.5").one_line("--eval-fraction")
     elif kind == "hub":
         name = draw.choice(["tatsu-lab/alpaca", "HuggingFaceH4/ultrachat_200k", "a/b"])
-        tiny.start(train_files=name).one_line(name, "hub", "download")
+        tiny.start(train_files=name).one_line(name)
     else:
         file = case.folder / "a.jsonl"
         turns = [
-            {"role": r, "content": "hi"} for r in draw.choice([("human", "gpt"), ("user", "model")])
+            {"role": r, "content": "hi"}
+            for r in (("user", "model") if kind == "roles" else ("human", "gpt"))
         ]
         record: dict[str, object] = {"messages": turns}
         if kind == "sharegpt":
@@ -801,14 +831,14 @@ def messages_name_the_way_out(case: Case) -> None:
 def data_that_is_no_file_is_called_what_it_is(case: Case) -> None:
     """Pipes, /dev/fd/N, devices, sockets, dead links and loops as training data."""
     tiny, draw = Tiny(case), case.draw
-    kind = draw.choice(["fd", "fifo", "device", "socket", "dead link", "loop"])
+    kind = case.turn(["fd", "pipe", "device", "socket", "dead link", "loop"])
     path = case.folder / "data"
     ends = []
     if kind == "fd":
         ends = list(os.pipe())
         os.write(ends[1], b"hello hello hello")
         path = Path(f"/dev/fd/{ends[0]}")
-    elif kind == "fifo":
+    elif kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
         socket.socket(socket.AF_UNIX).bind("data")

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import mmap
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -23,15 +25,25 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 SECONDS = 20.0
+T = TypeVar("T")
 
 
 class Fault(AssertionError):
-    """A promise that was broken."""
+    """A promise that was broken. `label` says which of the case's labels, if not all of them."""
+
+    def __init__(self, message: str, label: str | None = None) -> None:
+        super().__init__(message)
+        self.label = label
+
+
+class Skip(Exception):
+    """This machine cannot make the situation, so nothing was attacked."""
 
 
 @dataclass
@@ -61,10 +73,31 @@ class Result:
 
 @dataclass
 class Case:
-    """One run of an attack: its random numbers and an empty folder of its own."""
+    """One run of an attack: its random numbers, an empty folder of its own, and its labels.
+
+    A label names the situation or the promise; runs and faults are counted for each label. Labels
+    lie in memory that the parent process sees, so that a run that hangs or dies has them, too.
+    """
 
     draw: random.Random
     folder: Path
+    seed: int = 0
+    shared: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1024))
+
+    def label(self, *labels: str) -> None:
+        """Count this run under these labels, and under no others."""
+        text = json.dumps(labels).encode()
+        self.shared[:] = text.ljust(len(self.shared), b"\0")
+
+    def turn(self, kinds: Sequence[T]) -> T:
+        """Return the kind whose turn it is (one per seed), and count this run under its name."""
+        kind = kinds[self.seed % len(kinds)]
+        self.label(str(kind))
+        return kind
+
+    def labels(self) -> list[str]:
+        found: list[str] = json.loads(self.shared[:].rstrip(b"\0") or b"[]")
+        return found
 
     def cli(self, *arguments: object, stdin: str | bytes = b"") -> Result:
         """Run a command of ligermodels in this process."""
@@ -115,25 +148,39 @@ def attack(
     return register
 
 
-def run_one(one: Attack, seed: int) -> str | None:
-    """Run an attack in a fork; return None if everything held, else what broke.
+@dataclass
+class Outcome:
+    """What became of a run: broken is None if everything held."""
+
+    broken: str | None
+    skipped: bool = False
+    label: str | None = None  # the one that is broken; None: all
+    labels: list[str] = field(default_factory=list)
+
+
+def run_one(one: Attack, seed: int, limit: float = float("inf")) -> Outcome:
+    """Run an attack in a fork, for at most `limit` seconds.
 
     Files that `Case.folder` shares with nobody are removed afterwards, mounts excepted.
     """
     folder = Path(tempfile.mkdtemp(prefix="attack-"))
+    case = Case(random.Random(f"{one.name}:{seed}"), folder, seed)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         os.setsid()  # so that the whole family of processes can be killed
-        said = _attempt(one, seed, folder)
+        said = _attempt(one, case)
         os.write(writing, json.dumps(said).encode()[:60000])
         os._exit(0)
     os.close(writing)
     try:
-        return _outcome(child, reading, one.seconds)
+        outcome = _outcome(child, reading, min(one.seconds, limit))
+        outcome.labels = case.labels()
+        return outcome
     finally:
         os.close(reading)
+        case.shared.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
@@ -151,22 +198,25 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _attempt(one: Attack, seed: int, folder: Path) -> str | None:
+def _attempt(one: Attack, case: Case) -> dict[str, object]:
+    """Run an attack in this process; return the arguments of its `Outcome`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
-    os.chdir(folder)
+    os.chdir(case.folder)
     renew_threads()
     try:
-        one.run(Case(random.Random(f"{one.name}:{seed}"), folder))
+        one.run(case)
     except Fault as fault:
-        return str(fault)
+        return {"broken": str(fault)[:8000], "label": fault.label}
+    except Skip as reason:
+        return {"broken": None, "skipped": True, "label": str(reason)}
     except BaseException:
-        return "an exception escaped: " + "".join(traceback.format_exc())[-2000:]
-    return None
+        return {"broken": "an exception escaped: " + "".join(traceback.format_exc())[-2000:]}
+    return {"broken": None}
 
 
-def _outcome(child: int, reading: int, seconds: float) -> str | None:
+def _outcome(child: int, reading: int, seconds: float) -> Outcome:
     deadline = time.monotonic() + seconds
     said = b""
     while True:
@@ -174,31 +224,49 @@ def _outcome(child: int, reading: int, seconds: float) -> str | None:
         if not ready:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return f"it did not end within {seconds:g} seconds"
+            return Outcome(f"it did not end within {seconds:g} seconds")
         part = os.read(reading, 65536)
         said += part
-        if not part or said == b"null":
+        if not part:
             break
         with contextlib.suppress(ValueError):
             json.loads(said)
             break
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        return f"the process died of signal {signal.Signals(os.WTERMSIG(status)).name}"
-    result: str | None = json.loads(said)
-    return result
+        return Outcome(f"the process died of signal {signal.Signals(os.WTERMSIG(status)).name}")
+    return Outcome(**json.loads(said))
 
 
 @dataclass
 class Count:
+    """How often an attack ran, and how often it broke something, also by label."""
+
     runs: int = 0
     faults: int = 0
-    examples: list[str] = field(default_factory=list)
+    skipped: int = 0
+    by_label: dict[str, list[int]] = field(default_factory=dict)  # label -> [runs, faults]
+    examples: dict[str, str] = field(default_factory=dict)  # label -> the first fault
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        self.runs += not outcome.skipped
+        self.skipped += outcome.skipped
+        self.faults += outcome.broken is not None
+        for label in [] if outcome.skipped else outcome.labels:
+            broken = outcome.broken is not None and outcome.label in (None, label)
+            was = self.by_label.setdefault(label, [0, 0])
+            self.by_label[label] = [was[0] + 1, was[1] + broken]
+        if outcome.broken is not None:
+            label = outcome.label or ", ".join(outcome.labels)
+            self.examples.setdefault(label, f"seed {seed}: {outcome.broken[-600:]}")
 
 
-def plan(group: str, runs: int, seed: int) -> Iterator[tuple[Attack, int]]:
-    """Yield attacks and seeds: each attack gets its share of the runs, and at least one."""
-    attacks = [one for one in ATTACKS if one.group == group]
+def plan(group: str, runs: int, seed: int, only: str = "") -> Iterator[tuple[Attack, int]]:
+    """Yield attacks and seeds: each attack gets its share of the runs, and at least one.
+
+    Args: only, a regular expression that the names of the attacks contain.
+    """
+    attacks = [one for one in ATTACKS if one.group == group and re.search(only, one.name)]
     total = sum(one.weight for one in attacks)
     for one in attacks:
         for number in range(max(1, round(runs * one.weight / total))):

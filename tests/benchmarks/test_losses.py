@@ -1,13 +1,26 @@
-"""Test that the losses that are measured build, and that all implementations agree."""
+"""Test that the losses that are measured build and agree, and how they are measured."""
 
 from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
 
 import pytest
 import torch
 
+from benchmarks import losses
 from benchmarks.cases import Absent, Random
 from benchmarks.cases.token_losses import LOSSES, PRODUCTS
-from benchmarks.losses import COLUMNS, MODE, shown
+from benchmarks.losses import (
+    COLUMNS,
+    MODE,
+    longest_kernels,
+    measure_loss,
+    product_share,
+    shown,
+    time_limit,
+)
 from tests.benchmarks.test_cases import assert_agree, outcome
 
 
@@ -40,5 +53,40 @@ def test_every_implementation_computes_the_same(loss, softcap, monkeypatch) -> N
 def test_a_row_of_the_table() -> None:
     row = {"op": "dpo", "sizes": LOSSES["dpo"].small, "implementation": "eager"}
     assert shown(row | {"error": "absent"})["ms"] == "absent"
-    assert shown(row | {MODE: {"ms": 2.0, "share": 0.5}})["share"] == 0.5
+    assert shown(row | {MODE: {"ms": 2.0, "of floor": 0.5}})["of floor"] == 0.5
     assert {"loss", "rows", "vocab", "implementation"} <= set(COLUMNS) and PRODUCTS["jsd"][0] == 2
+
+
+def test_the_kernels_of_a_row() -> None:
+    kernels = {"nvjet_sm90_tst_128x256": 8.0, "_rows_kernel": 1.5, "splitKreduce_kernel": 0.5}
+    assert product_share(kernels) == 0.85
+    row = {"op": "dpo", "sizes": LOSSES["dpo"].small, "implementation": "ligermodels"}
+    line = longest_kernels(row | {MODE: {"kernels": kernels}}, count=2)
+    assert line == "dpo 512 x 1024 ligermodels, ms: nvjet_sm90_tst_128x256 8.00, _rows_kernel 1.50"
+
+
+def test_a_block_that_takes_too_long_is_stopped() -> None:
+    with pytest.raises(TimeoutError, match="stopped after 0 s"), time_limit(0.01):
+        time.sleep(5)
+    with time_limit(5):
+        pass
+
+
+def test_one_loss_is_measured_into_a_file(monkeypatch, tmp_path, capsys) -> None:
+    """What needs a GPU is replaced: clocks and counts of memory."""
+    monkeypatch.setattr(losses, "Random", lambda: Random("cpu", torch.float32))
+    monkeypatch.setattr(losses, "steady_time", lambda run: {"ms": 2.0})
+    monkeypatch.setattr(losses, "peak_bytes", lambda run: len(run()) * 10**9)
+    monkeypatch.setattr(losses, "release_memory", lambda: None)
+    monkeypatch.setattr("benchmarks.ops.release_memory", lambda: None)
+    monkeypatch.setattr(losses, "kernel_times", lambda run: {"gemm": 9.0, "other": 1.0})
+    size = {"rows": 64, "width": 8, "vocab": 32, "softcap": None}
+    monkeypatch.setattr(LOSSES["dpo"], "small", size)
+    part = tmp_path / "dpo.json"
+    arguments = Namespace(small=True, without=["torch.compile", "liger"], limit=60)
+    measure_loss("dpo", [0], part, arguments)
+    rows = {row["implementation"]: row for row in json.loads(part.read_text())["rows"]}
+    assert list(rows)[:2] == ["ligermodels", "ligermodels (log_probs)"] and len(rows) == 4
+    assert rows["ligermodels"][MODE]["products"] == 0.9
+    assert rows["eager"][MODE]["of floor"] == 1.0 and "products" not in rows["eager"][MODE]
+    assert "| dpo | 64 | 32 | eager | 2 | 1 |" in capsys.readouterr().out

@@ -37,8 +37,10 @@ def test_the_config_of_a_checkpoint(call, asked, tmp_path):
     """Weights are not needed."""
     raw = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    code, _, _ = call("check-family", tmp_path, "--no-compile", "--seed", "3")
+    code, _, _ = call("check-family", tmp_path, "--no-compile", "--seed", "3", "--device", "cpu")
     assert code == 0 and isinstance(asked["config"], LlamaConfig)
+    assert asked["device"].type == "cpu"
+    assert_one_line(call("check-family", "llama", "--device", "gpu"), "cpu or cuda, not 'gpu'")
     assert (asked["config"].hidden_size, asked["compile"], asked["seed"]) == (96, False, 3)
 
 

@@ -1,12 +1,16 @@
 """Tests of models on a GPU: results, packing, memory, torch.compile and CUDA graphs."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.layers import AttentionMask
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import DECODERS
+from tests.gpu.synchronisation import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -216,12 +220,73 @@ def test_no_host_synchronisation(given, family):
     ids, labels = batch(1)
     options = inputs_of(given)
     gradients(model, model, ids, labels=labels, **options)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         out = model(ids, labels=labels, label_smoothing=0.1, z_loss=1e-4, **options)
         out.loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+ROPES_OF_THE_LENGTH = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "original_max_position_embeddings": 100,
+        "short_factor": [1.0 + 0.01 * pair for pair in range(32)],
+        "long_factor": [1.5 + 0.1 * pair for pair in range(32)],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES_OF_THE_LENGTH)
+def test_ropes_that_depend_on_the_length_in_a_cuda_graph(kind):
+    """They make no tensor from host data, which would be a synchronisation."""
+    scaling = {"rope_type": kind, **ROPES_OF_THE_LENGTH[kind]}
+    model = make(torch.bfloat16, max_position_embeddings=128, rope_scaling=scaling)
+    ids, _ = batch(1)
+    positions = torch.arange(200, device="cuda")[None]
+    with torch.no_grad():
+        for options in ({}, {"position_ids": positions}):
+            expected = model(ids, **options)
+            with no_synchronisation():
+                model(ids, **options)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = model(ids, **options)
+            graph.replay()
+            assert torch.equal(captured, expected)
+
+
+def test_flex_attention_makes_no_class_at_a_call(monkeypatch):
+    """`config.patch` makes one, which takes the host longer than the launch of a kernel."""
+    model = make(torch.bfloat16, "gemma2", num_hidden_layers=2)
+    ids, labels = batch()
+    gradients(model, model, ids, labels=labels)
+    config, made = torch._dynamo.config, []
+    patch = type(config).patch
+
+    def counted(self, *args, **changes):
+        made.append({**changes, **{name: None for name in args if isinstance(name, str)}})
+        return patch(self, *args, **changes)
+
+    monkeypatch.setattr(type(config), "patch", counted)
+    gradients(model, model, ids, labels=labels)
+    assert [each for each in made if "specialize_float" in each] == []
+
+
+def test_the_targets_are_counted_once():
+    class Sums(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.overloadpacket is torch.ops.aten.sum and args[0].dtype == torch.bool:
+                self.count += 1
+            return func(*args, **kwargs or {})
+
+    model = make(torch.bfloat16)
+    ids, labels = batch()
+    with Sums() as sums:
+        model(ids, labels=labels)
+    assert sums.count == 1
 
 
 def test_a_target_outside_the_vocabulary_is_nan_in_its_row():

@@ -22,6 +22,8 @@ def test_positions_of_a_window() -> None:
     assert cache.length == 5
     keys, _ = cache.update(0, k[:, :, :1] + 5, k[:, :, :1])
     positions = cache.key_positions(0, 1)
+    with pytest.raises(ValueError, match=r"layer 0 was updated twice in one pass.*use_cache=False"):
+        cache.update(0, k[:, :, :1], k[:, :, :1])
     assert positions is not None and positions.tolist() == keys.flatten().tolist() == [3, 4, 5]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from ligermodels.kernels.checks import (
     check_count,
     check_floating,
+    check_number,
     check_row_parameter,
     check_token_ids,
 )
@@ -18,6 +20,16 @@ class Index:
 
     def __index__(self) -> int:
         return 3
+
+
+def test_check_number() -> None:
+    assert check_number("op", "eps", 0) == 0 and type(check_number("op", "eps", 1)) is float
+    assert type(check_number("op", "eps", np.float32(0.5), above=True)) is float
+    for value in (-1, float("inf"), float("nan"), "1", None, True, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"op: eps=.*; expected a finite number of at least 0"):
+            check_number("op", "eps", value)
+    with pytest.raises(ValueError, match="eps=2; expected a finite number of more than 2"):
+        check_number("op", "eps", 2, 2, above=True)
 
 
 def test_check_count() -> None:
@@ -46,7 +58,8 @@ def test_check_row_parameter() -> None:
 
 def test_check_token_ids() -> None:
     for dtype in (torch.int64, torch.int32):
-        check_token_ids("ids", torch.tensor([[0, 6]], dtype=dtype), 7)
+        ids = torch.tensor([[0, 6]], dtype=dtype)
+        assert check_token_ids("ids", ids, 7) is ids
     check_token_ids("ids", torch.empty(0, 3, dtype=torch.int64), 7)
     check_token_ids("ids", torch.empty(2, 3, dtype=torch.int64, device="meta"), 7)
     for outside in (-1, 7, 2**40):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -157,10 +159,25 @@ def test_biases_apart() -> None:
     assert attention.o_proj.bias is not None
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "softcap"])
-def test_a_window_or_cap_of_nothing(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0; expected a positive number"):
-        Attention(HIDDEN, 4, **{name: 0})
+def test_numbers_that_no_attention_has_are_refused() -> None:
+    counts = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
+    wrong = {
+        **dict.fromkeys(counts, (0, -2, 2.5, "4", True, torch.tensor(4))),
+        **dict.fromkeys(("rotary_dim", "layer_index", "kv_from"), (-2, 2.5, "4", True)),
+        **dict.fromkeys(("softcap", "scale"), (0, -1.0, "4", True, math.inf, math.nan)),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            given = {"hidden_size": HIDDEN, "num_heads": 4, name: value}
+            with pytest.raises(ValueError, match=rf"Attention: {name}=.*; expected an? "):
+                Attention(**given)
+    with pytest.raises(
+        ValueError, match="rotary_dim=3; expected an even number from 0 to head_dim"
+    ):
+        Attention(HIDDEN, 4, rotary_dim=3)
+    attention = Attention(HIDDEN, np.int64(4), sliding_window=np.int32(3), softcap=np.float32(2))
+    kept = attention.num_heads, attention.sliding_window, attention.softcap
+    assert kept == (4, 3, 2.0) and [*map(type, kept)] == [int, int, float]
 
 
 def test_head_dim_defaults_to_an_even_share() -> None:
@@ -325,6 +342,23 @@ def test_angles_of_another_size_are_refused() -> None:
         ValueError, match=r"rotate 4 elements .* this layer rotates 6; make .*\(6\)"
     ):
         Attention(HIDDEN, 4, 2, HEAD_DIM)(torch.randn(1, SEQ, HIDDEN), context)
-    for rotary_dim in (3, 8, -2):
+    for rotary_dim in (3, 8):
         with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}; expected an even number"):
             Attention(HIDDEN, 4, 2, HEAD_DIM, rotary_dim=rotary_dim)
+
+
+def test_a_context_keeps_one_copy_for_each_device() -> None:
+    """The meta device stands for a second GPU."""
+    memory = torch.zeros(1, 3, 8)
+    context = AttentionContext(
+        *RotaryEmbedding(HEAD_DIM)(torch.arange(SEQ)[None]),
+        causal()[None, None],
+        memory=memory,
+        memory_mask=AttentionMask(SEQ, 3),
+    )
+    there = context.to("meta")
+    assert there is context.to("meta") and there is there.to("meta")
+    assert context is context.to("cpu")
+    parts = (there.cos, there.sin, there.mask.mask, there.memory)
+    assert all(part is not None and part.is_meta for part in parts)
+    assert there.memory_mask is not None and there.memory_mask.keys == 3

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
+from ligermodels.layers import attention_mask
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
@@ -191,6 +193,34 @@ def test_a_padding_mask_to_be_added_to_scores_is_refused() -> None:
             AttentionMask(4, padding_mask=given)
     with pytest.raises(ValueError, match="padding_mask is a list; expected a tensor"):
         AttentionMask(4, padding_mask=[1, 1, 1, 1])  # type: ignore[arg-type]
+
+
+def test_block_masks_are_the_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, FlexAttention's functions give the mask pair by pair."""
+    monkeypatch.setattr(attention_mask, "compiled", lambda function: function)
+    cpu, keys = torch.device("cpu"), 7
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7])
+    tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    for queries, causal, options in (
+        (7, True, {}),
+        (7, False, {}),
+        (3, True, {}),
+        (7, True, {"document_ids": documents}),
+        (3, False, {"padding_mask": tokens}),
+        (7, True, {"prefix_lengths": torch.tensor((4, 0))}),
+        (7, True, {"document_ids": documents, "prefix_lengths": torch.tensor((4, 0))}),
+    ):
+        mask = AttentionMask(queries, keys, **options)
+        for window in (None, 3):
+            blocks = mask.block_mask(window, 2, cpu, causal=causal)
+            found = create_mask(blocks.mask_mod, 2, 1, queries, keys, device="cpu")
+            expected = mask.dense(window, cpu, causal=causal).expand_as(found)
+            assert torch.equal(found, expected), (queries, causal, options, window)
+            assert mask.block_mask(window, 2, cpu, causal=causal) is blocks
+    held = torch.tensor([6, 3, 4, 5])  # a ring buffer of four; the newest is first
+    mask = AttentionMask(1, keys, padding_mask=tokens)
+    found = create_mask(mask.block_mask(4, 2, cpu, held).mask_mod, 2, 1, 1, 4, device="cpu")
+    assert torch.equal(found, mask.dense(4, cpu, held))
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 30])

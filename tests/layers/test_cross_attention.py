@@ -98,6 +98,9 @@ def test_every_level_has_the_same_gradients() -> None:
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
+    for name in ("num_heads", "num_kv_heads", "head_dim", "memory_size", "softcap", "scale"):
+        with pytest.raises(ValueError, match=rf"CrossAttention: {name}=0; expected an? "):
+            CrossAttention(**{"hidden_size": 24, "num_heads": 4, name: 0})
     with pytest.raises(ValueError, match="24 is not a multiple of num_heads 5; set head_dim"):
         CrossAttention(24, 5)
     with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):

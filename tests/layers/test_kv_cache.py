@@ -124,6 +124,25 @@ def test_a_cache_of_the_layers_of_a_model():
         KVCache.of(model, 2, 9)
 
 
+def test_a_layer_that_runs_several_times_has_buffers_for_each_time() -> None:
+    block = torch.nn.ModuleList([Attention(16, 4, 2, layer_index=0, sliding_window=3)])
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([block, block, block])
+    cache = KVCache.of(model, 2, 9)
+    assert (cache.sizes, cache.uses) == ([3, 3, 3], 3)
+    made = [tokens(2) for _ in range(3)]
+    for cache.use, (k, v) in enumerate(made):
+        cache.update(0, k, v)
+    cache.advance(2)
+    k, v = tokens(1)
+    for cache.use in range(3):
+        keys, _ = cache.update(0, k, v)
+        assert torch.equal(keys, torch.cat([made[cache.use][0], k], 2))
+    cache.use = 3
+    with pytest.raises(ValueError, match=r"so many times in model\.layers.*KVCache\.of"):
+        cache.update(0, k, v)
+
+
 def test_what_cannot_be_right_is_refused():
     k, v = tokens(3)
     cache = KVCache(config(2, None), 2, 4)

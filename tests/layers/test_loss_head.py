@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from ligermodels import kernels
 from ligermodels.layers import HeadOutput, LossHead
 from tests.layers.heads import (
     BATCH,
+    HIDDEN,
     KINDS,
     SEQ,
     VOCAB,
@@ -251,3 +253,27 @@ def test_the_targets_are_counted_once(kind: str) -> None:
         output = head(hidden, targets)
     assert sums.count == 1
     assert output.num_valid == (targets != -100).sum()
+
+
+@pytest.mark.parametrize("kind", ["own", "swapped"])
+def test_numbers_of_numpy_are_numbers(kind: str) -> None:
+    head, _, _ = build(kind)
+    hidden, targets = data()
+    targets = targets.masked_fill(targets == -100, 2)
+    numbers = {
+        "label_smoothing": 0.25,
+        "z_loss": 0.5,
+        "softcap": 2.0,
+        "logit_scale": 0.5,
+        "normalizer": 3.0,
+        "ignore_index": 2,
+        "chunk_size": 5,
+    }
+    for name, value in numbers.items():
+        made = np.int64(value) if isinstance(value, int) else np.float32(value)
+        expected, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
+        assert torch.equal(found, expected), name
+        if name != "normalizer":
+            options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
+            assert options == {name: value}
+            assert type(options[name]) is type(value)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -246,25 +245,13 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, max_scratch_bytes=10)
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped"])
-def test_numbers_of_numpy_are_numbers(kind: str) -> None:
-    head, _, _ = build(kind)
+def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
     hidden, targets = data()
-    targets = targets.masked_fill(targets == -100, 2)
-    numbers = {
-        "label_smoothing": 0.25,
-        "z_loss": 0.5,
-        "softcap": 2.0,
-        "logit_scale": 0.5,
-        "normalizer": 3.0,
-        "ignore_index": 2,
-        "chunk_size": 5,
-    }
-    for name, value in numbers.items():
-        made = np.int64(value) if isinstance(value, int) else np.float32(value)
-        expected, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
-        assert torch.equal(found, expected), name
-        if name != "normalizer":
-            options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
-            assert options == {name: value}
-            assert type(options[name]) is type(value)
+    for kind, call in (("own", "from_log_probs"), ("swapped", "forward")):
+        head = build(kind)[0]
+        head.vocab_shard = object()
+        with pytest.raises(ValueError, match="vocabulary is split over ranks"):
+            if call == "forward":
+                head._module_loss(hidden, targets, None, None)
+            else:
+                head.from_log_probs(hidden, targets, lambda log_probs: log_probs.sum())

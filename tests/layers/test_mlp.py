@@ -85,3 +85,9 @@ def test_a_swapped_projection_is_called(activation: str) -> None:
     doubled.load_state_dict(mlp.down_proj.state_dict())
     mlp.down_proj = doubled
     torch.testing.assert_close(mlp(x), 2 * plain)
+
+
+def test_numbers_that_no_mlp_has_are_refused() -> None:
+    for wrong in ({"hidden_size": 0}, {"intermediate_size": 2.5}, {"activation": "relu"}):
+        with pytest.raises(ValueError, match=f"GatedMLP: {next(iter(wrong))}=.*; expected "):
+            GatedMLP(**{"hidden_size": 4, "intermediate_size": 6, **wrong})

@@ -109,3 +109,13 @@ def test_layer_norm_with_a_residual() -> None:
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(y, norm(x + residual))
     assert LayerNorm(8, device="meta", dtype=torch.bfloat16).weight.is_meta
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_numbers_that_no_norm_has_are_refused(norm: type) -> None:
+    for wrong in ({"hidden_size": 0}, {"hidden_size": 2.5}, {"eps": -1e-6}, {"eps": "1e-6"}):
+        with pytest.raises(ValueError, match=f"{norm.__name__}: {next(iter(wrong))}=.*expected a"):
+            norm(**{"hidden_size": 4, **wrong})
+    with pytest.raises(ValueError, match="casting_mode='lama'; expected 'llama' or 'gemma'"):
+        RMSNorm(4, casting_mode="lama")
+    assert norm(4, eps=0).eps == 0

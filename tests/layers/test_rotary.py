@@ -142,6 +142,16 @@ def test_nothing_to_save_or_to_train() -> None:
     assert not list(rope.parameters())
 
 
+def test_numbers_that_no_rope_has_are_refused() -> None:
+    for wrong in ({"head_dim": 3}, {"head_dim": 4.0}, {"theta": 0}, {"theta": "1e4"}):
+        with pytest.raises(
+            ValueError, match=f"RotaryEmbedding: {next(iter(wrong))}=.*expected an? "
+        ):
+            RotaryEmbedding(**{"head_dim": 4, **wrong})
+    with pytest.raises(ValueError, match="max_position_embeddings=0"):
+        RotaryEmbedding(4, max_position_embeddings=0)
+
+
 def test_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="rope_type='spiral'"):
         RotaryEmbedding(HEAD_DIM, scaling={"rope_type": "spiral"})

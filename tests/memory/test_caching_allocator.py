@@ -9,10 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels.memory.caching_allocator import CachingAllocator
+from ligermodels.memory.caching_allocator import CachingAllocator, expandable_segments
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("torch_tells", [True, False])
+def test_expandable_segments_are_seen(monkeypatch, torch_tells: bool) -> None:
+    settings = {"": False, "max_split_size_mb:64, expandable_segments: True": True}
+    settings["expandable_segments:False"] = False
+    name = "_accelerator_getAllocatorSettings"
+    for text, expected in settings.items():
+        if torch_tells:
+            monkeypatch.setattr(torch._C, name, lambda text=text: text, raising=False)
+        else:
+            monkeypatch.delattr(torch._C, name, raising=False)
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+        assert expandable_segments() is expected
 
 
 @pytest.mark.parametrize(

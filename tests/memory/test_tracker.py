@@ -28,7 +28,10 @@ def test_bytes_live_as_long_as_their_storage() -> None:
         del view, y
     assert tracker.bytes == 0
     tracker.enter("b")
-    assert tracker.phases == {"a": Phase(0, 600, 0, tracker.phases["a"].work), "b": Phase(0, 0)}
+    assert tracker.phases == {
+        "a": Phase(0, 600, 0, tracker.phases["a"].work, 400),
+        "b": Phase(0, 0),
+    }
 
 
 def test_a_gpu_rounds_bytes_and_each_stream_has_memory_of_its_own() -> None:

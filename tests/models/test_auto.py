@@ -110,6 +110,12 @@ def test_a_class_may_be_registered_twice_and_defined_anew(registry: None) -> Non
     assert families()["outside"] is again
 
 
+def test_what_is_no_class_of_models_is_not_registered() -> None:
+    for wrong in (None, "olmo2", torch.nn.Linear, object()):
+        with pytest.raises(ConfigError, match=r"register: .* is no model class; pass a class"):
+            register(wrong)  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize("taken", ["model_type", "wrapper_type"])
 def test_two_classes_of_one_model_type_are_refused(registry: None, taken: str) -> None:
     config_class = type("OtherConfig", (OutsideConfig,), {taken: "llama"})

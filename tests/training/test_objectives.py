@@ -14,8 +14,9 @@ from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
 from ligermodels.models.reference import token_log_probs
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
-from ligermodels.training.finetune import OBJECTIVES, finetune
+from ligermodels.training.finetune import finetune
 from ligermodels.training.objectives import PairObjective
+from ligermodels.training.run import OBJECTIVES
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint
 
@@ -29,7 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(path / "model")
     words = "cat dog bird fish".split()
     records = [
-        {"prompt": f"{a} {i}:", "chosen": f" {a}" * (1 + i % 3), "rejected": f" {b}"}
+        {
+            "prompt": f"{a} {i}:",
+            "chosen": f" {a}" * (1 + i % 3),
+            "rejected": f" {b}",
+            "completion": f" {a}",  # for sft
+        }
         for i in range(6)
         for a, b in zip(words, words[1:] + words[:1])
     ]
@@ -208,3 +214,50 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=fault):
             FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
+
+
+def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> None:
+    """The options reach `dpo_loss`; those that exclude each other are an error before the run."""
+    options = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5, "use_weighting": True}
+    trainer = with_reference(trainer_of(folder, "dpo", 4, 1, **options), folder, tmp_path)
+    (batch,) = trainer.micro_batches(0)
+    made = trainer.objective.loss(
+        trainer.call, batch, torch.tensor(4.0), torch.tensor(float(batch.num_targets))
+    )
+    out = trainer.call(batch, reduction="none", return_token_stats=("log_probs", "sum_sq_probs"))
+    sums = torch.where(batch.mask, out.token_sum_sq_probs, 1.0).log()
+    want = dpo_loss(
+        out.token_log_probs, batch.ref_log_probs, batch.mask, log_sum_sq_probs=sums, **options
+    )
+    torch.testing.assert_close(made.loss, want.loss)
+    plain = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask)
+    assert abs(made.loss - plain.loss) > 1e-4
+    for wrong, message in (
+        ({"f_divergence_type": "forward_kl", "loss_type": "apo_zero"}, "only defined with"),
+        ({"use_weighting": True, "loss_type": "aot"}, "no weight for each pair"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(folder, tmp_path / "never", "dpo", **wrong)
+    with pytest.raises(ConfigError, match="ld_alpha: only for the losses dpo"):
+        run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "orpo"])
+def test_what_layers_add_to_the_loss_is_kept(folder: Path, tmp_path: Path, loss: str) -> None:
+    """The micro-batches of a step add their shares of it."""
+    options = {"loss_type": "focal"} if loss == "sft" else {}
+    trainer = with_reference(trainer_of(folder, loss, 2, 3, **options), folder, tmp_path)
+    batches, _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    normalizers = trainer._normalizers(batches)
+    call = trainer.call
+
+    def total(auxiliary: float | None) -> float:
+        def answer(batch, **options):
+            extra = None if auxiliary is None else torch.tensor(auxiliary)
+            return call(batch, **options)._replace(auxiliary_loss=extra)
+
+        made = [trainer.objective.loss(answer, batch, **normalizers) for batch in batches]
+        return sum(part.loss.item() for part in made)
+
+    assert total(0.5) == pytest.approx(total(None) + 0.5, rel=1e-5)

@@ -1,4 +1,8 @@
-"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test."""
+"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test.
+
+tests/attack uses this module with older versions of ligermodels, too: at its head it imports public
+names alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ligermodels import LigerLlama, LlamaConfig
+from ligermodels import AutoLiger, LigerLlama, LlamaConfig
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
@@ -60,3 +64,45 @@ def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
     lines = [" ".join(draw.choices(words, k=draw.randint(3, 14))) for _ in range(paragraphs)]
     file.write_text("\n\n".join(lines))
     return file
+
+
+def options(checkpoint, text, output_dir, **changes):
+    from ligermodels.training.config import FinetuneConfig
+
+    given = {
+        "model": checkpoint,
+        "train_files": [text],
+        "output_dir": output_dir,
+        "separator": "",
+        "seq_len": 64,
+        "batch_size": 2,
+        "learning_rate": 3e-3,
+        "max_steps": 6,
+        "device": "cpu",
+    }
+    return FinetuneConfig(**(given | changes))
+
+
+def run(*args, **changes):
+    from ligermodels.training.finetune import finetune
+
+    return finetune(options(*args, **changes), progress=False)
+
+
+def tensors(folder):
+    return AutoLiger.from_hf(folder).state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def everything(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def timeless(folder):
+    """Return the metrics without their times."""
+    times = {"seconds", "tokens_per_second"}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]

@@ -1,0 +1,54 @@
+"""Train Medusa's heads on a model: first with the model frozen, then together with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ligermodels.losses import LossOutput, Mean
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads import MedusaHeads, MedusaModel
+from ligermodels.models.heads_file import load_heads, save_heads
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.objectives import Call, Objective
+from ligermodels.training.packing import Batch
+
+
+class MedusaObjective(Objective):
+    """The losses of heads for the tokens after the next one, and in the second stage of that."""
+
+    shown = ("eval_head_1_loss", "loss of the first head")
+    one_process = "Medusa's heads are trained in one process"
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.heads: MedusaHeads | None = None
+
+    def module(self, model: DecoderModel) -> nn.Module:
+        """Return the model with its heads, of which only the heads learn in the first stage."""
+        config = self.config
+        assert config.medusa_heads is not None
+        heads = None if model.source_folder is None else load_heads(model, model.source_folder)
+        if heads is None or config.medusa_stage == 1:
+            heads = MedusaHeads(model.head, config.medusa_heads, tied=config.medusa_tied)
+        self.heads = heads
+        frozen = config.medusa_stage == 1
+        model.requires_grad_(not frozen)
+        return MedusaModel(model, heads, freeze_body=frozen)
+
+    def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
+        """Return the loss of the stage, and as metrics that of each head."""
+        out: Any = call(batch, normalizer=normalizer)  # an AheadOutput
+        # A head's loss was divided by the normalizer of the step, and counts few targets less.
+        metrics = {
+            f"head_{i}_loss": Mean(loss * normalizer, count)
+            for i, (loss, count) in enumerate(zip(out.losses, out.num_valid), 1)
+        }
+        return LossOutput(out.loss, metrics)
+
+    def export(self, folder: Path) -> None:
+        """Write the heads beside the model, where `generate` finds them."""
+        assert self.heads is not None
+        save_heads(self.heads, folder)

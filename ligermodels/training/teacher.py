@@ -1,0 +1,97 @@
+"""Distillation: the model learns the next-token distribution of another one, its teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.converters.hub import resolve
+from ligermodels.errors import ConfigError, shown
+from ligermodels.layers.teacher import Teacher
+from ligermodels.losses import LossOutput, Mean
+from ligermodels.models.auto import AutoLiger
+from ligermodels.models.base import DecoderModel
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.objectives import Call, Files, Objective
+from ligermodels.training.packing import Batch
+
+
+class TeacherModel(nn.Module):
+    """A frozen model that is called like a model with labels, and returns a `Teacher`."""
+
+    def __init__(self, model: DecoderModel, *, beta: float, temperature: float, share: float):
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        self.settings = {"beta": beta, "temperature": temperature, "share": share}
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, **_: Any) -> Teacher:
+        """Return the hidden states of (batch, seq) tokens with the head; labels are not read."""
+        hidden = self.model(input_ids, position_ids=position_ids)
+        weight, bias, softcap, logit_scale = self.model.head.plain_parameters(hidden, "the teacher")
+        return Teacher(hidden, weight, bias, softcap, logit_scale, **self.settings)
+
+
+class TeacherObjective(Objective):
+    """The divergence from a teacher at every target, and if asked for, the loss of the target."""
+
+    shown = ("eval_loss", "loss")
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.source: Path | None = None
+        self.teacher: TeacherModel | None = None
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return documents, after a check that the teacher has the same tokens."""
+        if self.source is None:
+            assert self.config.teacher is not None
+            self.source = Path(resolve(self.config.teacher))
+            _check_tokens(self.source, Tokenizer.from_hf(self.source), tokenizer)
+        return super().read(files, tokenizer)
+
+    def load(self, model: DecoderModel) -> int:
+        """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU."""
+        assert self.source is not None
+        config, device = self.config, next(model.parameters()).device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        teacher = AutoLiger.from_hf(self.source, dtype=dtype, device=device)
+        if teacher.head.vocab_size < model.head.vocab_size:
+            raise ConfigError(
+                f"teacher: {self.source} has a vocabulary of {teacher.head.vocab_size} classes and "
+                f"{config.model} one of {model.head.vocab_size}; the teacher must have as many"
+            )
+        self.teacher = TeacherModel(
+            teacher,
+            beta=0.5 if config.beta is None else config.beta,
+            temperature=config.temperature,
+            share=config.teacher_share,
+        )
+        return sum(parameter.nbytes for parameter in teacher.parameters())
+
+    def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
+        """Return the loss of a batch; an evaluation also measures that of the next token."""
+        teacher: Any = call(batch, model=self.teacher)  # a Teacher
+        loss = call(batch, teacher=teacher, normalizer=normalizer).loss
+        if torch.is_grad_enabled():
+            return LossOutput(loss, {})
+        own = call(batch, reduction="sum")
+        return LossOutput(loss, {"nll": Mean(own.loss.detach(), own.num_valid)})
+
+
+def _check_tokens(source: Path, theirs: Tokenizer, ours: Tokenizer) -> None:
+    """Raise ConfigError unless the teacher's tokenizer gives our tokens the same ids.
+
+    It may have more tokens. Those are left out of its distributions.
+    """
+    for index in range(len(ours)):
+        token, found = ours.id_to_token(index), theirs.id_to_token(index)
+        if token is not None and token != found:
+            raise ConfigError(
+                f"teacher: {source} has another vocabulary: its token {index} is {shown(found)}, "
+                f"and the model's is {shown(token)}; take a teacher with the model's tokenizer"
+            )

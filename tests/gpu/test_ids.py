@@ -1,0 +1,83 @@
+"""What a GPU does with ids, labels and positions of any value, without a synchronisation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import random_model
+
+pytestmark = pytest.mark.gpu
+VOCAB = 97
+
+OUTSIDE = """
+import sys
+import torch
+from tests.tiny_models import random_model
+
+model = random_model("llama", hidden_size=64, head_dim=16).to("cuda")
+ids = torch.tensor([[3, int(sys.argv[1])]], device="cuda")
+options = {"labels": torch.zeros_like(ids)} if sys.argv[2] == "labels" else {}
+call = torch.compile(model) if sys.argv[2] == "compiled" else model
+torch.cuda.synchronize()
+try:
+    call(ids, **options)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("refused" if "assert" in str(error) else error)
+else:
+    print("a result came")
+"""
+
+# The low 32 bits of the last two are 0 and 5, which are in the vocabulary.
+CASES = [
+    *((outside, "forward") for outside in (-1, VOCAB, 2**31, 2**40, 2**32 + 5)),
+    *((outside, "labels") for outside in (VOCAB, 2**40)),
+    *((outside, "compiled") for outside in (-1, VOCAB, 2**40)),
+]
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="ROCm builds have no device assertions")
+@pytest.mark.parametrize(("outside", "kind"), CASES)
+def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
+    """After the device-side assertion, a process cannot use the GPU, so each try has its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, str(outside), kind],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=300,
+    )
+    assert done.stdout.strip() == "refused", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("outside", [-1, VOCAB, 2**31, 2**40, 2**32 + 5, -(2**40)])
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(outside):
+    """No row is read out of bounds, the other rows keep their losses, and the GPU stays usable."""
+    model = random_model("llama", hidden_size=64, head_dim=16).to("cuda")
+    ids = torch.tensor([[3, 4, 5, 6, 7]], device="cuda")
+    labels = ids.clone()
+    expected = model(ids, labels=labels, reduction="none").loss
+    labels[0, 2] = outside  # The model shifts labels by one.
+    found = model(ids, labels=labels, reduction="none").loss
+    assert found[0].isnan().tolist() == [False, True, False, False, False]
+    torch.testing.assert_close(found[0, [0, 2, 3]], expected[0, [0, 2, 3]])
+    loss = model(ids, labels=labels).loss
+    assert loss.isnan()
+    loss.backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("first", [-1, -(2**31), 10**6, 2**31, 2**40])
+def test_positions_of_any_value_are_numbers(first):
+    """They are no indices: the hidden states are finite, and those of the CPU."""
+    model = random_model("llama", hidden_size=64, head_dim=16)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    positions = torch.arange(first, first + 4).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions)
+        found = model.to("cuda")(ids.cuda(), position_ids=positions.cuda())
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,86 @@
+"""Runs that train Medusa's heads: both stages, the export, and generation with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels import AutoLiger
+from ligermodels.errors import ConfigError
+from ligermodels.generation import generate_ahead
+from ligermodels.models.heads_file import load_heads
+from ligermodels.training.finetune import finetune
+from tests.training.tiny_run import make_checkpoint, options, same, tensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("medusa")
+    make_checkpoint(path / "model")
+    (path / "text.txt").write_text("\n\n".join(["the cat saw a dog and a cat. " * 3] * 30))
+    return path
+
+
+def settings(folder: Path, out: Path, model: Path | None = None, **changes):
+    given = {"medusa_heads": 2, "eval_steps": 6, "learning_rate": 1e-2} | changes
+    return options(model or folder / "model", folder / "text.txt", out, **given)
+
+
+def test_both_stages(folder: Path, tmp_path: Path) -> None:
+    one = finetune(settings(folder, tmp_path / "one", save_steps=3), progress=False)
+    key = one.shown[0]
+    assert one.eval_after[key] < one.eval_before[key]
+    assert one.eval_after["eval_head_2_loss"] < one.eval_before["eval_head_2_loss"]
+    assert same(tensors(one.model_dir), tensors(folder / "model"))  # the body was frozen
+    first = load_heads(one.model, one.model_dir)
+    assert first is not None and len(first.blocks) == 2 and not first.tied
+    (tmp_path / "one" / "checkpoints" / "step-00000006.safetensors").unlink()
+    finetune(settings(folder, tmp_path / "one", save_steps=3, resume=True), progress=False)
+    again = load_heads(one.model, one.model_dir)
+    assert again is not None and same(first.state_dict(), again.state_dict())
+
+    second = {"medusa_stage": 2, "max_steps": 2, "learning_rate": 1e-3}
+    two = finetune(settings(folder, tmp_path / "two", one.model_dir, **second), progress=False)
+    # The second stage began with the heads of the first one.
+    assert two.eval_before[key] == pytest.approx(one.eval_after[key], rel=1e-5)
+    assert two.eval_after[key] < two.eval_before[key]
+    assert not same(tensors(two.model_dir), tensors(one.model_dir))
+
+    model = AutoLiger.from_hf(two.model_dir)
+    heads = load_heads(model, two.model_dir)
+    prompt = list(b"the cat saw")
+    made = generate_ahead(model, heads, prompt, max_new_tokens=24, eos_token_id=[])
+    assert torch.equal(made.ids, model.generate(prompt, max_new_tokens=24, eos_token_id=[]))
+
+
+def test_tied_heads_and_micro_batches(folder: Path, tmp_path: Path) -> None:
+    """Two micro-batches of a step give the loss of one batch; few targets are skipped to."""
+    losses = []
+    for size, count in ((4, 1), (2, 2)):
+        config = settings(
+            folder,
+            tmp_path / str(count),
+            batch_size=size,
+            gradient_accumulation_steps=count,
+            medusa_tied=True,
+            max_steps=2,
+        )
+        result = finetune(config, progress=False)
+        losses.append([entry["loss"] for entry in result.metrics if "loss" in entry])
+        assert load_heads(result.model, result.model_dir).tied
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_options_that_exclude_each_other(folder: Path, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"teacher": "x"}, "teacher and medusa_heads: choose one"),
+        ({"memory": "1GiB"}, "memory: a plan does not know of medusa_heads"),
+        ({"medusa_heads": None, "medusa_tied": True}, "only with medusa_heads"),
+        ({"loss": "dpo"}, "medusa_heads: only for the losses sft"),
+        ({"medusa_heads": None, "teacher": "x", "beta": 1.5}, "at most 1 for a teacher"),
+        ({"medusa_heads": None, "teacher_share": 0.5}, "only with a teacher"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings(folder, tmp_path, **changes)

@@ -1,0 +1,111 @@
+"""Runs with a teacher: the student comes closer to it, counts exactly, and resumes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels import AutoLiger, LigerLlama
+from ligermodels.errors import ConfigError, LigerError
+from ligermodels.layers import LossHead
+from ligermodels.losses.distillation import distillation
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.finetune import finetune
+from ligermodels.training.run import objective_of
+from ligermodels.training.trainer import Trainer
+from tests.training.tiny_run import (
+    make_checkpoint,
+    make_text,
+    make_tokenizer,
+    options,
+    same,
+    tensors,
+    tiny_config,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a student, a wider teacher and a text."""
+    path = tmp_path_factory.mktemp("teacher")
+    make_checkpoint(path / "model")
+    torch.manual_seed(1)
+    config = tiny_config(hidden_size=32, vocab_size=264, initializer_range=0.3)
+    LigerLlama(config).save_hf(path / "teacher")  # padded to more classes than there are tokens
+    make_tokenizer(path / "teacher")
+    make_text(path / "text.txt")
+    return path
+
+
+def settings(folder: Path, out: Path, **changes):
+    given = {"teacher": str(folder / "teacher"), "temperature": 2.0, "eval_steps": 6} | changes
+    return options(folder / "model", folder / "text.txt", out, **given)
+
+
+@pytest.mark.parametrize("beta", [None, pytest.param(0.0, marks=pytest.mark.long), 1.0])
+def test_a_student_comes_closer_to_its_teacher_and_resumes(
+    folder: Path, tmp_path: Path, beta: float | None
+) -> None:
+    result = finetune(settings(folder, tmp_path, beta=beta, save_steps=3), progress=False)
+    assert result.eval_loss_after < 0.95 * result.eval_loss_before
+    assert result.shown == ("eval_loss", "loss") and result.eval_after["eval_nll"] > 0
+    trained = tensors(result.model_dir)
+    (tmp_path / "checkpoints" / "step-00000006.safetensors").unlink()  # it was killed after step 3
+    with pytest.raises(LigerError, match=r"teacher_share: the run was started with 1.0"):
+        finetune(settings(folder, tmp_path, beta=beta, resume=True, teacher_share=0.5))
+    finetune(settings(folder, tmp_path, beta=beta, save_steps=3, resume=True), progress=False)
+    assert same(tensors(result.model_dir), trained)
+
+
+def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
+    """It is the divergence of both models at the targets; micro-batches add up to it."""
+    config = settings(folder, tmp_path, beta=0.3, teacher_share=0.75)
+    model = AutoLiger.from_hf(folder / "model", dtype=torch.float32)
+    teacher = AutoLiger.from_hf(folder / "teacher", dtype=torch.float32)
+    objective = objective_of(config)
+    items = objective.read(config.train_files, Tokenizer.from_hf(folder / "model"))
+    rows = objective.rows(items)
+    held = objective.load(model)
+    assert held == sum(x.nbytes for x in teacher.parameters())
+    trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
+    batch = rows.batch(range(4))
+    count = torch.tensor(float(batch.num_targets))
+    made = objective.loss(trainer.call, batch, count)
+    given = {"position_ids": batch.position_ids}
+    targets = torch.nn.functional.pad(batch.labels[:, 1:], (0, 1), value=-100)
+    ends = torch.nn.functional.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
+    targets = targets.masked_fill(ends, -100)
+    cut = LossHead(32, 258)
+    cut.proj.weight = torch.nn.Parameter(teacher.head.weight[:258].detach())
+    want = distillation(
+        model.head,
+        model(batch.input_ids, **given),
+        cut,
+        teacher(batch.input_ids, **given),
+        targets=targets,
+        beta=0.3,
+        temperature=2.0,
+    )
+    own = model(batch.input_ids, labels=batch.labels, **given).loss
+    torch.testing.assert_close(made.loss, 0.75 * want + 0.25 * own)
+    halves = [
+        objective.loss(trainer.call, rows.batch(part), count).loss for part in ((0, 1), (2, 3))
+    ]
+    torch.testing.assert_close(sum(halves), made.loss)
+
+
+def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other")
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<s>"', '"<start>"'))
+    config = settings(folder, tmp_path / "out", teacher=str(other))
+    with pytest.raises(ConfigError, match=r"another vocabulary: its token 256 is '<start>'"):
+        finetune(config, progress=False)
+    small = make_checkpoint(tmp_path / "small")
+    big = make_checkpoint(tmp_path / "big", vocab_size=270)
+    config = options(big, folder / "text.txt", tmp_path / "out", teacher=str(small))
+    with pytest.raises(ConfigError, match=r"a vocabulary of 258 classes and .* one of 270"):
+        finetune(config, progress=False)
+    assert not (tmp_path / "out").exists()
