@@ -32,6 +32,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
+    ("training/reports.py", "integrations"): "loggers by name",
+    ("training/data_sources.py", "integrations"): "data sets of the hub",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {

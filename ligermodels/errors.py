@@ -4,6 +4,7 @@ Each error is also a ValueError or an OSError. The first line of a message state
 file and key. A list of at most ten names may follow, with a count of the other names.
 """
 
+import re
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -66,3 +67,23 @@ def listing(names: Iterable[str], limit: int = 10) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's class if there is no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the known word closest to `word`, or "" if none is close.
+
+    An option may also be meant by its initials, such as --lr, or by one of its parts.
+    """
+    import difflib
+
+    words = {each.lstrip("-"): each for each in known}
+    word = word.lstrip("-")
+    parts = {name: re.split("[-_]", name) for name in words}
+    found = [name for name in words if len(parts[name]) > 1 and _initials(parts[name]) == word]
+    found += [name for name in words if word in parts[name]]
+    found += difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"; did you mean {words[found[0]]!r}?" if found else ""
+
+
+def _initials(parts: list[str]) -> str:
+    return "".join(part[:1] for part in parts)

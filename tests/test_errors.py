@@ -21,3 +21,26 @@ def test_listing_stops_at_ten_and_counts_the_rest():
     lines = errors.listing(f"name{i}" for i in range(13)).splitlines()
     assert lines[:10] == [f"  name{i}" for i in range(10)]
     assert lines[10:] == ["  ... and 3 more"]
+
+
+OPTIONS = ["--help", "--learning-rate", "--num-train-epochs", "--batch-size", "--max-new-tokens"]
+
+
+def test_a_close_word_is_suggested(subtests):
+    for word, found in (
+        ("--lr", "--learning-rate"),
+        ("--bs", "--batch-size"),
+        ("--epochs", "--num-train-epochs"),
+        ("--learnig-rate", "--learning-rate"),
+        ("--batchsize", "--batch-size"),
+        ("-help", "--help"),
+    ):
+        with subtests.test(word):
+            assert errors.did_you_mean(word, OPTIONS) == f"; did you mean {found!r}?"
+    assert errors.did_you_mean("fintune", ["finetune", "generate"]) == "; did you mean 'finetune'?"
+
+
+def test_nothing_close_suggests_nothing():
+    for word in ("--xyz", "", "-", "--"):
+        assert errors.did_you_mean(word, OPTIONS) == ""
+    assert errors.did_you_mean("a", []) == ""

@@ -23,13 +23,20 @@ with quit_on_interrupt():
     from typing import Any
 
     from ligermodels import __version__
-    from ligermodels.cli import check_family, convert, families, finetune, generate, inspect
+    from ligermodels.cli import (
+        check_family,
+        convert,
+        evaluate,
+        families,
+        finetune,
+        generate,
+        inspect,
+    )
     from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
-    from ligermodels.cli.suggestions import did_you_mean
-    from ligermodels.errors import LigerError, first_line, printable
+    from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 
-COMMANDS = (finetune, generate, inspect, convert, families, check_family)
+COMMANDS = (finetune, evaluate, generate, inspect, convert, families, check_family)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, loading_arguments, loading_options
 from ligermodels.errors import LigerError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ligermodels.models.base import DecoderModel
 
 # Endings of files that users may expect as TARGET.
 _OF_FILES = (
@@ -24,11 +30,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
         "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
         "SOURCE to the native layout and back in a temporary folder, and compares the result with "
-        "SOURCE. If anything differs, the exit code is 1."
+        "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
+        "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints."
     )
     command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
     add = command.add_argument
-    add("source", metavar="SOURCE", nargs="?", help="hub id or local folder of a checkpoint")
+    add(
+        "source",
+        metavar="SOURCE",
+        nargs="?",
+        help="hub id or local folder of a checkpoint, or RUN/checkpoint-STEP",
+    )
     add("target", metavar="TARGET", nargs="?", help="the folder to write")
     add("--verify", action="store_true", help="compare tensors, config keys and tokenizer files")
     add(
@@ -46,10 +58,12 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
+    from ligermodels.converters.checkpoint_files import CONFIG_NAME
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
     from ligermodels.models.auto import AutoLiger, family_of
+    from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
     if given.source is None:
@@ -74,6 +88,14 @@ def run(given: argparse.Namespace) -> None:
                 f"{given.target}: the folder holds {present[0]}{more} of a checkpoint; replace "
                 "them with --overwrite, or choose another folder"
             )
+    place = checkpoint_step(given.source)
+    if place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists():
+        if target is None or given.verify:
+            raise LigerError("convert: a checkpoint of a run needs TARGET, and cannot be verified")
+        model = load_checkpoint(*place)
+        dtype = loading_options(given)["dtype"]
+        _write(given, model if dtype is None else model.to(dtype), target)
+        return
     source = resolve(given.source, revision=given.revision)
     family = family_of(source)
     if target is None:
@@ -91,18 +113,21 @@ def run(given: argparse.Namespace) -> None:
                 "compare; choose another TARGET"
             )
         loading = loading_options(given)
-        model = AutoLiger.from_hf(source, **loading)
-        with raise_on_interrupt():  # A save removes what it has not completed.
-            model.save_hf(
-                target,
-                max_shard_size=given.max_shard_size,
-                allow_nonfinite=given.allow_nonfinite,
-                overwrite=given.overwrite,
-            )
-        print(f"wrote the checkpoint to {target}")
+        _write(given, AutoLiger.from_hf(source, **loading), target)
         if not given.verify:
             return
         report = compare(source, target, family, dtype=loading["dtype"])
     print(report)
     if not report.ok:
         raise SystemExit(1)
+
+
+def _write(given: argparse.Namespace, model: DecoderModel, target: Path) -> None:
+    with raise_on_interrupt():  # A save removes what it has not completed.
+        model.save_hf(
+            target,
+            max_shard_size=given.max_shard_size,
+            allow_nonfinite=given.allow_nonfinite,
+            overwrite=given.overwrite,
+        )
+    print(f"wrote the checkpoint to {target}")

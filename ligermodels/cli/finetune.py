@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from ligermodels.cli import launch
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import byte_size, number
+from ligermodels.cli.options import byte_size, import_modules, number
 from ligermodels.errors import LigerError
-from ligermodels.training.config import FinetuneConfig, option_types
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.options import types_of
 
 HELP = "fine-tune a checkpoint on text or JSONL files"
 OUT_OF_MEMORY = (
@@ -26,15 +27,29 @@ GROUPS = {
     "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
     "max_completion_length temperature epsilon_high",
     "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
+    "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
-    "optimizer": "learning_rate min_lr_rate warmup_steps weight_decay adam_beta1 adam_beta2 "
-    "adam_epsilon max_grad_norm seed",
-    "machine": "device precision memory activation_checkpointing compile rank_timeout",
+    "optimizer": "optimizer learning_rate lr_scheduler_type min_lr_rate warmup_steps weight_decay "
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm freeze train_only seed",
+    "machine": "device precision memory activation_checkpointing compile context_parallel "
+    "rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
-    "export_dtype max_shard_size",
+    "report_to sample_prompts sample_tokens sample_chat "
+    "export_dtype max_shard_size quiet",
     "hub": "revision",
+    "several GPUs": "gpus max_restarts",
 }
-METAVARS = {"output_dir": "DIR", "separator": "LINE", "memory": "auto|SIZE|off"}
+OPTIONS = (FinetuneConfig, launch.LaunchOptions)
+METAVARS = {
+    "freeze": "NAME",
+    "sample_prompts": "TEXT",
+    "train_only": "NAME",
+    "lora": "r=N[,...]",
+    "lora_targets": "NAME",
+    "output_dir": "DIR",
+    "separator": "LINE",
+    "memory": "auto|SIZE|off",
+}
 REQUIRED = {"model": "MODEL", "train_files": "--train-files", "output_dir": "--output-dir"}
 
 
@@ -57,25 +72,34 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.usage = (
         "%(prog)s MODEL --train-files FILE... --output-dir DIR [...]\n"
+        "       %(prog)s --config FILE [...]\n"
         "       %(prog)s --resume --output-dir DIR"
     )
-    options = {option.name: option for option in fields(FinetuneConfig)}
-    types = option_types()
     command.add_argument(
-        "model", nargs="?", metavar="MODEL", help=options["model"].metadata["help"]
+        "--config",
+        metavar="FILE",
+        help="YAML file of options, named as here with _ for -; options on the command line win. A "
+        "run writes its own to DIR/run.yaml",
+    )
+    options = {each.name: each for cls in OPTIONS for each in fields(cls)}
+    types = {name: kind for cls in OPTIONS for name, kind in types_of(cls).items()}
+    # SUPPRESS leaves out an option that the user does not give. Its value then comes from --config,
+    # from the run that is resumed, or from its default.
+    command.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help=options["model"].metadata["help"],
     )
     for title, names in GROUPS.items():
         group = command.add_argument_group(title)
         for name in names.split():
-            # SUPPRESS leaves out an option that the user does not give. Its value then comes from
-            # the run that is resumed, or from the default in FinetuneConfig.
             group.add_argument(
                 "--" + name.replace("_", "-"),
                 default=argparse.SUPPRESS,
                 **_argument(options[name], types[name]),
             )
-    launch.add_arguments(command)
-    command.add_argument("--quiet", action="store_true", help="print no progress bar and no notes")
 
 
 def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
@@ -84,16 +108,28 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
     if option.name == "max_shard_size":
         return {"help": f"{help} (default: 5GB)", "type": byte_size, "metavar": "SIZE"}
     if kind is bool:
-        return {"help": help, "action": "store_true"}
-    if kind == list[str]:
-        return {"help": help, "nargs": "+", "metavar": "FILE"}
+        return {"help": help, "action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is list:
+        item = get_args(kind)[0]
+        several = {"help": help, "nargs": "+", "metavar": _metavar(option, item)}
+        return several | _type(option, item)
     if option.default not in (None, MISSING):
         help = f"{help} (default: {option.default})"
+    return {"help": help, **_type(option, kind), "metavar": _metavar(option, kind)}
+
+
+def _type(option: Field[Any], kind: type) -> dict[str, Any]:
     if kind is str:
-        metavar = METAVARS.get(option.name)
-        return {"help": help, "choices": option.metadata["choices"], "metavar": metavar}
-    letter = "N" if kind is int else "X"
-    return {"help": help, "type": number(kind, **option.metadata["limits"]), "metavar": letter}
+        return {"choices": option.metadata["choices"]}
+    return {"type": number(kind, **option.metadata["limits"])}
+
+
+def _metavar(option: Field[Any], kind: type) -> str | None:
+    if option.name.endswith("_files"):
+        return "FILE"
+    if option.metadata["choices"] is not None:
+        return None  # argparse shows the choices
+    return METAVARS.get(option.name, {int: "N", float: "X"}.get(kind))
 
 
 def run(given: argparse.Namespace) -> None:
@@ -101,16 +137,13 @@ def run(given: argparse.Namespace) -> None:
 
     With --gpus, do so in several processes, of which one prints.
     """
-    if given.gpus is not None and not launch.is_worker():
-        launch.run(given)
+    options, launched = _options(given)
+    if launched.gpus is not None and not launch.is_worker():
+        launch.run(launched.gpus, launched.max_restarts, given.argv)
         return
     from ligermodels.training.finetune import finetune, resumed_settings
     from ligermodels.training.interrupts import Interrupted
 
-    left_out = ("module", "modules", "quiet", *launch.OPTIONS)
-    options = {k: v for k, v in vars(given).items() if k not in left_out}
-    if options["model"] is None:
-        del options["model"]
     if options.get("resume"):
         _require(options, "output_dir")
         output_dir = options["output_dir"]
@@ -124,7 +157,7 @@ def run(given: argparse.Namespace) -> None:
     _require(options, *REQUIRED)
     try:
         with raise_on_interrupt():  # The run saves its state.
-            result = finetune(FinetuneConfig(**options), progress=not given.quiet)
+            result = finetune(FinetuneConfig(**options), progress=not launched.quiet)
     except Interrupted as stop:
         if launch.speaks():
             print(f"ligermodels: {stop}", file=sys.stderr)
@@ -142,6 +175,22 @@ def run(given: argparse.Namespace) -> None:
     elif result.loss is not None:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")
+
+
+def _options(given: argparse.Namespace) -> tuple[dict[str, Any], launch.LaunchOptions]:
+    """Return the options of the run and those of the command, from --config and the arguments."""
+    names = [each.name for cls in OPTIONS for each in fields(cls)]
+    own = [each.name for each in fields(launch.LaunchOptions)]
+    found: dict[str, Any] = {}
+    if given.config is not None:
+        from ligermodels.training.config_file import read_config
+
+        found = read_config(given.config, also=(*own, "import"))
+        modules = found.pop("import", None) or []
+        import_modules([modules] if isinstance(modules, str) else modules)
+    found |= {k: v for k, v in vars(given).items() if k in names}
+    launched = launch.LaunchOptions(**{k: found.pop(k) for k in own if k in found})
+    return found, launched
 
 
 def _shown(name: str, value: float) -> str:

@@ -6,38 +6,44 @@ through the library behind torchrun. Of their errors only the first is printed, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.cli.options import number
+from ligermodels.training.options import check_options, option
 
-OPTIONS = ("gpus", "max_restarts", "argv")
 _LAUNCHED = "LIGERMODELS_LAUNCHED"  # set in the processes that this module starts
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch: where a process leaves its error
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that say how many processes run."""
-    group = command.add_argument_group("several GPUs")
-    group.add_argument(
-        "--gpus",
-        type=number(int, at_least=1),
-        metavar="N",
-        help="run on N GPUs of this machine, each with rows of its own (with --device cpu, in N "
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """How many processes run, and what they say: options of the command that no run keeps.
+
+    Raises:
+        ConfigError: a value has the wrong type or breaks a limit.
+    """
+
+    gpus: int | None = option(
+        None,
+        "run on N GPUs of this machine, each with rows of its own (with --device cpu, in N "
         "processes); the model is spread over them (FSDP2)",
+        at_least=1,
     )
-    group.add_argument(
-        "--max-restarts",
-        type=number(int, at_least=0),
-        default=0,
-        metavar="N",
-        help="with --gpus, how often the run goes on from its last checkpoint by itself after a "
-        "process was killed (default: 0)",
+    max_restarts: int = option(
+        0,
+        "with --gpus, how often the run goes on from its last checkpoint by itself after a process "
+        "was killed",
+        at_least=0,
     )
+    quiet: bool = option(False, "print no progress bar and no notes")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def is_worker() -> bool:
@@ -61,7 +67,7 @@ def report_error(line: str, code: int) -> bool:
     return True
 
 
-def run(given: argparse.Namespace) -> None:
+def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
     """Run this command line in several processes, and print the first error that ends them.
 
     Raises:
@@ -79,20 +85,20 @@ def run(given: argparse.Namespace) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ[_LAUNCHED] = "1"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // given.gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // gpus)))
     # An interrupted run writes a checkpoint before it ends.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=given.gpus,
+        nproc_per_node=gpus,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=given.max_restarts,
+        max_restarts=max_restarts,
         monitor_interval=0.2,
     )
-    arguments = ["-m", "ligermodels", *given.argv]
+    arguments = ["-m", "ligermodels", *argv]
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:

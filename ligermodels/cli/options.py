@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ligermodels.cli.suggestions import did_you_mean
-from ligermodels.errors import ConfigError, LigerError, first_line, shown
+from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, shown
 from ligermodels.memory.byte_sizes import parse_bytes
-from ligermodels.training.config import EXPORT_DTYPES, limit_complaint
+from ligermodels.training.config import EXPORT_DTYPES
+from ligermodels.training.options import limit_complaint
 
 
 class Formatter(argparse.HelpFormatter):
@@ -28,7 +28,14 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong."""
+    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong.
+
+    Options are written whole: what begins only one option today may begin two tomorrow, and `--lr`
+    would be the beginning of `--lr-scheduler-type`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -125,7 +132,7 @@ def byte_size(text: str) -> int:
 def number(kind: type, **limits: float) -> Callable[[str], float]:
     """Return an argparse type: a number of `kind` (int or float) within `limits`.
 
-    `training.config.limit_complaint` defines the limits.
+    `training.options.limit_complaint` defines the limits.
     """
 
     def convert(text: str) -> float:

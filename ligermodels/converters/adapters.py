@@ -13,7 +13,7 @@ PEFT. `peft.get_peft_model(model, LoraConfig(**config))` makes the modules of a 
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ _KEPT = {
 _CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A linear of HF: the rows of a packed one that are its own."""
 
     hf: str  # the module's name
@@ -77,7 +77,7 @@ def pack_adapter(
     left, made = dict(weights), Weights()
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, parts in _linears(weight_map).items():
+    for module, parts in linears(weight_map).items():
         found = {p: _take(left, p.hf) for p in parts}
         if not any(found.values()):
             continue
@@ -119,12 +119,12 @@ def unpack_adapter(
     left, made = dict(weights), Weights()
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, parts in _linears(weight_map).items():
+    for module, parts in linears(weight_map).items():
         taken = _take(left, module)
         if not taken:
             continue
         if len(parts) > 1:
-            _check_lora({_Part(module, 0, 0): taken})
+            _check_lora({Part(module, 0, 0): taken})
         for part in parts:
             rows = slice(part.row, part.row + part.rows)
             for end, tensor in taken.items():
@@ -136,13 +136,49 @@ def unpack_adapter(
     return made, _new_config(config, made, ranks, alphas)
 
 
-def _linears(weight_map: WeightMap) -> dict[str, list[_Part]]:
+def adapter_of_hf(
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    weight_map: WeightMap,
+    settings: Mapping[str, Any],
+) -> tuple[Weights, Config]:
+    """Return the LoRA of HF's model that has these factors, in PEFT's format.
+
+    Args:
+        factors: the name of each linear with an adapter -> A (rank, in) and B (out, rank).
+        weight_map: the native model's.
+        settings: the keys r, lora_alpha and lora_dropout of the config.
+    Returns: the tensors on the CPU, and the content of adapter_config.json.
+    """
+    weights = {}
+    for name, (a, b) in factors.items():
+        for end, tensor in ((_A, a), (_B, b)):
+            weights[f"{_PREFIX}{name}.{end}"] = tensor.detach().cpu().contiguous()
+    return weights, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **settings,
+        "target_modules": _target_modules(factors.keys(), weight_map),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
+    """Return the ends of names that stand for exactly these modules, or else their whole names."""
+    chosen = set(names)
+    ends = {name.rpartition(".")[2] for name in chosen}
+    every = {part.hf for parts in linears(weight_map).values() for part in parts}
+    meant = {name for name in every if name.rpartition(".")[2] in ends}
+    return sorted(ends if meant == chosen else chosen)
+
+
+def linears(weight_map: WeightMap) -> dict[str, list[Part]]:
     """Return the parts of each native linear, or embedding, by the module's name."""
     found = {}
     for entry in weight_map:
         if entry.name.endswith(".weight") and len(entry.shape) == 2 and _is_stack(entry):
             found[entry.name.removesuffix(".weight")] = [
-                _Part(span.source.removesuffix(".weight"), span.row, span.rows)
+                Part(span.source.removesuffix(".weight"), span.row, span.rows)
                 for span in entry.spans
             ]
     return found
@@ -165,7 +201,7 @@ def _rank(taken: Weights) -> int | None:
     return next((len(taken[end]) for end in (_A, _EMBEDDING_A) if end in taken), None)
 
 
-def _check_lora(found: Mapping[_Part, Weights]) -> None:
+def _check_lora(found: Mapping[Part, Weights]) -> None:
     """Raise unless the parts of a packed projection have LoRA or DoRA, and nothing else."""
     for part, taken in found.items():
         odd = sorted(taken.keys() - {_A, _B, _MAGNITUDE})
@@ -179,7 +215,7 @@ def _check_lora(found: Mapping[_Part, Weights]) -> None:
 
 
 def _magnitude(
-    module: str, found: Mapping[_Part, Weights], base: Mapping[str, Tensor] | None
+    module: str, found: Mapping[Part, Weights], base: Mapping[str, Tensor] | None
 ) -> Tensor:
     """Return DoRA's norms of all rows of a packed projection.
 

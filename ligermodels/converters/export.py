@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ligermodels.converters.atomic_dir import check_replaceable, replace_dir
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
@@ -104,18 +108,55 @@ def save(
         with replace_dir(target, owned) as fresh:
             write_json(fresh / CONFIG_NAME, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
-            for name, content in source_files.items():
-                path = fresh / name
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(content)
-                sync_file(path)
-            if any("/" in name for name in source_files):
-                sync_folder(fresh / CHAT_TEMPLATE_DIR)
+            _write_files(fresh, source_files)
     except OSError as fault:  # This includes SaveError.
         raise SaveError(
             f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
             "content of the folder is unchanged"
         ) from fault
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor],
+    config_dict: Mapping[str, Any],
+    *,
+    source_files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write an adapter in PEFT's format. It replaces what `folder` holds in one step, as `save`.
+
+    Args:
+        weights: the tensors, on the CPU.
+        config_dict: the content of adapter_config.json.
+        source_files: name -> content of the tokenizer files to write.
+    Raises:
+        SaveError: the files cannot be written. The old content of `folder` is unchanged.
+    """
+    target = _resolve(folder)
+    source_files = source_files or {}
+    try:
+        with replace_dir(target, _owned(target, bool(source_files))) as fresh:
+            write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)
+            save_file(dict(weights), fresh / ADAPTER_WEIGHTS_NAME, {"format": "pt"})
+            sync_file(fresh / ADAPTER_WEIGHTS_NAME)
+            _write_files(fresh, source_files)
+    except (OSError, SafetensorError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise SaveError(
+            f"{folder}: the adapter could not be saved: {reason}; the old content of the folder "
+            "is unchanged"
+        ) from fault
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the tokenizer and generation files."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        sync_file(path)
+    if any("/" in name for name in files):
+        sync_folder(folder / CHAT_TEMPLATE_DIR)
 
 
 def replaced_names(folder: str | os.PathLike[str]) -> list[str]:
@@ -163,6 +204,8 @@ def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
     These files do not stay after the export.
     """
     stale = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
+    # transformers would add an old adapter to the new weights.
+    stale |= {ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME}
     if brings_tokenizer:
         # An old tokenizer.json would take precedence over the new tokenizer.model.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])

@@ -74,6 +74,12 @@ def data_sheet(name: str, dtype: torch.dtype) -> Rates:
     )
 
 
+def peak_flops(name: str) -> float | None:
+    """Return a GPU's dense 16-bit FLOP/s by its data sheet, or None if it has none here."""
+    known = _known(name)
+    return None if known is None else _SHEETS[known][0]
+
+
 def gpu_bytes(name: str) -> int:
     """Return the bytes that torch can allocate on a GPU that has a data sheet here.
 

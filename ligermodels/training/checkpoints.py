@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from torch import Tensor
 from ligermodels.converters.files import names_if_present, parse_json
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, shown
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
 from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.training.optimizers import allocate_state, state_of
 
 _FACTS = "ligermodels"  # the key of the file's metadata
 _NAME = re.compile(r"step-(\d{8,18})(\.safetensors)?")
@@ -87,8 +90,12 @@ class Checkpoints:
         atomic_write(file, lambda path: save_file(tensors, path, metadata))
         return file
 
-    def load(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the state after `step` steps into the model and a fresh, fused AdamW.
+    def load(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Copy the state after `step` steps into the model and a fresh optimizer.
+
+        Without an optimizer, copy the weights only, of whatever run.
 
         Of several ranks, every one calls it.
 
@@ -97,6 +104,8 @@ class Checkpoints:
                 was changed, unless the file was changed while it was read.
         """
         path = from_rank_0(self.files()[step] if rank() == 0 else None)
+        if optimizer is not None:
+            allocate_state(optimizer, step)
         try:
             if path.suffix:
                 with error_on_all_ranks(CheckpointError):
@@ -109,10 +118,10 @@ class Checkpoints:
             raise CheckpointError("\n".join([first, *rest])) from None
 
     def _load(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         file = SafetensorsFile(path)
-        _match(file, _expected(model))
+        _match(file, _expected(model, optimizer), "" if optimizer else _WEIGHTS)
         text = file.metadata.get(_FACTS, "{}").encode(errors="surrogatepass")
         facts = parse_json(text, f"{path} (header)", CheckpointError)
         if facts.pop("sha256", None) != _seal(facts, digests(file.tensors, file.read)):
@@ -123,15 +132,15 @@ class Checkpoints:
                 f"{path}: the name says step {step}, but the file holds step "
                 f"{shown(facts.get('step'))}"
             )
-        self._check_run(path, facts)
-        _allocate(model, optimizer, step)
+        if optimizer is not None:
+            self._check_run(path, facts)
         for name, stored in _stored(model, optimizer).items():
             for part in stored.parts:
                 _copy(file, name, part, stored.shape)
         file.close()
 
     def _load_folder(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         with error_on_all_ranks(CheckpointError):
             facts = sharded_checkpoints.facts_of(path)
@@ -140,9 +149,10 @@ class Checkpoints:
                     f"{path}: the name says step {step}, but the folder holds step "
                     f"{shown(facts.get('step'))}"
                 )
-            self._check_run(path, facts)
-        _allocate(model, optimizer, step)
-        sharded_checkpoints.read(path, _stored(model, optimizer))
+            if optimizer is not None:
+                self._check_run(path, facts)
+        prefix = "" if optimizer else _WEIGHTS
+        sharded_checkpoints.read(path, _stored(model, optimizer), prefix=prefix)
 
     def _check_run(self, path: Path, facts: Mapping[str, Any]) -> None:
         if facts.get("run") != self.run:
@@ -180,13 +190,13 @@ def _remove(path: Path) -> None:
 
 
 def named_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that resuming needs: trained weights and optimizer's state, by name."""
     for name, parameter in _trained(model):
-        yield f"model.{name}", parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer.{key}.{name}", value.detach()
+        yield f"{_WEIGHTS}{name}", parameter.detach()
+        for key, value in () if optimizer is None else state_of(optimizer, parameter):
+            yield f"optimizer.{key}.{name}", value
 
 
 def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -240,60 +250,54 @@ def _seal(facts: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
     return fingerprint({"facts": dict(facts), "tensors": dict(tensors)})
 
 
+_WEIGHTS = "model."
 _COUNT = "optimizer.step."
-_MOMENTS = {"optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
 
 
 def _cuts(model: torch.nn.Module) -> dict[str, TensorShard]:
     return getattr(model, "tensor_shards", {})
 
 
-def _allocate(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Give a fresh AdamW the state that it has after `step` steps, without its values."""
-    for _, parameter in _trained(model):
-        # Allocate as the optimizer does: a kernel may round differently on memory with another
-        # alignment.
-        state = optimizer.state[parameter]
-        for key in _MOMENTS.values():
-            state[key] = torch.empty_like(parameter)
-        # A fused optimizer keeps its step count on the parameter's device.
-        state["step"] = torch.tensor(float(step), device=parameter.device)
-
-
 def _stored(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, sharded_checkpoints.Stored]:
-    """Return this rank's parts of the weights and of AdamW's moments, by name."""
+    """Return this rank's parts of the weights and of the optimizer's state, by name."""
     cuts, found = _cuts(model), {}
     for name, parameter in _trained(model):
         cut = cuts.get(name)
-        shape = tuple(parameter.shape) if cut is None else cut.shape
         tensors = {"model": parameter.detach()}
-        state = optimizer.state.get(parameter, {})
-        tensors |= {kind: state[key] for kind, key in _MOMENTS.items() if key in state}
+        if optimizer is not None:
+            tensors |= {f"optimizer.{key}": each for key, each in state_of(optimizer, parameter)}
         for kind, tensor in tensors.items():
-            parts = local_parts(tensor, cut)
-            found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
+            if kind != "optimizer.step":
+                shape = tuple(tensor.shape) if cut is None else cut.shape
+                parts = local_parts(tensor, cut)
+                if rank() and cut is None and not is_sharded(tensor):  # rank 0 has it, too
+                    parts = [replace(part, is_copy=True) for part in parts]
+                found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found
 
 
-def _expected(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _expected(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and the shape of each tensor of a checkpoint."""
-    found = {}
-    cuts = _cuts(model)
-    for name, parameter in _trained(model):
-        shape = cuts[name].shape if name in cuts else tuple(parameter.shape)
-        for kind in ("model", *_MOMENTS):
-            found[f"{kind}.{name}"] = (parameter.dtype, shape)
-        found[f"{_COUNT}{name}"] = (torch.float32, ())
-    return found
+    found = {name: (each.dtype, each.shape) for name, each in _stored(model, optimizer).items()}
+    counts = (name for name, _ in named_state(model, optimizer) if name.startswith(_COUNT))
+    return found | dict.fromkeys(counts, (torch.float32, ()))
 
 
 def _match(
-    file: SafetensorsFile, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    file: SafetensorsFile,
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    prefix: str,
 ) -> None:
-    """Raise CheckpointError unless a file has exactly the expected tensors."""
-    held = {name: (DTYPES.get(info.dtype), info.shape) for name, info in file.tensors.items()}
+    """Raise CheckpointError unless a file has exactly the expected tensors with that prefix."""
+    held = {
+        name: (DTYPES.get(info.dtype), info.shape)
+        for name, info in file.tensors.items()
+        if name.startswith(prefix)
+    }
     names = sorted(held.keys() | expected.keys())
     wrong = [name for name in names if held.get(name) != expected.get(name)]
     if not wrong:

@@ -5,17 +5,17 @@ This module does not import torch, so that the command line shows its help quick
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, get_origin
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.training.lora_options import parse_lora
+from ligermodels.training.options import check_options, types_of
+from ligermodels.training.options import free_option as _free_option
+from ligermodels.training.options import option as _option
 
 # The losses, and the choices of loss_type for each; the first one is the default.
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
@@ -47,34 +47,18 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "medusa_heads": ("sft",),
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-REFERENCES = ("file", "float32", "bfloat16", "int8")
+REFERENCES = ("file", "float32", "bfloat16", "int8", "adapters-off")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
+LOAD_IN = ("4bit", "8bit")
+EXPORTS = ("merged", "adapter")
+LOGGERS = ("tensorboard", "wandb")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Runs beyond these never end, or take more memory than there is.
 MAX_STEPS = 10**9
 MAX_ROWS = 2**20  # of one optimizer step
-
-
-def _option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    free_on_resume: bool = False,
-    **limits: float,
-) -> Any:
-    """Return a dataclass field that holds an option's help, choices and limits.
-
-    `limits` are those of `limit_complaint`. A resumed run may change an option that is
-    `free_on_resume`: either it does not affect the trained weights, or (the data files, the model)
-    a hash of the content is compared instead.
-    """
-    facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
-    return field(default=default, metadata=facts)
-
-
-_free_option = partial(_option, free_on_resume=True)
 
 
 @dataclass(kw_only=True)
@@ -91,7 +75,11 @@ class FinetuneConfig:
 
     model: str = _free_option(MISSING, "hub id or local folder of the checkpoint to start from")
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
-        MISSING, "plain text, or .jsonl objects with text, prompt and completion, or messages"
+        MISSING,
+        "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
+        "of ShareGPT (conversations) and of Alpaca (instruction, input, output). With the library "
+        "datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME, OWNER/NAME:SPLIT or "
+        "OWNER/NAME:CONFIG:SPLIT",
     )
     output_dir: str = _free_option(
         MISSING, "folder of the run; the exported model goes to its subfolder model/"
@@ -159,8 +147,9 @@ class FinetuneConfig:
     )
     reference: str | None = _option(
         None,
-        "the reference model of dpo and kto: its log-probabilities, computed once into a file, or "
-        "a frozen copy of the model in a dtype (default: file; for grpo, a copy in bfloat16)",
+        "the reference model of dpo and kto: its log-probabilities, computed once into a file; a "
+        "frozen copy of the model in a dtype; or, with lora, the model with its adapters off "
+        "(default: file; for grpo, a copy in bfloat16, or with lora adapters-off)",
         choices=REFERENCES,
     )
     reward_function: str | None = _option(
@@ -225,7 +214,50 @@ class FinetuneConfig:
         at_most=MAX_STEPS,
     )
 
+    lora: str | None = _option(
+        None,
+        "freeze the model and train adapters on its linears: the rank r, and if wanted the scale "
+        "alpha and a dropout, as in r=16,alpha=32,dropout=0.05 (default of alpha: twice r)",
+    )
+    lora_targets: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "the linears that get an adapter, by HF's names, such as q_proj v_proj (default: all "
+        "linears of the layers)",
+    )
+    load_in: str | None = _option(
+        None,
+        "with lora, keep the frozen weights of the layers in so few bits: 4bit (NF4) or 8bit",
+        choices=LOAD_IN,
+    )
+    export: str = _free_option(
+        "merged",
+        "with lora, what to export: the model with the adapters added to the checkpoint's "
+        "weights, or the adapters alone in PEFT's format",
+        choices=EXPORTS,
+    )
+
+    freeze: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "parameters or modules that are not trained, by name; * stands for anything, as in "
+        "embed_tokens layers.*.mlp",
+    )
+    train_only: list[str] | None = _option(  # noqa: RUF009
+        None, "the only parameters or modules that are trained, by name, as for freeze"
+    )
+
+    optimizer: str = _option(
+        "adamw",
+        "adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of the "
+        "layers, and AdamW the rest; adafactor's rate is relative to the size of the weights, so "
+        "that it needs a larger one, such as 1e-3",
+        choices=OPTIMIZERS,
+    )
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
+    lr_scheduler_type: str = _option(
+        "cosine",
+        "how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps",
+        choices=SCHEDULES,
+    )
     min_lr_rate: float = _option(
         0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1
     )
@@ -261,6 +293,13 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
+    context_parallel: int = _option(
+        1,
+        "on several GPUs, how many of them compute each row together, for rows that are too long "
+        "for one",
+        at_least=1,
+        at_most=2**16,
+    )
     rank_timeout: int = _free_option(
         600,
         "on several GPUs, seconds after which a process that does not answer ends the run",
@@ -273,6 +312,19 @@ class FinetuneConfig:
     )
     save_total_limit: int = _free_option(2, "number of newest checkpoints to keep", at_least=1)
     logging_steps: int = _free_option(1, "steps between two reports of the loss", at_least=1)
+    report_to: list[str] | None = _free_option(  # noqa: RUF009
+        None,
+        "loggers that get the metrics: tensorboard (in DIR/tensorboard), wandb (its environment "
+        "variables say where)",
+        choices=LOGGERS,
+    )
+    sample_prompts: list[str] | None = _free_option(  # noqa: RUF009
+        None, "texts that the model continues at each evaluation, greedily, into DIR/samples.jsonl"
+    )
+    sample_tokens: int = _free_option(64, "most tokens of such a continuation", at_least=1)
+    sample_chat: bool = _free_option(
+        False, "take each of these texts as the message of a user, for the chat template"
+    )
     export_dtype: str | None = _free_option(
         None,
         "dtype of the export (default: the dtype of the trained weights)",
@@ -290,18 +342,14 @@ class FinetuneConfig:
         for name in ("model", "output_dir"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))
-        for name in ("train_files", "eval_files"):
-            setattr(self, name, _as_list(getattr(self, name)))
+        for name, kind in types_of(type(self)).items():
+            if get_origin(kind) is list:
+                setattr(self, name, _as_list(getattr(self, name)))
         if type(self.memory) is int:
             self.memory = str(self.memory)
-        types, optional = option_types(), _optional()
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is None and option.name in optional:
-                continue
-            complaint = _complaint(option, types[option.name], value)
-            if complaint is not None:
-                raise ConfigError(f"{option.name}: {complaint}")
+        if isinstance(self.max_shard_size, str):
+            self.max_shard_size = parse_bytes(self.max_shard_size, "max_shard_size")
+        check_options(self)
         if not self.train_files:
             raise ConfigError("train_files: at least one file is needed")
         if self.batch_size * self.gradient_accumulation_steps > MAX_ROWS:
@@ -310,6 +358,14 @@ class FinetuneConfig:
                 f"{MAX_ROWS}, not {self.batch_size * self.gradient_accumulation_steps}"
             )
         self._check_loss()
+        self._check_lora()
+        chosen = [
+            name for name in ("lora", "freeze", "train_only", "medusa_heads") if getattr(self, name)
+        ]
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
+        if self.context_parallel > 1 and self.loss != "sft":
+            raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -320,6 +376,17 @@ class FinetuneConfig:
                     "activation_checkpointing and memory: choose one of the two; memory recomputes "
                     "only as much as is needed"
                 )
+
+    def _check_lora(self) -> None:
+        if self.lora is not None:
+            parse_lora(self.lora)
+            return
+        given = {"lora_targets": self.lora_targets, "load_in": self.load_in}
+        given["export"] = "adapter" if self.export == "adapter" else None
+        given["reference"] = "off" if self.reference == "adapters-off" else None
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}: only with adapters; set lora, for example to r=16")
 
     def _check_loss(self) -> None:
         types = LOSS_TYPES[self.loss]
@@ -380,64 +447,9 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-def option_types() -> dict[str, type]:
-    """Return the type of each option's value, without None: str, list[str], int, float or bool."""
-    hints = get_type_hints(FinetuneConfig)
-    # An optional value is annotated as `type | None`, in this order.
-    return {
-        name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        for name, hint in hints.items()
-    }
-
-
-def _optional() -> set[str]:
-    """Return the names of the options that may be None."""
-    hints = get_type_hints(FinetuneConfig)
-    return {name for name, hint in hints.items() if isinstance(hint, UnionType)}
-
-
-_LIMITS = {
-    "at_least": operator.ge,
-    "more_than": operator.gt,
-    "at_most": operator.le,
-    "less_than": operator.lt,
-}
-
-
-def limit_complaint(value: float, **limits: float) -> str | None:
-    """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
-
-    A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
-
-    Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
-    """
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "must fit into 64 bits"
-    for name, limit in limits.items():
-        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
-            return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
-    return None
-
-
-_KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
-
-
-def _complaint(option: Field[Any], kind: Any, value: Any) -> str | None:
-    choices = option.metadata["choices"]
-    if choices is not None and value not in choices:
-        return f"must be one of {', '.join(choices)}, not {shown(value)}"
-    if kind == list[str]:
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return None if fits else f"must be a list of paths, not {shown(value)}"
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        return f"must be {_KINDS[kind]}, not {shown(value)}"
-    return limit_complaint(value, **option.metadata["limits"]) if kind in (int, float) else None
-
-
 def _as_list(paths: Any) -> Any:
-    """Return paths as a list of strings; a single path gives a list of one."""
-    if isinstance(paths, (str, os.PathLike)):
+    """Return paths as a list of strings; a single path, or number, gives a list of one."""
+    if isinstance(paths, (str, os.PathLike, float)):
         paths = [paths]
     if not isinstance(paths, Iterable) or isinstance(paths, Mapping):
         return paths

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,10 +21,10 @@ import numpy as np
 from ligermodels.converters.files import open_regular
 from ligermodels.errors import CheckpointError, DataError, LigerError, first_line, shown
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.formats import normalised
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-_DATASET = re.compile(r"[\w.-]+/[\w.-]+")  # the form of an id on the hub
-REFUSED_SUFFIXES = (".json", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
+REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,7 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
         if file.is_dir():
             raise DataError(f"{file}: this is a folder; give a text or JSONL file")
         if not os.path.lexists(file):
-            hint = ""
-            if _DATASET.fullmatch(str(file)):
-                hint = (
-                    "; if this is a data set of the hub, download it first and give its files, as "
-                    "text or .jsonl"
-                )
-            raise DataError(f"{file}: the file does not exist{hint}")
+            raise DataError(f"{file}: the file does not exist")
         if file.exists() and not file.is_file():
             raise DataError(
                 f"{file}: this is a pipe or a device; a run reads its data again when it resumes, "
@@ -101,9 +94,10 @@ def read_documents(
 ) -> list[Document]:
     """Tokenize files into documents, in file order.
 
-    A file named .jsonl or .ndjson holds one object per line. The object has `text`, or `prompt` and
-    `completion`, or `messages` (a list of role and content, which the chat template formats). Any
-    other file is UTF-8 text. It is one document, or several if lines that equal `separator`
+    A file named .jsonl or .ndjson holds one object per line, and one named .json a list of objects.
+    An object has `text`, or `prompt` and `completion`, or `messages` (a list of role and content,
+    which the chat template formats), or is a record that `formats` knows. Any other file is UTF-8
+    text. It is one document, or several if lines that equal `separator`
     separate them ("" splits at blank lines).
 
     Every document except a conversation ends with the tokenizer's end-of-text token. The targets
@@ -114,7 +108,7 @@ def read_documents(
     encoder = Encoder(tokenizer)
     documents = []
     for file in files:
-        if file.suffix.lower() in JSONL_SUFFIXES:
+        if file.suffix.lower() in RECORD_SUFFIXES:
             documents += list(_read_jsonl(file, encoder))
             continue
         text = _read_text(file)
@@ -159,42 +153,48 @@ def _read_jsonl(file: Path, encoder: Encoder) -> Iterator[Document]:
 
 
 def read_records(file: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the value of each line of a JSONL file, and the line's name for messages.
+    """Yield each value of a file of JSON lines or of one JSON list, and its place for messages.
 
     Raises:
-        DataError: the file cannot be read, or a line is not JSON.
+        DataError: the file cannot be read, or is not JSON.
     """
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: the line is not JSON: {error.msg} at column {error.colno}"
-            ) from None
-        except (ValueError, RecursionError):
-            raise DataError(
-                f"{where}: the line cannot be read as JSON, because it is nested too deeply or "
-                "holds a number with too many digits"
-            ) from None
-        yield record, where
+    text = _read_text(file)
+    if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        for number, record in enumerate(_json(text, str(file), "file"), start=1):
+            yield record, f"{file}: object {number}"
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{file}:{number}"
+            yield _json(line, where), where
+
+
+def _json(text: str, where: str, what: str = "line") -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if what == "file" else ""
+        raise DataError(
+            f"{where}: the {what} is not JSON: {error.msg} at {line}column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError):
+        raise DataError(
+            f"{where}: the {what} cannot be read as JSON, because it is nested too deeply or "
+            "holds a number with too many digits"
+        ) from None
 
 
 def _record_document(record: Any, where: str, encoder: Encoder) -> Document | None:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {_kind(record)}")
-    kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
+    record = normalised(record, where, has_template=encoder.has_template)
+    # In a table every record has every key.
+    kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
     if len(kinds) != 1:
-        if not kinds and "conversations" in record:
-            raise DataError(
-                f'{where}: "conversations" is not a key that is read; write "messages", a list of '
-                'objects with "role" (user, assistant or system) and "content"'
-            )
         raise DataError(
-            f'{where}: expected one of the keys "text", "prompt" (with "completion") or '
-            f'"messages"; found {", ".join(map(repr, record)) or "no keys"}'
+            f'{where}: expected one of the keys "text", "prompt" (with "completion"), '
+            '"messages", "conversations" (ShareGPT) or "instruction" (with "output", Alpaca); '
+            f"found {', '.join(map(repr, record)) or 'no keys'}"
         )
     if kinds == ["messages"]:
         return encoder.chat(
@@ -257,6 +257,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.has_template = getattr(tokenizer, "chat_template", None) is not None
         bare = tokenizer.encode("a", add_special_tokens=False)
         full = tokenizer.encode("a", add_special_tokens=True)
         # `prefix` is what the tokenizer adds before a text, usually one begin token or nothing.

@@ -16,8 +16,13 @@ from ligermodels.models.config import ModelConfig
 
 
 def weight_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the weights at a precision of FinetuneConfig."""
+    """Return the dtype of the trained weights at a precision of FinetuneConfig."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def frozen_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of weights that no optimizer updates: the one in which they are used."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def planner(

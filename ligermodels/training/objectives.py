@@ -34,7 +34,7 @@ from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import local_tensor, reshard
 from ligermodels.models.ranks import gathered
-from ligermodels.models.reference import frozen_copy
+from ligermodels.models.reference import WithoutAdapters, frozen_copy
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
@@ -93,7 +93,8 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
-        return PackedRows(items, self.config.seq_len)
+        ranks = self.config.context_parallel
+        return PackedRows(items, self.config.seq_len, 1 if ranks == 1 else 2 * ranks)
 
     def load(self, model: DecoderModel) -> int:
         """Load what the run needs beside the model, which has its first weights.
@@ -178,7 +179,7 @@ class PairObjective(Objective):
         if config.loss == "dpo":  # options that exclude each other are an error before the run
             nothing = torch.zeros(2, 1)
             dpo_loss(nothing, nothing, nothing > 0, **self._dpo_options(nothing, nothing > 0))
-        self.reference_model: DecoderModel | None = None
+        self.reference_model: nn.Module | None = None
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return pairs."""
@@ -339,12 +340,16 @@ def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tens
     return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
 
 
-def reference_copy(model: DecoderModel, dtype: str) -> DecoderModel:
+def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
     """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
+
+    With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
 
     Raises:
         ConfigError: the dtype is int8 and the model is sharded.
     """
+    if dtype == "adapters-off":
+        return WithoutAdapters(model)
     if not any(map(is_sharded, model.parameters())):
         return frozen_copy(model, dtype)
     if dtype == "int8":
@@ -364,7 +369,7 @@ def bytes_here(model: nn.Module) -> int:
 
 
 def reference_log_probs(
-    call: Call, batch: GroupBatch, model: DecoderModel | None, like: Tensor
+    call: Call, batch: GroupBatch, model: nn.Module | None, like: Tensor
 ) -> Tensor:
     """Return the reference model's log-probabilities of a batch: stored ones, or by its model.
 

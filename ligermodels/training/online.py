@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
@@ -71,7 +71,7 @@ class GroupObjective(Objective):
         assert config.reward_function is not None
         self.reward = load_reward(config.reward_function)
         self.model: DecoderModel | None = None
-        self.reference_model: DecoderModel | None = None
+        self.reference_model: nn.Module | None = None
         self.tokenizer: Tokenizer | None = None
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
@@ -89,7 +89,8 @@ class GroupObjective(Objective):
         self.model = model
         if not self.config.beta:
             return 0
-        self.reference_model = reference_copy(model, self.config.reference or "bfloat16")
+        usual = "bfloat16" if self.config.lora is None else "adapters-off"
+        self.reference_model = reference_copy(model, self.config.reference or usual)
         return bytes_here(self.reference_model)
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:

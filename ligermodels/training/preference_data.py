@@ -19,7 +19,7 @@ import numpy as np
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import (
-    JSONL_SUFFIXES,
+    RECORD_SUFFIXES,
     Document,
     Encoder,
     check_files,
@@ -76,7 +76,7 @@ def _read(
     encoder = Encoder(tokenizer)
     groups: list[Group] = []
     for file in check_files(paths):
-        if file.suffix.lower() not in JSONL_SUFFIXES:
+        if file.suffix.lower() not in RECORD_SUFFIXES:
             raise DataError(f"{file}: this loss needs .jsonl files, with one object per line")
         for record, where in read_records(file):
             if not isinstance(record, dict):

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, shown
+from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.ranks import (
     error_on_all_ranks,
@@ -31,9 +31,12 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.adapters import export_adapter, merged
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
+from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
+from ligermodels.training.data_sources import is_dataset, local_files
 from ligermodels.training.inputs import (
     changed,
     check_unchanged,
@@ -43,13 +46,15 @@ from ligermodels.training.inputs import (
 )
 from ligermodels.training.interrupts import Interrupts
 from ligermodels.training.medusa import MedusaObjective
-from ligermodels.training.memory import planner, summary, weight_dtype
+from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import launch_id, meet
+from ligermodels.training.processes import launch_id, meet, num_row_ranks
+from ligermodels.training.reports import logged, logger_openers, sampling
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.teacher import TeacherObjective
+from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
@@ -129,7 +134,16 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
+        self.train_files: list[Path] = []
         self.objective = objective_of(config)
+        self.openers = [] if rank() else logger_openers(config.report_to)
+        if is_distributed() and config.sample_prompts:
+            raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
+        if is_distributed() and config.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
+                "with several GPUs"
+            )
         if is_distributed() and (reason := self.objective.one_process):
             raise ConfigError(
                 f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
@@ -149,13 +163,13 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed():
+        if is_distributed() and config.lora is None:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
         self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         self.model = model
         trainer = Trainer(
             trained,
@@ -184,7 +198,24 @@ class Run:
                 every = [each for each in (rows, eval_rows) if each is not None]
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
-                trainer.train(self.run_dir, self.checkpoints, check=check, progress=self.progress)
+                last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
+                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                    sample = sampling(
+                        config,
+                        self.run_dir,
+                        model,
+                        source,
+                        last=last,
+                        autocast=trainer.autocast,
+                        progress=self.progress,
+                    )
+                    trainer.train(
+                        self.run_dir,
+                        self.checkpoints,
+                        check=check,
+                        sample=sample,
+                        progress=self.progress,
+                    )
                 with error_on_all_ranks():
                     # The export copies the tokenizer files from there.
                     check_unchanged(source, files)
@@ -201,7 +232,11 @@ class Run:
         if self.config.compile:
             for layer in model.layers:
                 layer.compile()
-        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
+        mesh, together = None, self.config.context_parallel
+        if together > 1:
+            sizes = num_row_ranks(), together
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -217,7 +252,9 @@ class Run:
         settings = {**asdict(self.config), "precision": self.precision}
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
-                settings[name] = [os.path.realpath(file) for file in settings[name]]
+                settings[name] = [
+                    name if is_dataset(name) else os.path.realpath(name) for name in settings[name]
+                ]
         for name in ("model", "teacher"):
             if settings[name] is not None and Path(settings[name]).is_dir():
                 settings[name] = os.path.realpath(settings[name])
@@ -227,9 +264,10 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        train = objective.read(config.train_files, tokenizer)
+        self.train_files = local_files(config.train_files)
+        train = objective.read(self.train_files, tokenizer)
         if config.eval_files:
-            held_out = objective.read(config.eval_files, tokenizer)
+            held_out = objective.read(local_files(config.eval_files), tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
         rows = self._made("training", train)
@@ -252,9 +290,9 @@ class Run:
         return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        # Sharding reads each rank's part onto its device.
-        device = "meta" if is_distributed() else self.device
-        model = AutoLiger.from_hf(source, dtype=weight_dtype(self.precision), device=device)
+        # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
+        meta = is_distributed() and self.config.lora is None
+        model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -267,6 +305,10 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
+        if not all(p.requires_grad for p in model.parameters()):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            what = "the others are" if self.config.lora is None else "the model is"
+            self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
         return model
 
     def _plan_memory(
@@ -287,7 +329,7 @@ class Run:
         elif (
             saved is not None
             and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_ranks()
+            and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
@@ -333,7 +375,7 @@ class Run:
             "launch": launch_id(),
         }
         if saved is None:
-            files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
+            files = {os.path.realpath(file): file_hash(file) for file in self.train_files}
             self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
             if not is_distributed():
                 self.interrupts.check()
@@ -345,6 +387,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
+        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 
@@ -359,7 +403,7 @@ class Run:
         if saved["rows"] != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
-                + difference(saved["files"], self.config.train_files)
+                + difference(saved["files"], self.train_files)
             )
         if saved["steps"] != facts["steps"]:
             raise LigerError(
@@ -369,8 +413,8 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        config, model = self.config, self.model
-        self._export(trainer)
+        config = self.config
+        model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
         if rank() == 0 and not plot_losses(metrics, self.run_dir.loss_plot):
@@ -396,7 +440,8 @@ class Run:
             notes=self.notes,
         )
 
-    def _export(self, trainer: Trainer) -> None:
+    def _export(self, trainer: Trainer) -> DecoderModel:
+        """Write the export, and return the model that it holds."""
         trained, name = trainer.model, self.config.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
@@ -405,7 +450,12 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        if odd := first_not_finite(trained.named_parameters(), dtype):
+        model, with_adapters = self.model, self.config.lora is not None
+        with error_on_all_ranks():
+            if self.config.export == "merged" and with_adapters and rank() == 0:
+                model = merged(model)
+        checked = trained if model is self.model else model
+        if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
             raise LigerError(
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
@@ -414,13 +464,22 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
+        folder, shard_size = self.run_dir.model_dir, self.config.max_shard_size
+        if with_adapters:
+            with error_on_all_ranks(SaveError):
+                if self.config.export == "adapter" and rank() == 0:
+                    export_adapter(model, folder, self._settings()["model"], dtype)
+                elif rank() == 0:
+                    model.to(dtype).save_hf(folder, max_shard_size=shard_size)
+            return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
-        folder = self.run_dir.model_dir
-        self.model.save_hf(folder, max_shard_size=self.config.max_shard_size)
+            model.to(dtype)
+        model.save_hf(folder, max_shard_size=shard_size)
         if rank() == 0:
-            self.objective.export(folder)
+            self.objective.export(self.run_dir.model_dir)
+        return model
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

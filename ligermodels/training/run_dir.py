@@ -1,7 +1,9 @@
 """The folder of a training run: its settings and metrics. A kill damages none.
 
     run.json        the options of the run, and the hashes of its model and data
+    run.yaml        the options, for `ligermodels finetune --config`
     metrics.jsonl   one line per step and per evaluation
+    samples.jsonl   texts that the model generated at evaluations
     checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
     reference/      log-probabilities of the reference model
     model/          the export
@@ -19,11 +21,13 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
@@ -46,13 +50,18 @@ from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.reference_file import remove_stored
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "run.yaml"
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOSS_PLOT = "loss.png"
 REFERENCE = "reference"
 LOCK_FILE = ".lock"
-OWNED = (RUN_FILE, METRICS_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT)
+OWNED = (
+    *(RUN_FILE, CONFIG_FILE, METRICS_FILE, SAMPLES_FILE),
+    *(CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT),
+)
 
 # run.json has these keys, with values of these types.
 _RUN_KEYS: dict[str, tuple[type, ...]] = {
@@ -63,7 +72,7 @@ _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "steps": (int,),  # number of steps of the whole run
     "memory_plan": (dict, type(None)),
     "exported": (bool,),  # whether the run has begun to write model/
-    "ranks": (int,),  # number of processes that the run was started with
+    "ranks": (int,),  # how many processes, or groups of them, had rows of their own at its start
     "launch": (str, type(None)),  # which start of torchrun has begun or resumed it, if one has
     "ligermodels": (str,),  # the version
 }
@@ -77,7 +86,10 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / CONFIG_FILE
         self.metrics_file = self.path / METRICS_FILE
+        self.samples_file = self.path / SAMPLES_FILE
+        self.listeners: list[Callable[[Metrics], object]] = []  # they get each line of metrics
         self.model_dir = self.path / MODEL
         self.loss_plot = self.path / LOSS_PLOT
         self.checkpoint_dir = self.path / CHECKPOINTS
@@ -188,7 +200,7 @@ class RunDir:
         Raises:
             SaveError: something cannot be removed.
         """
-        for file in (self.loss_plot, self.metrics_file):
+        for file in (self.loss_plot, self.metrics_file, self.samples_file, self.config_file):
             _remove(file.with_name(file.name + PART))
             _remove(file)
         if self.checkpoint_dir.is_symlink():
@@ -212,6 +224,7 @@ class RunDir:
     def _exported(self) -> list[str]:
         """Return the names in model/ that an export writes."""
         own = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *COPIED_FILES}
+        own |= {ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME}
         names = names_if_present(self.model_dir, CheckpointError) or []
         found = [name for name in names if name in own or SHARD_NAME.fullmatch(name)]
         if CHAT_TEMPLATE_DIR in names:
@@ -247,13 +260,18 @@ class RunDir:
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write run.json."""
-        text = json.dumps(settings, indent=2) + "\n"
-        atomic_write(self.path / RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
+        _write_text(self.path / RUN_FILE, json.dumps(settings, indent=2) + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Write run.yaml."""
+        _write_text(self.config_file, text)
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""
         with writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+        for listener in self.listeners:
+            listener(entry)
 
     def sync_metrics(self) -> None:
         """Flush metrics.jsonl to the disk: what a checkpoint goes on from must not be lost."""
@@ -283,12 +301,35 @@ class RunDir:
             entries.append(entry)
         return entries
 
+    def log_samples(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
+        """Append texts to samples.jsonl."""
+        lines = (json.dumps({"step": step, **sample}, ensure_ascii=False) for sample in samples)
+        with writing(self.samples_file), open(self.samples_file, "a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def sampled_steps(self, last: int) -> set[int]:
+        """Return the steps up to `last` of which samples.jsonl has texts, and remove the others.
+
+        Raises:
+            CheckpointError: the file cannot be read, or a line is not one that a run writes.
+        """
+        file = open_if_present(self.samples_file, CheckpointError)
+        if file is None:
+            return set()
+        with file:
+            lines = io.BufferedReader(file).read().split(b"\n")[:-1]
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            entry = parse_json(line, f"{self.samples_file}:{number}", CheckpointError)
+            if entry.get("step", 0) <= last:
+                kept.append((entry["step"], line.decode()))
+        _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
+        return {step for step, _ in kept}
+
     def cut_metrics(self, step: int) -> None:
         """Remove every metric after `step`; a negative step removes all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
-        atomic_write(
-            self.metrics_file, lambda file: file.write_text("".join(lines), encoding="utf-8")
-        )
+        _write_text(self.metrics_file, "".join(lines))
 
 
 class ReadOnlyRunDir(RunDir):
@@ -303,6 +344,9 @@ class ReadOnlyRunDir(RunDir):
         """Do nothing."""
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def write_config(self, text: str) -> None:
         """Do nothing."""
 
     def log(self, entry: Metrics) -> None:
@@ -320,6 +364,10 @@ def _is_within(path: Path, folder: Path) -> bool:
     real = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(path))
     return path == real or real in path.parents
+
+
+def _write_text(path: Path, text: str) -> None:
+    atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _remove(path: Path) -> None:

@@ -88,8 +88,10 @@ def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any])
             sync_folder(folder.parent)
 
 
-def read(folder: Path, tensors: Mapping[str, Stored]) -> None:
+def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> None:
     """Copy the values of a folder into the parts of tensors. Every rank calls it.
+
+    Args: prefix, of the names that are read; the folder may hold others.
 
     Raises:
         CheckpointError: on any rank, a file is missing or damaged, or the folder has other tensors.
@@ -100,7 +102,8 @@ def read(folder: Path, tensors: Mapping[str, Stored]) -> None:
             if number % num_ranks() == rank() and _hash(folder / name) != digest:
                 raise CheckpointError(f"{folder / name}: the content does not match its checksum")
         held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name in sorted(held.keys() ^ tensors.keys()):
+        names = {name for name in held if name.startswith(prefix)}
+        for name in sorted(names ^ tensors.keys()):
             what = "is missing" if name in tensors else "is no tensor of this model"
             raise CheckpointError(f"{folder}: {name!r} {what}: it belongs to another model")
         for name, stored in tensors.items():

@@ -23,35 +23,24 @@ from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
+from ligermodels.memory.rates import peak_flops
 from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
+from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
+from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import Batch, row_order
-from ligermodels.training.processes import shared_out, summed, summed_output
+from ligermodels.training.processes import (
+    average_gradients,
+    num_row_ranks,
+    shared_out,
+    summed,
+    summed_output,
+)
 from ligermodels.training.run_dir import Metrics, RunDir
-
-
-def learning_rate(step: int, total: int, peak: float, warmup: int, min_lr_rate: float) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up, then half a cosine.
-
-    The rate is `peak` at the end of the warm-up and `min_lr_rate * peak` in the last step, as in
-    transformers' schedule `cosine_with_min_lr`.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup + 1) / max(1, total - warmup)
-    return peak * (min_lr_rate + (1 - min_lr_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: weight decay applies to matrices, not to norm weights or biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+from ligermodels.training.schedules import learning_rate
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
@@ -90,6 +79,7 @@ class Step(NamedTuple):
     metrics: dict[str, Mean]
     tokens: int
     targets: int
+    flops: int
 
 
 class Trainer:
@@ -124,14 +114,10 @@ class Trainer:
         # The layers of a sharded model are compiled before they are sharded.
         compiles = config.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=True,
-        )
-        self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
+        self.optimizer = make_optimizer(model, config)
+        self.flops = StepFlops.of(decoder_of(model))
+        self.peak_flops = _peak_flops(device, precision)
+        self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
         self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
@@ -175,7 +161,7 @@ class Trainer:
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches, shared=True)
         # The gradients of ranks are averaged, not summed.
-        normalizers = self._normalizers(batches, shares=num_ranks())
+        normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
         for batch in batches:
             part, found = self._loss(batch, normalizers)
@@ -183,22 +169,31 @@ class Trainer:
             loss += part.detach()
             metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self.is_sharded:
+            average_gradients(parameters)
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         loss, metrics = summed_output(loss, metrics)
-        loss = loss / num_ranks()
+        loss = loss / num_row_ranks()
         rate = learning_rate(
-            step, self.total_steps, config.learning_rate, self.warmup, config.min_lr_rate
+            step,
+            self.total_steps,
+            config.learning_rate,
+            self.warmup,
+            config.min_lr_rate,
+            config.lr_scheduler_type,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(batch.num_tokens for batch in batches)
-        targets = sum(batch.num_targets for batch in batches)
-        return Step(loss, norm, rate, metrics, **summed({"tokens": tokens, "targets": targets}))
+        counts = {
+            "tokens": sum(batch.num_tokens for batch in batches),
+            "targets": sum(batch.num_targets for batch in batches),
+            "flops": sum(map(self.flops.count, batches)),
+        }
+        return Step(loss, norm, rate, metrics, **summed(counts))
 
     def call(
         self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
@@ -281,13 +276,14 @@ class Trainer:
         checkpoints: Checkpoints,
         *,
         check: Callable[[], None] = lambda: None,
+        sample: Callable[[int], None] = lambda step: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped.
+            if it had not been stopped. sample is called with the step at each evaluation.
         Raises:
             CheckpointError: the last checkpoint or the metrics cannot be resumed from.
             LigerError: a loss or a weight is no longer finite.
@@ -326,6 +322,7 @@ class Trainer:
                 and (self.done or saved is None)
             ):
                 self._evaluate(run_dir, bar, check)
+                sample(self.done)
             for step in range(self.done, self.total_steps):
                 check()
                 self._between_steps = False
@@ -342,6 +339,7 @@ class Trainer:
                         **{name: mean.value for name, mean in made.metrics.items()},
                         "tokens": made.tokens,
                         "targets": made.targets,
+                        "flops": made.flops,
                         "seconds": time.perf_counter() - started,
                     }
                 )
@@ -351,6 +349,7 @@ class Trainer:
                 self._between_steps = True
                 if evaluates:
                     self._evaluate(run_dir, bar, check)
+                    sample(self.done)
                 if saves:
                     self.save(run_dir, checkpoints)
 
@@ -405,6 +404,13 @@ class Trainer:
         ]
         self._waiting.clear()
         entries[-1]["seconds"] = time.perf_counter() - started
+        # The seconds of the other steps do not include what the device has computed since.
+        seconds = max(sum(entry["seconds"] for entry in entries), 1e-9)
+        speed = {"tokens_per_second": sum(entry["tokens"] for entry in entries) / seconds}
+        flops = sum(entry.pop("flops") for entry in entries)
+        if self.peak_flops is not None:
+            speed["mfu"] = flops / seconds / (self.peak_flops * num_ranks())
+        entries[-1] |= speed
         for entry in entries:
             if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
                 raise LigerError(
@@ -414,11 +420,19 @@ class Trainer:
             run_dir.log(entry)
         if bar is None:
             return
-        seconds = sum(entry["seconds"] for entry in entries)
-        speed = sum(entry["tokens"] for entry in entries) / max(seconds, 1e-9)
-        loss = f"{entries[-1]['loss']:.4f}"
-        bar.set_postfix({"loss": loss, "tokens/s": f"{speed:,.0f}"}, refresh=False)
+        shown = {"loss": f"{entries[-1]['loss']:.4f}"}
+        shown["tokens/s"] = f"{speed['tokens_per_second']:,.0f}"
+        if "mfu" in speed:
+            shown["MFU"] = f"{speed['mfu']:.1%}"
+        bar.set_postfix(shown, refresh=False)
         bar.update(len(entries))
+
+
+def _peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the FLOP/s of a GPU whose data sheet is known, if the run computes in bfloat16."""
+    if device.type != "cuda" or precision == "float32":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -9,7 +11,7 @@ from safetensors import safe_open
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.cli.options import byte_size
 from ligermodels.models.base import DecoderModel
-from tests.cli.helpers import assert_one_line
+from tests.cli.helpers import SMALL, assert_one_line
 
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
@@ -122,3 +124,22 @@ def test_convert_writes_values_that_are_not_finite_if_asked(call, checkpoint, tm
     assert_one_line(call(*convert), "model.norm.weight", "allow_nonfinite")
     code, out, _ = call(*convert, "--allow-nonfinite")
     assert code == 0 and "bitwise equal" in out
+
+
+def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
+    run = tmp_path / "run"
+    base = ["finetune", checkpoint, "--train-files", text, "--output-dir", run, "--quiet", *SMALL]
+    assert call(*base, "--save-steps", "1", "--eval-fraction", "0")[0] == 0
+    code, out, _ = call("convert", run / "checkpoint-2", tmp_path / "last")
+    assert code == 0 and out == f"wrote the checkpoint to {tmp_path}/last\n"
+    name = "model.safetensors"
+    assert (tmp_path / "last" / name).read_bytes() == (run / "model" / name).read_bytes()
+    first = run / "checkpoints" / "step-00000001.safetensors"
+    assert call("convert", first, tmp_path / "first", "--dtype", "bfloat16")[0] == 0
+    assert (tmp_path / "first/tokenizer.json").is_file()
+    weight = next(AutoLiger.from_hf(tmp_path / "first").parameters())
+    assert weight.dtype == torch.bfloat16
+    shutil.copy(run / "checkpoints/step-00000002.safetensors", first)
+    assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the file")
+    assert_one_line(call("convert", run / "checkpoint-7", tmp_path / "x"), "step 7; it has 1, 2")
+    assert_one_line(call("convert", run / "checkpoint-2", "--verify"), "needs TARGET")

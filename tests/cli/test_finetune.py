@@ -118,7 +118,10 @@ def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tm
         assert_one_line(result, str(output))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+# tests/training/test_finetune.py sends both signals within a process.
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum):
     output = tmp_path / "run"
     process = subprocess.Popen(
@@ -166,3 +169,36 @@ def test_preferences_and_rewards(call, checkpoint, tmp_path):
         "--loss",
         "dpo",
     )
+
+
+def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint, text, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"model: {checkpoint}\ntrain_files: {text}\noutput-dir: {tmp_path}/a\nseq_len: 64\n"
+        "batch_size: 2\nmax_steps: 2\nlearning_rate: 1e-3\nmax_shard_size: 5GB\n"
+        "device: cpu\nactivation_checkpointing: true\nquiet: true\ngpus: null\n"
+    )
+    code, out, err = call("finetune", "--config", file)
+    assert (code, err) == (0, "") and "in 2 steps" in out
+    code, again, _ = call(
+        "finetune", "--config", tmp_path / "a/run.yaml", "--output-dir", tmp_path / "b", "--quiet"
+    )
+    weights = "model/model.safetensors"
+    assert again == out.replace("/a/", "/b/")
+    assert (tmp_path / "a" / weights).read_bytes() == (tmp_path / "b" / weights).read_bytes()
+    # An option on the command line wins, also a switch that is turned off.
+    code, other, _ = call(
+        *("finetune", "--config", file, "--output-dir", tmp_path / "c", "--max-steps", "1"),
+        "--no-activation-checkpointing",
+    )
+    assert code == 0 and "in 1 steps" in other
+    assert "activation_checkpointing: false" in (tmp_path / "c/run.yaml").read_text()
+    settings = (tmp_path / "a/run.yaml").read_text()
+    assert "learning_rate: 0.001" in settings and "quiet" not in settings
+
+    file.write_text("learning_rat: 1\n")
+    assert_one_line(call("finetune", "--config", file), "own.yaml:1: ", "mean 'learning_rate'?")
+    file.write_text("gpus: two\n")
+    assert_one_line(call("finetune", "--config", file), "gpus: must be a whole number, not 'two'")
+    file.write_text("import: no_such_module\n")
+    assert_one_line(call("finetune", "--config", file), "--import no_such_module: ")

@@ -10,9 +10,8 @@ from ligermodels.errors import ConfigError
 from ligermodels.training.config import (
     FREE_ON_RESUME,
     FinetuneConfig,
-    limit_complaint,
-    option_types,
 )
+from ligermodels.training.options import types_of
 
 
 def make(**changes):
@@ -63,7 +62,7 @@ def test_values_that_make_no_sense_are_refused(subtests):
 
 
 def test_the_type_of_an_optional_value_is_that_of_the_value():
-    types = option_types()
+    types = types_of(FinetuneConfig)
     assert types["model"] is str and types["precision"] is str
     assert types["seq_len"] is int and types["max_steps"] is int
     assert types["learning_rate"] is float and types["resume"] is bool
@@ -94,11 +93,3 @@ def test_options_that_change_training_are_fixed_on_resume():
     } <= FREE_ON_RESUME
     fixed = {"separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
     assert not fixed & FREE_ON_RESUME
-
-
-def test_a_number_breaks_a_limit_or_none():
-    assert limit_complaint(1, at_least=1, at_most=1) is None
-    assert limit_complaint(0, at_least=1) == "must be at least 1, not 0"
-    assert limit_complaint(1.0, less_than=1) == "must be less than 1, not 1.0"
-    assert limit_complaint(float("inf"), more_than=0) == "must be more than 0, not inf"
-    assert limit_complaint(float("inf")) is None

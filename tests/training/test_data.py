@@ -171,7 +171,7 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
             {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
             "its roles are 'human', 'gpt'; name the turns of the model \"assistant\"",
         ),
-        ({"conversations": [{"from": "human", "value": "a"}]}, 'write "messages", a list'),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "no turn of the assistant"),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
         ("[" * 100_000, "nested too deeply"),
     ):
@@ -183,6 +183,28 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
             assert message in str(error.value)
 
 
+def test_a_json_file_is_a_list_or_lines(tmp_path):
+    records = [{"text": "a"}, {"prompt": "b", "completion": "c"}]
+    lines = write(tmp_path, "lines.json", *records)
+    whole = tmp_path / "list.json"
+    whole.write_text(json.dumps(records, indent=1))
+    for file in (lines, whole):
+        found = [plain(document)[0] for document in read_documents([file], Letters())]
+        assert found == ["^a$", "^bc$"]
+
+
+def test_records_of_other_tools_are_read(tmp_path):
+    file = write(
+        tmp_path,
+        "a.jsonl",
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"instruction": "do", "input": "", "output": "x"},
+    )
+    chat, alpaca = map(plain, read_documents([file], Letters()))
+    assert chat == ("<u>q$<a>a$", "........a$")
+    assert alpaca[0].endswith("### Response:\nx$") and alpaca[1].strip(".") == "x$"
+
+
 def test_a_file_without_text_is_refused(tmp_path, subtests):
     for name, data, message in (
         ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
@@ -190,12 +212,18 @@ def test_a_file_without_text_is_refused(tmp_path, subtests):
         ("a.txt", b"a\0b", "holds NUL characters"),
         ("a.txt", b" \n", "nothing to train on"),
         ("a.jsonl", b"", "nothing to train on"),
-        ("a.json", b"[]", ".json files are not supported"),
+        ("a.json", b"[]", "nothing to train on"),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text" 1}]',
+            "a.json: the file is not JSON: .* at line 2, co",
+        ),
+        ("a.json", b'[{"text": "a"}, 1]', "a.json: object 2: expected an object, found a number"),
         ("a.parquet", b"PAR1", ".parquet files are not supported"),
     ):
         with subtests.test(f"{name}: {data!r}"):
             (tmp_path / name).write_bytes(data)
-            with pytest.raises(DataError, match=message.replace(".", r"\.")):
+            with pytest.raises(DataError, match=message):
                 read_documents([tmp_path / name], Letters())
 
 
@@ -204,8 +232,6 @@ def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
         check_files([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="is a folder"):
         check_files([tmp_path])
-    with pytest.raises(DataError, match=r"tatsu-lab/alpaca: .*data set of the hub, download it"):
-        check_files(["tatsu-lab/alpaca"])
 
 
 def test_what_cannot_be_read_again_is_refused(tmp_path):

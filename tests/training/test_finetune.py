@@ -50,6 +50,7 @@ def test_perplexity_falls_and_every_step_is_logged(finished):
     evaluated = [entry["step"] for entry in finished.metrics if "eval_loss" in entry]
     assert evaluated == [0, 8, 16, 24, 32, 40]
     keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "targets", "seconds"}
+    keys |= {"tokens_per_second"}
     assert keys == finished.metrics[1].keys()
     lines = (finished.output_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == finished.metrics

@@ -13,12 +13,11 @@ from ligermodels import AutoLiger, LigerLlama
 from ligermodels.errors import ConfigError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
+from ligermodels.training.optimizers import parameter_groups
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.trainer import (
     Trainer,
-    learning_rate,
     number_of_steps,
-    parameter_groups,
     perplexity,
     shown_perplexity,
 )
@@ -74,26 +73,6 @@ def test_the_head_takes_all_rows_where_skipping_does_not_pay():
     assert make_trainer(rows, compile=True).head_options(batch) == {}
     full = dataclasses.replace(batch, num_targets=batch.labels.numel())
     assert make_trainer(rows).head_options(full) == {}
-
-
-def test_the_rate_warms_up_and_follows_half_a_cosine():
-    rates = [learning_rate(step, 110, 2.0, 10, 0.1) for step in range(110)]
-    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
-    assert max(rates) == rates[9] == 2.0
-    assert rates[-1] == pytest.approx(0.2)
-    assert rates[59] == pytest.approx(1.1)
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert learning_rate(0, 1, 2.0, 0, 0.5) == pytest.approx(1.0)
-
-
-def test_matrices_decay_and_norms_and_biases_do_not():
-    model = LigerLlama(tiny_config(attention_bias=True, mlp_bias=True))
-    decayed, plain = parameter_groups(model, 0.1)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
-    assert all("norm" in names[p] or names[p].endswith("bias") for p in plain["params"])
-    assert not any("norm" in names[p] or names[p].endswith("bias") for p in decayed["params"])
-    assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 
 def test_the_number_of_steps_covers_the_epochs():
@@ -222,7 +201,7 @@ def beside_transformers(folder, rows, steps, rate):
     )
     trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
     optimizer = torch.optim.AdamW(
-        parameter_groups(theirs, config.weight_decay),
+        parameter_groups(theirs.parameters(), config.weight_decay),
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
     )

@@ -1,0 +1,105 @@
+"""Loggers by name: TensorBoard and Weights & Biases get the metrics of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from ligermodels.errors import ConfigError
+
+
+class Logger(Protocol):
+    """What receives the metrics of a run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values that were measured at a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoardLogger:
+    """Writes event files into the subfolder `tensorboard` of a run.
+
+    Args: folder, of the run; start, the step from which a resumed run goes on.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
+        self._writer = _summary_writer()(str(folder / "tensorboard"), purge_step=start or None)
+        if not start:
+            lines = (f"    {name}: {value}" for name, value in settings.items())
+            self._writer.add_text("settings", "\n".join(lines))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values as scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """Sends metrics to Weights & Biases, whose environment variables say where.
+
+    The project is `ligermodels` unless WANDB_PROJECT names another. A resumed run goes on in the
+    same run there, whose id is kept in the folder.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
+        wandb = import_module("wandb")
+        file = folder / "wandb_id"
+        known = file.read_text(encoding="utf-8").strip() if start and file.is_file() else None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "ligermodels"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            config=dict(settings),
+            dir=str(folder),
+            id=known,
+            resume="allow" if known else None,
+        )
+        file.write_text(self._run.id, encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self._run.finish()
+
+
+def _summary_writer() -> Any:
+    try:
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return import_module("tensorboardX").SummaryWriter
+
+
+Open = Callable[[Path, Mapping[str, Any], int], Logger]
+_LOGGERS: dict[str, tuple[Open, Callable[[], Any], str]] = {
+    "tensorboard": (TensorBoardLogger, _summary_writer, "tensorboard"),
+    "wandb": (WandbLogger, lambda: import_module("wandb"), "wandb"),
+}
+
+
+def loggers_by_name(names: list[str]) -> list[Open]:
+    """Return what opens each logger.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    for name in names:
+        _, check, package = _LOGGERS[name]
+        try:
+            check()
+        except ImportError as error:
+            raise ConfigError(
+                f"report_to: {name} needs {package}, which cannot be imported ({error}); "
+                f"pip install {package}"
+            ) from None
+    return [_LOGGERS[name][0] for name in names]

@@ -1,0 +1,152 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on linears, also on packed ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.kernels.dtypes import cast
+
+
+class Rows(NamedTuple):
+    """Neighbouring rows of a weight, which are neighbouring outputs."""
+
+    start: int
+    size: int
+
+    @property
+    def slice(self) -> slice:
+        """The same rows as a slice."""
+        return slice(self.start, self.start + self.size)
+
+
+class LoraLinear(nn.Module):
+    """base(x) + alpha / rank * B A dropout(x), where only A and B are trained.
+
+    A packed projection has several parts, which are rows of its weight. Each part that has an
+    adapter has an A and a B of its own, as if it were a linear of its own. B is 0 at first, so that
+    the adapter changes nothing.
+
+    Args:
+        base: the linear, or another module that computes one, from (..., in) to (..., out).
+        parts: the rows of each part that has an adapter. By default, one part of all rows.
+        rank: the rows of each A.
+        alpha: the scale of the update, times the rank. By default, twice the rank.
+        dropout: the rate at which the adapter's inputs are dropped in training.
+
+    Attributes:
+        lora_a: (parts * rank, in), the A of each part on top of each other; float32.
+        lora_b: (rows of all parts, rank), the B of each part on top of each other; float32.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        parts: Sequence[Rows] | None = None,
+        *,
+        rank: int = 16,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.in_features: int = base.in_features  # type: ignore[assignment]
+        self.out_features: int = base.out_features  # type: ignore[assignment]
+        self.parts = [Rows(0, self.out_features)] if parts is None else [*parts]
+        self.rank, self.dropout = rank, dropout
+        self.alpha = 2.0 * rank if alpha is None else alpha
+        self.disable_adapters = False
+        rows = sum(part.size for part in self.parts)
+        self.lora_a = nn.Parameter(torch.empty(len(self.parts) * rank, self.in_features))
+        self.lora_b = nn.Parameter(torch.empty(rows, rank))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw A as `nn.Linear` draws its weight, and set B to 0."""
+        bound = 1 / math.sqrt(self.in_features)
+        self.lora_a.uniform_(-bound, bound, generator=generator)
+        self.lora_b.zero_()
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapter on or off. Without it, the layer computes base(x)."""
+        self.disable_adapters = not enabled
+
+    def factors(self) -> list[tuple[Rows, Tensor, Tensor]]:
+        """Return the rows, A (rank, in) and B (rows, rank) of each part."""
+        a = self.lora_a.split(self.rank)
+        b = self.lora_b.split([part.size for part in self.parts])
+        return [*zip(self.parts, a, b)]
+
+    @torch.no_grad()
+    def add_to(self, weight: Tensor) -> None:
+        """Add the update to a weight (out, in), in float32 and rounded once."""
+        for rows, a, b in self.factors():
+            exact = b.float() @ a.float() * self.scaling
+            here = weight[rows.slice]
+            here.copy_(here.float() + exact.to(weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs (..., out) for x (..., in)."""
+        out: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return out
+        x = F.dropout(cast(x, out.dtype), self.dropout, self.training)
+        a, b = cast(self.lora_a, out.dtype), cast(self.lora_b, out.dtype)
+        return _Add.apply(out, x, a, b, self.parts, self.scaling)
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows."""
+        return f"rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}"
+
+
+class _Add(torch.autograd.Function):
+    """Add the update to the outputs of the base, in place, without a tensor of their size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: list[Rows], scaling: float
+    ) -> Tensor:
+        x_NI = x.flatten(0, -2)
+        z_NR = x_NI @ a.T
+        out_NO = out.view(-1, out.shape[-1])
+        rank = b.shape[1]
+        for z, b_part, rows in _split(z_NR, b, parts, rank):
+            out_NO[:, rows.slice].addmm_(z, b_part.T, alpha=scaling)
+        ctx.mark_dirty(out)
+        ctx.save_for_backward(x, z_NR, a, b)
+        ctx.parts, ctx.scaling = parts, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, z_NR, a, b = ctx.saved_tensors
+        rank = b.shape[1]
+        grad_NO = grad.flatten(0, -2)
+        dz_NR, db = torch.empty_like(z_NR), torch.empty_like(b)
+        row = 0
+        for index, (z, b_part, rows) in enumerate(_split(z_NR, b, ctx.parts, rank)):
+            # The scale goes to the smaller of the factors.
+            dy = grad_NO[:, rows.slice]
+            dz_NR[:, index * rank : (index + 1) * rank] = (dy @ b_part) * ctx.scaling
+            db[row : row + rows.size] = dy.T @ (z * ctx.scaling)
+            row += rows.size
+        dx = (dz_NR @ a).view_as(x) if ctx.needs_input_grad[1] else None
+        return grad, dx, dz_NR.T @ x.flatten(0, -2), db, None, None
+
+
+def _split(
+    z_NR: Tensor, b: Tensor, parts: list[Rows], rank: int
+) -> list[tuple[Tensor, Tensor, Rows]]:
+    """Return the columns of z, the rows of B, and the rows of the outputs of each part."""
+    return [*zip(z_NR.split(rank, 1), b.split([part.size for part in parts]), parts)]

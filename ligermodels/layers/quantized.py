@@ -1,0 +1,154 @@
+"""Frozen linears with 8-bit or 4-bit weights, for models that train adapters or serve as reference.
+
+The weight is converted back for each product, in forward and again in backward. Nothing of its
+full size is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.dequantize import dequantize
+from ligermodels.kernels.dtypes import cast
+
+BITS = (4, 8)
+BLOCK = 64  # neighbouring 4-bit values of a row with a scale of their own
+_ROWS = 4096  # that are converted at once
+# NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear with weights of few bits; its bias is not converted.
+
+    With 8 bits, each row of the weight has a scale and values from -127 to 127. With 4 bits, each
+    block of 64 values of a row has a scale, and each value is one of the 16 of NormalFloat4
+    (arXiv:2305.14314): 4.25 bits for each weight.
+
+    Args:
+        linear: the layer to convert. Its weight may be on another device.
+        bits: 4 or 8.
+        device: where the new layer belongs; by default, where the weight is.
+        dtype: of the scales with 8 bits, and of the bias; by default, that of the weight.
+
+    Attributes:
+        codes: (out, in) int8, or (out, in / 2) uint8; see `kernels.dequantize`.
+        scales: (out, 1), or (out, in / 64) bfloat16.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    levels: Tensor | None
+    bias: Tensor | None
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        linear: nn.Linear,
+        bits: int = 4,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if bits not in BITS:
+            raise ValueError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
+        self.in_features, self.out_features, self.bits = (
+            linear.in_features,
+            linear.out_features,
+            bits,
+        )
+        if bits == 4 and self.in_features % 2:
+            raise ValueError(
+                f"QuantizedLinear: in_features={self.in_features} is odd; 4-bit values come in "
+                "pairs, so use 8 bits for this layer"
+            )
+        weight = linear.weight.detach()
+        device, dtype = device or weight.device, dtype or weight.dtype
+        rows = weight.split(_ROWS)
+        levels = torch.tensor(NF4, device=device) if bits == 4 else None
+        made = [
+            _to_8_bits(part.to(device)) if levels is None else _to_4_bits(part.to(device), levels)
+            for part in rows
+        ]
+        self.register_buffer("codes", torch.cat([codes for codes, _ in made]))
+        scales = torch.cat([scales for _, scales in made])
+        self.register_buffer("scales", scales.to(dtype) if bits == 8 else scales)
+        self.register_buffer("levels", levels, persistent=False)
+        bias = linear.bias
+        self.register_buffer("bias", None if bias is None else bias.detach().to(device, dtype))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in)."""
+        if self.levels is None:
+            return (self.codes.float() * self.scales.float()).to(dtype)
+        return dequantize(self.codes, self.scales, self.levels, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs (..., out) for x (..., in), in the dtype of x or of autocast."""
+        x = cast(x, autocast_dtype(x) or x.dtype)
+        out: Tensor = _FrozenLinear.apply(x, self.codes, self.scales, self.levels)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows."""
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}"
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """The product with a quantised weight, which backward converts again instead of keeping it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, levels)
+        if levels is not None:
+            return F.linear(x, dequantize(codes, scales, levels, x.dtype))
+        # bfloat16 holds every whole number up to 256, so the conversion rounds nothing.
+        return F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        codes, scales, levels = ctx.saved_tensors
+        if levels is not None:
+            return grad @ dequantize(codes, scales, levels, grad.dtype), None, None, None
+        scaled = grad * scales[:, 0].to(grad.dtype)
+        return scaled @ codes.to(grad.dtype), None, None, None
+
+
+def _to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 values (rows, in) and float32 scales (rows, 1)."""
+    exact = weight.float()
+    scale = exact.abs().amax(1, keepdim=True) / 127
+    codes = (exact / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
+    return codes.to(torch.int8), scale
+
+
+def _to_4_bits(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of two values each (rows, in / 2), and bfloat16 scales (rows, in / 64)."""
+    rows, width = weight.shape
+    block = largest_block(width)
+    exact = weight.float().view(rows, width // block, block)
+    scales = exact.abs().amax(2).to(torch.bfloat16)
+    tiny = torch.finfo(torch.float32).tiny
+    between = (levels[1:] + levels[:-1]) / 2
+    values = (exact / scales.float().clamp(min=tiny)[:, :, None]).view(rows, width)
+    nearest = torch.bucketize(values, between, out_int32=True).to(torch.uint8)
+    low, high = nearest.chunk(2, 1)
+    return low | high << 4, scales
+
+
+def largest_block(width: int) -> int:
+    """Return the size of the blocks of a row: the largest power of 2 up to 64 that divides it."""
+    return min(BLOCK, width & -width)

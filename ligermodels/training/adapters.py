@@ -1,0 +1,132 @@
+"""LoRA in a run: adapters on the linears of a frozen model, and their export.
+
+An adapter belongs to a projection of HF's model, such as q_proj, also where the native model has it
+packed with others. It therefore trains the same numbers, and has the same names, as one of PEFT.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.converters.adapters import Part, adapter_of_hf, linears
+from ligermodels.converters.export import save_adapter
+from ligermodels.errors import ConfigError, shown
+from ligermodels.layers import LoraLinear, QuantizedLinear
+from ligermodels.layers.lora import Rows
+from ligermodels.models.auto import AutoLiger
+from ligermodels.models.base import DecoderModel
+from ligermodels.training.lora_options import LoraOptions
+
+
+def add_adapters(
+    model: DecoderModel,
+    options: LoraOptions,
+    targets: list[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> None:
+    """Freeze a model, and put new adapters on linears of its layers.
+
+    Args:
+        targets: HF's names of projections, such as q_proj, or of single modules, such as
+            layers.0.mlp.up_proj. By default, all linears of the layers.
+        dtype: of the adapters.
+        seed: determines their values, on every device.
+    Raises:
+        ConfigError: a target names no linear of the layers.
+    """
+    model.requires_grad_(False)
+    draw = torch.Generator().manual_seed(seed)
+    unused, known = {*(targets or ())}, set()
+    for name, parts in linears(model.weight_map(model.built_from)).items():
+        if not name.startswith("layers."):
+            continue
+        known |= {part.hf.rpartition(".")[2] for part in parts}
+        chosen = [part for part in parts if targets is None or _names(part, targets)]
+        unused -= {target for target in unused if any(_names(p, [target]) for p in parts)}
+        if chosen:
+            base = model.get_submodule(name)
+            rows = [Rows(part.row, part.rows) for part in chosen]
+            adapted = LoraLinear(
+                base, rows, rank=options.r, alpha=options.alpha, dropout=options.dropout
+            )
+            adapted.reset_parameters(draw)
+            device = next(iter((*base.parameters(), *base.buffers()))).device
+            for end in ("lora_a", "lora_b"):
+                drawn = getattr(adapted, end).detach()
+                setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
+            _replace(model, name, adapted)
+    if unused:
+        raise ConfigError(
+            f"lora_targets: {shown(min(unused))} is no linear of the layers of this model; its "
+            f"linears are {', '.join(sorted(known))}"
+        )
+
+
+def quantize(model: DecoderModel, bits: int, device: torch.device) -> None:
+    """Move a model to a device, with weights of 4 or 8 bits in all linears of the layers.
+
+    The device never holds more than one of them unconverted.
+    """
+    linears = [name for name, each in model.layers.named_modules() if type(each) is nn.Linear]
+    for name in linears:
+        linear = model.layers.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        _replace(model.layers, name, QuantizedLinear(linear, bits, device=device))
+    model.to(device)
+
+
+def merged(model: DecoderModel) -> DecoderModel:
+    """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
+
+    The weights are those of the checkpoint, also where training used converted ones of few bits.
+    """
+    assert model.source_folder is not None
+    dtype = model.embed_tokens.weight.dtype
+    whole: DecoderModel = AutoLiger.from_hf(model.source_folder, dtype=dtype)
+    for name, each in model.named_modules():
+        if isinstance(each, LoraLinear):
+            each.add_to(whole.get_submodule(name).weight)  # type: ignore[arg-type]
+    return whole
+
+
+def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:
+    """Write the adapters in PEFT's format, under the names of HF's model.
+
+    Args: base, the hub id or folder of the model that they belong to; dtype, by default their own.
+    Raises:
+        SaveError: the files cannot be written.
+    """
+    first = next(each for each in model.modules() if isinstance(each, LoraLinear))
+    settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout}
+    weights, config = adapter_of_hf(factors_of(model), model.weight_map(model.built_from), settings)
+    if dtype is not None:
+        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    config["base_model_name_or_path"] = base
+    save_adapter(folder, weights, config, source_files=model.source_files)
+
+
+def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of the adapter of each linear of HF's model, by its name."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, parts in linears(model.weight_map(model.built_from)).items():
+        each = model.get_submodule(name)
+        if isinstance(each, LoraLinear):
+            hf = {Rows(part.row, part.rows): part.hf for part in parts}
+            found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}
+    return found
+
+
+def _names(part: Part, targets: list[str]) -> bool:
+    """Whether one of the targets is a part's name, or the end of it."""
+    return any(part.hf == each or part.hf.endswith(f".{each}") for each in targets)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another one."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, module)

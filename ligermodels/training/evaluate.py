@@ -1,0 +1,95 @@
+"""The perplexity of a model on files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ligermodels.errors import ConfigError
+from ligermodels.models.base import DecoderModel
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.data import read_documents
+from ligermodels.training.packing import PackedRows
+from ligermodels.training.trainer import perplexity
+
+
+@dataclass(frozen=True)
+class FileLoss:
+    """The loss on a file, per target, in nats; `tokens` also counts what is no target."""
+
+    loss: float
+    targets: int
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return perplexity(self.loss)
+
+    def __add__(self, other: FileLoss) -> FileLoss:
+        targets = self.targets + other.targets
+        loss = (self.loss * self.targets + other.loss * other.targets) / targets
+        seconds = self.seconds + other.seconds
+        return FileLoss(loss, targets, self.tokens + other.tokens, seconds)
+
+
+@torch.no_grad()
+def file_loss(
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    files: Sequence[str | Path],
+    *,
+    seq_len: int = 1024,
+    batch_size: int = 4,
+    separator: str | None = None,
+    progress: bool = False,
+) -> FileLoss:
+    """Return the loss of the next token on files, in the formats that training reads.
+
+    The targets are those of training: all tokens of a text, and the answers of examples. Documents
+    that are longer than a row are cut, and every target is predicted once.
+
+    Args: seq_len, tokens of a row; batch_size, rows of a forward pass; separator, that of
+        `read_documents`; progress, whether a bar goes to stderr.
+    Raises:
+        DataError: a file is missing, or holds nothing to predict.
+        ConfigError: the tokenizer makes tokens that the model does not have.
+    """
+    documents = read_documents(files, tokenizer, separator=separator)
+    rows = PackedRows(documents, seq_len)
+    if rows.max_id >= model.config.vocab_size:
+        raise ConfigError(
+            f"vocab_size: the tokenizer makes token {rows.max_id}, but the model has only "
+            f"{model.config.vocab_size} tokens"
+        )
+    device = model.embed_tokens.weight.device
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    targets, started = 0, time.perf_counter()
+    for at in tqdm(
+        range(0, len(rows), batch_size),
+        unit="batch",
+        disable=not progress,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ):
+        batch = rows.batch(range(at, min(len(rows), at + batch_size)))
+        out = model(
+            batch.input_ids.to(device),
+            labels=batch.labels.to(device),
+            position_ids=batch.position_ids.to(device),
+            normalizer=1.0,
+        )
+        total += out.loss.double()
+        targets += batch.num_targets
+    model.train(was_training)
+    loss = float(total) / targets
+    return FileLoss(loss, targets, rows.num_tokens, time.perf_counter() - started)

@@ -1,0 +1,262 @@
+"""Optimizers by name, and the parameters that they train.
+
+A checkpoint holds what an optimizer keeps in `state` for each parameter. `allocate_state` gives a
+fresh optimizer that state, so that a checkpoint can be copied into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.converters.adapters import linears
+from ligermodels.errors import ConfigError, did_you_mean, listing
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.models.base import DecoderModel
+from ligermodels.training.config import FinetuneConfig
+
+Groups = list[dict[str, Any]]
+_MUON_MOMENTUM = 0.95
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> int:
+    """Freeze the parameters whose names match a pattern; return how many numbers are trained.
+
+    A pattern is the name of a parameter or of a module, such as `embed_tokens` or `layers.0.mlp`,
+    in which `*` and `[0-3]` stand for others.
+
+    Args: only, whether the patterns name what is trained instead.
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    option = "train_only" if only else "freeze"
+    parameters = dict(model.named_parameters())
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in parameters if _matches(name, pattern)}
+        if not found:
+            hint = did_you_mean(pattern, {part for name in parameters for part in _prefixes(name)})
+            raise ConfigError(
+                f"{option}: {pattern!r} matches no parameter of the model{hint}\n"
+                + listing(parameters)
+            )
+        matched |= found
+    for name, parameter in parameters.items():
+        if (name in matched) != only:
+            parameter.requires_grad_(False)
+    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    if not trained:
+        raise ConfigError(f"{option}: nothing is left to train")
+    return trained
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of a parameter's modules, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
+    """Return groups of parameters: only matrices decay, not norm weights or biases."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def decoder_of(module: nn.Module) -> DecoderModel:
+    """Return the model in a module that may have heads besides."""
+    return next(each for each in module.modules() if isinstance(each, DecoderModel))
+
+
+def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that a config names, for the parameters that are not frozen.
+
+    Raises:
+        ConfigError: it needs a package that is not installed.
+    """
+    return _OPTIMIZERS[config.optimizer](model, config)
+
+
+def _adamw(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.parameters(), config.weight_decay)
+    return torch.optim.AdamW(groups, **_adam_options(config), fused=True)
+
+
+def _adam_options(config: FinetuneConfig) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+
+
+def _adamw_8bit(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    try:
+        optimizers = import_module("torchao.optim")
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer: adamw_8bit needs torchao, which cannot be imported ({error}); "
+            "pip install torchao"
+        ) from None
+    groups = parameter_groups(model.parameters(), config.weight_decay)
+    return optimizers.AdamW8bit(groups, **_adam_options(config))
+
+
+def _adafactor(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.parameters(), config.weight_decay)
+    return torch.optim.Adafactor(groups, lr=config.learning_rate)
+
+
+def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+    decoder = decoder_of(model)
+    packed = linears(decoder.weight_map(decoder.built_from))
+    matrices = {}
+    for name, parameter in decoder.named_parameters():
+        if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad:
+            parts = packed.get(name.removesuffix(".weight"), [])
+            cuts = [slice(part.row, part.row + part.rows) for part in parts]
+            matrices[parameter] = cuts or [slice(None)]
+    others = [p for p in model.parameters() if p not in matrices]
+    return Muon(
+        matrices,
+        parameter_groups(others, config.weight_decay),
+        weight_decay=config.weight_decay,
+        **_adam_options(config),
+    )
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for everything else.
+
+    Each projection is made orthogonal by itself, also where the model has several packed into one
+    parameter. The updates have the size of AdamW's (`match_rms_adamw`), so that both take one
+    learning rate.
+
+    Args:
+        matrices: for each parameter, the rows of each of its projections.
+        others: groups of the other parameters.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[nn.Parameter, Sequence[slice]],
+        others: Groups,
+        *,
+        lr: float,
+        weight_decay: float,
+        **adam_options: Any,
+    ) -> None:
+        self._parts = {p: [p.detach()[rows] for rows in cuts] for p, cuts in matrices.items()}
+        self._cuts = matrices
+        views = [view for parts in self._parts.values() for view in parts]
+        self._inner: list[torch.optim.Optimizer] = []
+        if views:
+            self._inner.append(
+                torch.optim.Muon(
+                    views,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    momentum=_MUON_MOMENTUM,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        if others:
+            self._inner.append(torch.optim.AdamW(others, lr=lr, **adam_options, fused=True))
+        groups = [{"params": list(matrices)}, *({"params": each["params"]} for each in others)]
+        super().__init__([group for group in groups if group["params"]], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. A closure is not supported."""
+        assert closure is None
+        for optimizer in self._inner:
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
+        for parameter, parts in self._parts.items():
+            for part, rows in zip(parts, self._cuts[parameter]):
+                part.grad = None if parameter.grad is None else parameter.grad[rows]
+        for optimizer in self._inner:
+            optimizer.step()
+        for parts in self._parts.values():
+            for part in parts:
+                part.grad = None
+        self._gather_state()
+
+    def _gather_state(self) -> None:
+        """Show the state of the inner optimizers by parameter; the tensors are the same."""
+        for optimizer in self._inner:
+            if isinstance(optimizer, torch.optim.Muon):
+                for parameter, parts in self._parts.items():
+                    self.state[parameter] = {
+                        f"momentum_{i}": optimizer.state[part]["momentum_buffer"]
+                        for i, part in enumerate(parts)
+                        if "momentum_buffer" in optimizer.state[part]
+                    }
+            else:
+                self.state.update(optimizer.state)
+
+
+_OPTIMIZERS = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of all groups."""
+    for group in optimizer.param_groups:
+        _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):  # torchao's optimizers compile their step
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def allocate_state(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Give a fresh optimizer the state that it has after `step` steps, without its values.
+
+    The optimizer takes a step with gradients of zero and a rate of zero, which changes no weight.
+    It then has allocated its tensors by itself: a kernel may round differently on memory with
+    another alignment.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates):
+        _set_rate(group, rate)
+    for parameter in parameters:
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].fill_(step)
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an optimizer keeps for a parameter, by name.
+
+    One in 8 bits is made of several.
+    """
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if hasattr(value, "__tensor_flatten__") and not is_sharded(value):
+            for part in value.__tensor_flatten__()[0]:
+                yield f"{name}_{part}", getattr(value, part)
+        else:
+            yield name, value.detach()

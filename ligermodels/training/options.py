@@ -1,0 +1,117 @@
+"""Options as fields of a dataclass: a field holds an option's help, choices and limits.
+
+The command line, a run's run.yaml and the checks of `FinetuneConfig` all follow from the fields.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import Field, field, fields
+from functools import partial
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from ligermodels.errors import ConfigError, shown
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    free_on_resume: bool = False,
+    **limits: float,
+) -> Any:
+    """Return a dataclass field that holds an option's help, choices and limits.
+
+    `choices` are those of the option, or of each item of a list. `limits` are those of
+    `limit_complaint`. A resumed run may change an option that is `free_on_resume`: either it does
+    not affect the trained weights, or (the data files, the model) a hash of the content is compared
+    instead.
+    """
+    facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
+    return field(default=default, metadata=facts)
+
+
+free_option = partial(option, free_on_resume=True)
+
+
+def types_of(config: type) -> dict[str, Any]:
+    """Return the type of each option's value, without None.
+
+    It is str, int, float, bool, list[str] or list[float].
+    """
+    # An optional value is annotated as `type | None`, in this order.
+    return {
+        name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
+        for name, hint in get_type_hints(config).items()
+    }
+
+
+def check_options(config: Any) -> None:
+    """Check each value of a dataclass of options.
+
+    Raises:
+        ConfigError: a value has the wrong type, is not one of the choices or breaks a limit.
+    """
+    hints, types = get_type_hints(type(config)), types_of(type(config))
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if value is None and isinstance(hints[each.name], UnionType):
+            continue
+        complaint = _complaint(each, types[each.name], value)
+        if complaint is not None:
+            raise ConfigError(f"{each.name}: {complaint}")
+
+
+_LIMITS = {
+    "at_least": operator.ge,
+    "more_than": operator.gt,
+    "at_most": operator.le,
+    "less_than": operator.lt,
+}
+
+
+def limit_complaint(value: float, **limits: float) -> str | None:
+    """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
+
+    A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
+
+    Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
+    """
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "must fit into 64 bits"
+    for name, limit in limits.items():
+        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
+            return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
+    return None
+
+
+_KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
+_LISTS = {list[str]: ("texts", str), list[float]: ("numbers", float)}
+
+
+def _complaint(each: Field[Any], kind: Any, value: Any) -> str | None:
+    choices, limits = each.metadata["choices"], each.metadata["limits"]
+    if kind in _LISTS:
+        noun, item = _LISTS[kind]
+        noun = "paths" if each.name.endswith("_files") else noun
+        if not isinstance(value, list) or not all(_is_a(item, one) for one in value):
+            return f"must be a list of {noun}, not {shown(value)}"
+        found = (_value_complaint(one, item, choices, limits) for one in value)
+        return next((complaint for complaint in found if complaint is not None), None)
+    if not _is_a(kind, value) and choices is None:
+        return f"must be {_KINDS[kind]}, not {shown(value)}"
+    return _value_complaint(value, kind, choices, limits)
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    accepted = (int, float) if kind is float else kind
+    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+
+
+def _value_complaint(value: Any, kind: type, choices: Any, limits: dict[str, float]) -> str | None:
+    if choices is not None and value not in choices:
+        return f"must be one of {', '.join(choices)}, not {shown(value)}"
+    return limit_complaint(value, **limits) if kind in (int, float) else None

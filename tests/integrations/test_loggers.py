@@ -1,0 +1,84 @@
+"""Loggers by name, with stand-ins for the packages."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.loggers import loggers_by_name
+from tests.training.tiny_run import make_checkpoint, make_text, run
+
+
+class Board:
+    """A stand-in for TensorBoard's writer and for wandb's run."""
+
+    made: list[Board] = []
+
+    def __init__(self, *given, **options):
+        self.given, self.options, self.entries, self.closed = given, options, [], False
+        self.id = options.get("id") or "new"
+        self.made.append(self)
+
+    def add_text(self, name, text):
+        self.entries.append((name, text))
+
+    def add_scalar(self, name, value, step):
+        self.entries.append((name, value, step))
+
+    def log(self, values, step):
+        self.entries.append((values, step))
+
+    def close(self):
+        self.closed = True
+
+    finish = close
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return make_text(tmp_path_factory.mktemp("text") / "words.txt")
+
+
+@pytest.fixture
+def board(monkeypatch):
+    Board.made = []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Board))
+    return Board
+
+
+def test_a_run_tells_both_what_it_measures(checkpoint, text, tmp_path, board, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    given = {"max_steps": 2, "save_steps": 1, "report_to": ["tensorboard", "wandb"]}
+    done = run(checkpoint, text, tmp_path / "run", **given)
+    written, sent = board.made
+    assert written.given == (str(tmp_path / "run" / "tensorboard"),) and written.closed
+    assert ("loss", done.metrics[1]["loss"], 1) in written.entries
+    assert [entry["step"] for entry in done.metrics] == [step for _, step in sent.entries]
+    assert sent.entries[0][0] == {k: v for k, v in done.metrics[0].items() if k != "step"}
+    assert sent.options["project"] == "mine" and sent.options["name"] == "run"
+    assert sent.options["config"]["max_steps"] == 2 and sent.closed
+
+    (tmp_path / "run/checkpoints/step-00000002.safetensors").unlink()
+    run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    _, _, written, sent = board.made
+    assert written.options == {"purge_step": 1}
+    assert sent.options["id"] == "new" and sent.options["resume"] == "allow"
+    assert {step for _, step in sent.entries} == {2}
+
+
+def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_path):
+    for module in ("torch.utils.tensorboard", "tensorboardX", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ConfigError, match=rf"report_to: {name} needs {name}, .* pip install"):
+            loggers_by_name([name])

@@ -1,0 +1,89 @@
+"""LoRA against its formula, on whole and packed linears."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ligermodels.layers import LoraLinear
+from ligermodels.layers.lora import Rows
+
+
+def adapted(parts=None, **options) -> LoraLinear:
+    torch.manual_seed(0)
+    base = nn.Linear(8, 12).double().requires_grad_(False)
+    made = LoraLinear(base, parts, rank=3, **options).double()
+    nn.init.normal_(made.lora_b)
+    return made
+
+
+def by_formula(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+    update = torch.zeros(12, 8, dtype=torch.float64)
+    for rows, a, b in layer.factors():
+        update = torch.cat([update[: rows.start], b @ a, update[rows.start + rows.size :]])
+    base = layer.base_layer
+    return x @ (base.weight + layer.scaling * update).T + base.bias
+
+
+@pytest.mark.parametrize("parts", [None, [Rows(0, 4), Rows(8, 4)]])
+def test_outputs_and_gradients(parts) -> None:
+    layer = adapted(parts, alpha=5.0)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    leaves = x, layer.lora_a, layer.lora_b
+    out, expected = layer(x), by_formula(layer, x)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad)
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_parts_have_factors_of_their_own() -> None:
+    layer = adapted([Rows(0, 4), Rows(8, 4)])
+    assert layer.lora_a.shape == (6, 8) and layer.lora_b.shape == (8, 3)
+    (first, a, b), (second, _, _) = layer.factors()
+    assert (first, second) == (Rows(0, 4), Rows(8, 4)) and a.shape == (3, 8) and b.shape == (4, 3)
+
+
+def test_it_changes_nothing_at_first_or_switched_off() -> None:
+    layer, x = adapted(), torch.randn(3, 8, dtype=torch.float64)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x))
+    layer.enable_adapters(True)
+    assert not torch.equal(layer(x), layer.base_layer(x))
+    layer.reset_parameters()
+    assert torch.equal(layer(x), layer.base_layer(x))
+    assert layer.lora_a.abs().max() <= 8**-0.5
+
+
+def test_dropout_drops_inputs_of_the_adapter_alone() -> None:
+    layer = adapted(dropout=0.5)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    torch.manual_seed(1)
+    out = layer(x)
+    torch.manual_seed(1)
+    dropped = nn.functional.dropout(x, 0.5)
+    update = by_formula(layer, dropped) - layer.base_layer(dropped)
+    torch.testing.assert_close(out - layer.base_layer(x), update)
+    torch.testing.assert_close(layer.eval()(x), by_formula(layer, x))
+
+
+def test_added_to_a_weight() -> None:
+    layer = adapted([Rows(4, 8)])
+    weight = layer.base_layer.weight.detach().float()
+    layer.add_to(weight)
+    x = torch.randn(4, 8)
+    expected = by_formula(layer, x.double()) - layer.base_layer.bias
+    torch.testing.assert_close(x @ weight.T, expected.float())
+
+
+def test_factors_are_cast_to_the_outputs() -> None:
+    """Factors in float32 on a frozen linear in bfloat16: their gradients are float32."""
+    base = nn.Linear(8, 4, dtype=torch.bfloat16).requires_grad_(False)
+    layer = LoraLinear(base, rank=2)
+    out = layer(torch.randn(3, 8, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert layer.lora_b.grad.dtype == torch.float32 and base.weight.grad is None

@@ -1,0 +1,90 @@
+"""Linears of 8 and 4 bits: their error, their gradient, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ligermodels.layers import QuantizedLinear
+from ligermodels.layers.quantized import NF4
+
+
+def linear(inputs: int = 128, outputs: int = 24, **options) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, **options)
+
+
+@pytest.mark.parametrize("bits, error", [(4, 0.11), (8, 0.009)])
+def test_relative_error_of_the_weight(bits, error) -> None:
+    exact = linear()
+    nn.init.normal_(exact.weight)
+    found = QuantizedLinear(exact, bits).dequantized(torch.float32)
+    assert (found - exact.weight).norm() / exact.weight.norm() < error
+
+
+def test_4_bit_values_are_the_nearest_ones() -> None:
+    exact = linear(outputs=3)
+    layer = QuantizedLinear(exact, 4)
+    assert layer.codes.shape == (3, 64) and layer.scales.shape == (3, 2)
+    levels, blocks = torch.tensor(NF4), exact.weight.detach().view(3, 2, 64)
+    scale = blocks.abs().amax(2, keepdim=True).bfloat16().float()
+    distance = (blocks[..., None] - scale[..., None] * levels).abs()
+    expected = levels[distance.argmin(-1)] * scale
+    torch.testing.assert_close(layer.dequantized(torch.float32), expected.view(3, 128))
+
+
+def test_8_bit_values_are_the_nearest_ones() -> None:
+    exact = linear()
+    with torch.no_grad():
+        exact.weight[1] = 0
+    error = (QuantizedLinear(exact, 8).dequantized(torch.float32) - exact.weight).abs()
+    half_a_step = exact.weight.abs().amax(1, keepdim=True) / 127 / 2
+    assert (error <= half_a_step * 1.001).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_and_gradient(bits, bias) -> None:
+    exact = linear(96, bias=bias)
+    layer = QuantizedLinear(exact, bits)
+    x = torch.randn(2, 5, 96, requires_grad=True)
+    out = layer(x)
+    expected = nn.functional.linear(x, layer.dequantized(torch.float32), exact.bias)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    (ours,), (theirs,) = (torch.autograd.grad(y, x, grad) for y in (out, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nothing_of_the_size_of_the_weight_is_kept(bits) -> None:
+    layer = QuantizedLinear(linear(), bits)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        layer(torch.randn(3, 128, requires_grad=True))
+    own = {x.data_ptr() for x in layer.buffers()}
+    assert kept and all(x.data_ptr() in own for x in kept)
+
+
+def test_autocast_decides_the_dtype() -> None:
+    layer = QuantizedLinear(linear(), 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(2, 128)).dtype == torch.bfloat16
+
+
+def test_small_and_empty_blocks() -> None:
+    exact = linear(24, 2)
+    with torch.no_grad():
+        exact.weight[0] = 0
+    layer = QuantizedLinear(exact, 4)
+    assert layer.scales.shape == (2, 3)
+    assert not layer.dequantized(torch.float32)[0].any()
+    assert not QuantizedLinear(exact, 8).dequantized(torch.float32)[0].any()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="bits=3; expected 4 or 8"):
+        QuantizedLinear(linear(), 3)
+    with pytest.raises(ValueError, match="in_features=7 is odd"):
+        QuantizedLinear(linear(7), 4)

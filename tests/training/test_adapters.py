@@ -1,0 +1,170 @@
+"""Runs with adapters: they learn, resume bitwise, and are exported merged or alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ligermodels import AutoLiger, LigerLlama
+from ligermodels.errors import ConfigError
+from ligermodels.layers import LoraLinear, QuantizedLinear
+from ligermodels.training.adapters import add_adapters, factors_of, merged, quantize
+from ligermodels.training.lora_options import LoraOptions
+from tests.training.tiny_run import run, same, tensors, timeless, tiny_config
+
+LORA = "r=4,alpha=8,dropout=0.1"
+RATE = {"learning_rate": 0.02}
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    return run(checkpoint, text, folder, max_steps=12, save_steps=5, lora=LORA, **RATE)
+
+
+def loss_of(model) -> torch.Tensor:
+    ids = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.eval()(ids, labels=ids).loss
+
+
+def test_it_learns_and_the_export_is_the_merged_model(finished, checkpoint):
+    assert finished.perplexity_after < 0.7 * finished.perplexity_before
+    exported = AutoLiger.from_hf(finished.model_dir)
+    assert same(exported.state_dict(), finished.model.state_dict())
+    before = AutoLiger.from_hf(checkpoint).state_dict()
+    moved = {name for name, value in exported.state_dict().items() if not value.equal(before[name])}
+    assert moved == {name for name in before if name.startswith("layers.") and "norm" not in name}
+
+
+def test_a_checkpoint_holds_the_adapters_and_their_optimizer_alone(finished):
+    names = load_file(finished.output_dir / "checkpoints" / "step-00000010.safetensors")
+    assert names and all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("load_in", [None, "4bit", "8bit"])
+def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, load_in):
+    options = {"max_steps": 4, "save_steps": 2, "lora": LORA, "load_in": load_in, **RATE}
+    whole = run(checkpoint, text, tmp_path / "whole", **options)
+    cut = run(checkpoint, text, tmp_path / "cut", **options)
+    (cut.output_dir / "checkpoints" / "step-00000004.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "cut", resume=True, **options)
+    assert same(tensors(whole.model_dir), tensors(again.model_dir))
+    assert timeless(whole.output_dir) == timeless(again.output_dir)
+
+
+def test_an_adapter_export_opens_in_peft(checkpoint, text, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    options = {"max_steps": 3, "lora": LORA, "lora_targets": ["q_proj", "up_proj"], **RATE}
+    alone = run(checkpoint, text, tmp_path / "alone", export="adapter", **options)
+    whole = run(checkpoint, text, tmp_path / "whole", **options)
+    written = json.loads((alone.model_dir / "adapter_config.json").read_text())
+    assert written["target_modules"] == ["q_proj", "up_proj"]
+    assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (4, 8, 0.1)
+    assert written["base_model_name_or_path"] == str(checkpoint)
+    assert not (alone.model_dir / "config.json").exists()
+    assert (alone.model_dir / "tokenizer.json").exists()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = peft.PeftModel.from_pretrained(theirs, alone.model_dir)
+    state = load_file(alone.model_dir / "adapter_model.safetensors")
+    assert {f"{name.replace('.weight', '.default.weight')}" for name in state} == {
+        name for name, _ in theirs.named_parameters() if "lora_" in name
+    }
+    torch.testing.assert_close(loss_of(whole.model), loss_of(theirs), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss_of(whole.model), loss_of(alone.model), rtol=1e-5, atol=0)
+
+
+def test_the_kind_of_export_may_change_on_resume(checkpoint, text, tmp_path):
+    options = {"max_steps": 2, "lora": "r=2", **RATE}
+    first = run(checkpoint, text, tmp_path / "run", export="adapter", **options)
+    assert (first.model_dir / "adapter_config.json").exists()
+    second = run(checkpoint, text, tmp_path / "run", resume=True, export="merged", **options)
+    assert not list(second.model_dir.glob("adapter*"))
+    third = run(checkpoint, text, tmp_path / "run", resume=True, export="adapter", **options)
+    assert not (third.model_dir / "model.safetensors").exists()
+
+
+def test_training_equals_peft(checkpoint):
+    """Three steps of AdamW from the same adapters, on transformers' model and on ours."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    ours = AutoLiger.from_hf(checkpoint)
+    add_adapters(ours, LoraOptions(4, 8.0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options))
+    found = dict(theirs.named_parameters())
+    for name, (a, b) in factors_of(ours).items():
+        for end, x in (("A", a), ("B", b)):
+            found[f"base_model.model.{name}.lora_{end}.default.weight"].data.copy_(x)
+    ids = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model in (ours, theirs):
+        model.train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        mine = []
+        for _ in range(3):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mine.append(loss.item())
+        losses.append(mine)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][2] < losses[0][0] - 0.01
+
+
+def test_only_linears_of_the_layers_get_adapters():
+    torch.manual_seed(0)
+    model = LigerLlama(tiny_config(tie_word_embeddings=False))
+    add_adapters(model, LoraOptions(2, 4.0), ["layers.1.self_attn.v_proj"])
+    adapted = {name for name, each in model.named_modules() if isinstance(each, LoraLinear)}
+    assert adapted == {"layers.1.self_attn.qkv_proj"}
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {f"layers.1.self_attn.qkv_proj.lora_{end}" for end in "ab"}
+    with pytest.raises(ConfigError, match=r"'lm_head' is no linear .* down_proj, gate_proj, k_pr"):
+        add_adapters(LigerLlama(tiny_config()), LoraOptions(2, 4.0), ["q_proj", "lm_head"])
+
+
+def test_the_values_of_new_adapters_follow_from_the_seed(checkpoint):
+    states = []
+    for seed in (0, 0, 1):
+        model = AutoLiger.from_hf(checkpoint)
+        add_adapters(model, LoraOptions(2, 4.0), seed=seed)
+        states.append(model.layers[0].mlp.down_proj.lora_a)
+    assert states[0].equal(states[1]) and not states[0].equal(states[2])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_models_train_and_are_merged_into_the_checkpoints_weights(checkpoint, bits):
+    exact = AutoLiger.from_hf(checkpoint)
+    model = AutoLiger.from_hf(checkpoint)
+    quantize(model, bits, torch.device("cpu"))
+    assert {type(each.qkv_proj) for each in (layer.self_attn for layer in model.layers)} == {
+        QuantizedLinear
+    }
+    torch.testing.assert_close(loss_of(model), loss_of(exact), rtol=0.01, atol=0)
+    add_adapters(model, LoraOptions(2, 4.0))
+    assert same(merged(model).state_dict(), exact.state_dict())
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_model_without_its_adapters_is_the_reference(checkpoint, tmp_path, loss):
+    pairs = tmp_path / "pairs.jsonl"
+    records = [
+        {"prompt": f"{i}:", "chosen": " yes" * (1 + i % 3), "rejected": " no"} for i in range(8)
+    ]
+    pairs.write_text("\n".join(map(json.dumps, records)))
+    options = {"loss": loss, "lora": "r=2", "max_steps": 3, "separator": None, **RATE}
+    metrics = []
+    for reference in ("file", "adapters-off", "float32"):
+        folder = tmp_path / reference
+        run(checkpoint, pairs, folder, reference=reference, **options)
+        metrics.append([{k: v for k, v in m.items() if "_per_" not in k} for m in timeless(folder)])
+    for other in metrics[1:]:
+        for ours, theirs in zip(metrics[0], other, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert metrics[0][1]["loss"] != metrics[0][3]["loss"]

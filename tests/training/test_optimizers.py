@@ -1,0 +1,140 @@
+"""Optimizers by name: what they train, that they learn, and that a run resumes bitwise."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from ligermodels import LigerLlama
+from ligermodels.errors import ConfigError
+from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
+from ligermodels.training.optimizers import (
+    Muon,
+    allocate_state,
+    freeze,
+    make_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    state_of,
+)
+from tests.training.tiny_run import run, same, tensors, tiny_config
+
+
+def make(name, **options):
+    torch.manual_seed(0)
+    model = LigerLlama(tiny_config())
+    config = FinetuneConfig(
+        model="m", train_files=["t"], output_dir="o", optimizer=name, learning_rate=1e-2, **options
+    )
+    return model, make_optimizer(model, config)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    model = LigerLlama(tiny_config(attention_bias=True, mlp_bias=True))
+    decayed, plain = parameter_groups(model.parameters(), 0.1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
+    assert all("norm" in names[p] or names[p].endswith("bias") for p in plain["params"])
+    assert not any("norm" in names[p] or names[p].endswith("bias") for p in decayed["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+# torchao compiles its step.
+LONG = {"adamw_8bit": [pytest.mark.long]}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LONG.get(name, [])) for name in OPTIMIZERS]
+)
+def test_every_optimizer_learns_and_resumes_bitwise(checkpoint, text, tmp_path, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    given = {"optimizer": name, "max_steps": 6, "save_steps": 3, "eval_steps": 6}
+    if name == "adafactor":
+        given["learning_rate"] = 0.05
+    straight = run(checkpoint, text, tmp_path / "a", **given)
+    assert straight.perplexity_after < 0.8 * straight.perplexity_before
+    (straight.output_dir / "checkpoints/step-00000006.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
+    assert same(tensors(again.model_dir), straight.model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_allocating_the_state_changes_no_weight(name):
+    model, optimizer = make(name)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    allocate_state(optimizer, 7)
+    assert same(model.state_dict(), before)
+    assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
+    for parameter in model.parameters():
+        state = dict(state_of(optimizer, parameter))
+        assert state and state.get("step", 7) == 7 and parameter.grad is None
+
+
+def test_muon_takes_each_projection_by_itself():
+    model, optimizer = make("muon", weight_decay=0.1)
+    assert isinstance(optimizer, Muon)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    qkv = model.layers[0].self_attn.qkv_proj.weight
+    name = next(n for n, p in model.named_parameters() if p is qkv)
+    assert name.startswith("layers.0.")
+    query = torch.nn.Parameter(qkv[:64].detach().clone())
+    query.grad = qkv.grad[:64].clone()
+    theirs = torch.optim.Muon([query], lr=5e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    embedding = torch.nn.Parameter(model.embed_tokens.weight.detach().clone())
+    embedding.grad = model.embed_tokens.weight.grad.clone()
+    adamw = torch.optim.AdamW([embedding], lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    set_learning_rate(optimizer, 5e-3)
+    for each in (optimizer, theirs, adamw):
+        each.step()
+        each.step()
+    assert torch.equal(qkv[:64], query)
+    torch.testing.assert_close(model.embed_tokens.weight, embedding)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="adamw_8bit needs torchao"):
+        make("adamw_8bit")
+
+
+def test_parameters_are_frozen_by_name():
+    model = LigerLlama(tiny_config())
+
+    def frozen():
+        found = [name for name, p in model.named_parameters() if not p.requires_grad]
+        model.requires_grad_(True)
+        return found
+
+    freeze(model, ["embed_tokens"])
+    assert frozen() == ["embed_tokens.weight"]
+    total = sum(p.numel() for p in model.parameters())
+    trained = freeze(model, ["layers.0", "*norm*"])
+    found = frozen()
+    assert all(name.startswith("layers.0.") or "norm" in name for name in found)
+    assert trained == total - sum(model.get_parameter(name).numel() for name in found)
+    freeze(model, ["layers.[1-3].mlp"], only=True)
+    found = frozen()
+    assert not any(name.startswith("layers.1.mlp") for name in found)
+    assert "embed_tokens.weight" in found and "norm.weight" in found
+    with pytest.raises(ConfigError, match=r"freeze: 'embed_token' matches no .* 'embed_tokens'"):
+        freeze(model, ["embed_token"])
+    with pytest.raises(ConfigError, match="freeze: nothing is left to train"):
+        freeze(model, ["*"])
+
+
+@pytest.mark.parametrize("changes", [{"freeze": ["layers.0"]}, {"train_only": ["layers.1"]}])
+def test_what_is_frozen_stays_as_it_was(checkpoint, text, tmp_path, changes):
+    given = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, **changes}
+    done = run(checkpoint, text, tmp_path / "a", **given)
+    assert any("trained parameters; the others are frozen" in note for note in done.notes)
+    before = tensors(checkpoint)
+    for name, value in done.model.state_dict().items():
+        trained = name.startswith("layers.1") or ("freeze" in changes and "layers.0" not in name)
+        assert torch.equal(value, before[name]) != trained, name
+    (done.output_dir / "checkpoints/step-00000004.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
+    assert same(tensors(again.model_dir), done.model.state_dict())

@@ -1,0 +1,58 @@
+"""The model of a run's checkpoint is what the run exported after that step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.errors import CheckpointError
+from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
+from tests.training.tiny_run import make_checkpoint, run, same
+
+
+def test_the_names_of_a_checkpoint(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    names = ("checkpoints/step-00000500.safetensors", "checkpoints/step-00000500", "checkpoint-500")
+    assert [checkpoint_step(tmp_path / name) for name in names] == [None] * 3
+    (tmp_path / "run.json").write_text("{}")
+    assert [checkpoint_step(tmp_path / name) for name in names] == [(tmp_path, 500)] * 3
+    assert checkpoint_step(tmp_path / "model") is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": "r=4"}, {"freeze": ["embed_tokens"]}])
+def test_the_last_checkpoint_is_the_export(checkpoint, text, tmp_path, changes):
+    done = run(checkpoint, text, tmp_path / "run", max_steps=2, save_steps=1, **changes)
+    found = load_checkpoint(done.output_dir, 2).state_dict()
+    assert same(found, done.model.state_dict())
+    before = load_checkpoint(done.output_dir, 1).state_dict()
+    assert not same(before, found)
+
+
+def test_what_is_not_there_is_named(text, tmp_path):
+    base = make_checkpoint(tmp_path / "base")
+    run(base, text, tmp_path / "run", max_steps=1, save_steps=0)
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 1; it has none"):
+        load_checkpoint(tmp_path / "run", 1)
+    with pytest.raises(CheckpointError, match="the folder holds no run"):
+        load_checkpoint(tmp_path, 1)
+    run(base, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
+    (base / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the file was changed"):
+        load_checkpoint(tmp_path / "run", 1)
+
+
+def test_weights_alone_are_read_from_a_folder_of_several_processes(tmp_path):
+    from ligermodels.training import checkpoints, sharded_checkpoints
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    place = checkpoints.Checkpoints(tmp_path / "checkpoints", run="one")
+    place.folder.mkdir()
+    stored = checkpoints._stored(model, optimizer)
+    facts = {"step": 1, "run": "one"}
+    sharded_checkpoints.write(place.folder / "step-00000001", stored, facts)
+    other = torch.nn.Linear(3, 2)
+    checkpoints.Checkpoints(place.folder).load(1, other)
+    assert same(other.state_dict(), model.state_dict())
