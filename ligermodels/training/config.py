@@ -430,6 +430,8 @@ class FinetuneConfig:
             raise ConfigError(f"{' and '.join(both)}: choose one of them")
         if self.teacher is not None and self.beta is not None and self.beta > 1:
             raise ConfigError(f"beta: must be at most 1 for a teacher, not {self.beta}")
+        if self.teacher is not None and self.context_parallel > 1:
+            raise ConfigError("context_parallel: not with a teacher, which reads whole rows")
         if self.teacher is None and self.teacher_share != 1:
             raise ConfigError("teacher_share: only with a teacher")
         if self.medusa_heads is None:
