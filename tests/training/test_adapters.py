@@ -74,6 +74,7 @@ def test_an_adapter_export_opens_in_peft(checkpoint, text, tmp_path):
         name for name, _ in theirs.named_parameters() if "lora_" in name
     }
     torch.testing.assert_close(loss_of(whole.model), loss_of(theirs), rtol=1e-5, atol=0)
+    assert same(tensors(alone.model_dir), tensors(whole.model_dir))
     torch.testing.assert_close(loss_of(whole.model), loss_of(alone.model), rtol=1e-5, atol=0)
 
 
