@@ -33,6 +33,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
     ("training/reports.py", "integrations"): "loggers by name",
+    ("training/data_sources.py", "integrations"): "data sets of the hub",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {

@@ -46,19 +46,19 @@ def run(given: argparse.Namespace) -> None:
     """Print the perplexity of each file and of all, and the metrics of each task."""
     from ligermodels.converters.hub import resolve
     from ligermodels.models.auto import AutoLiger
-    from ligermodels.training.data import check_files
+    from ligermodels.training.data_sources import local_files
     from ligermodels.training.finetune import pick_device
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
-    check_files(given.files)
+    files = dict(zip(given.files, local_files(given.files)))
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     model = AutoLiger.from_hf(folder, device=device, **loading_options(given))
     found: dict[str, Any] = {}
     if given.files:
-        found["files"] = _files(given, model, folder)
+        found["files"] = _files(given, model, folder, files)
     if evaluate_tasks is not None:
         found["tasks"] = evaluate_tasks(
             model,
@@ -84,7 +84,9 @@ def run(given: argparse.Namespace) -> None:
         print(f"{task:<{width}}  " + "  ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
 
 
-def _files(given: argparse.Namespace, model: Any, folder: Any) -> dict[str, dict[str, float]]:
+def _files(
+    given: argparse.Namespace, model: Any, folder: Any, files: dict[str, Any]
+) -> dict[str, dict[str, float]]:
     """Return the loss on each file; the last entry is that of all, if there are several."""
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.evaluate import file_loss
@@ -94,13 +96,13 @@ def _files(given: argparse.Namespace, model: Any, folder: Any) -> dict[str, dict
         file: file_loss(
             model,
             tokenizer,
-            [file],
+            [path],
             seq_len=given.seq_len,
             batch_size=given.batch_size,
             separator=given.separator,
             progress=sys.stderr.isatty(),
         )
-        for file in given.files
+        for file, path in files.items()
     }
     if len(losses) > 1:
         first, *others = losses.values()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -42,6 +43,13 @@ from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_plain
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+
+MINIMUM = (5, 16)
+if tuple(map(int, transformers.__version__.split(".")[:2])) < MINIMUM:
+    raise ConfigError(
+        f"transformers {transformers.__version__}: it would leave packed projections unread, "
+        f"without an error; install transformers {MINIMUM[0]}.{MINIMUM[1]} or newer"
+    )
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -273,6 +281,10 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         return super().from_pretrained(path, *args, **options)
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
+        """Do nothing; transformers would copy this file into each folder that is saved."""
+
+    @classmethod
     def from_native(cls, model: DecoderModel) -> Self:
         """Return a shell that shares the modules and parameters of a native model."""
         shell = _class_of(type(model), cls)
@@ -420,6 +432,14 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         )
         return output.to_tuple() if as_tuple else output
 
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Raise ConfigError: `generate_batch` would start a thread, in which each request fails."""
+        raise ConfigError(
+            "generate_batch and continuous batching: they need transformers' own attention and "
+            "caches; call generate, or serve the folder that save_pretrained writes with an "
+            "engine such as vLLM"
+        )
+
     def _get_name(self) -> str:
         """Return the name of a causal language model of HF, or Trainer would not shift labels.
 
@@ -452,6 +472,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if not options.get("is_main_process", True):
             return
         self.config.architectures = [architecture(self.family)]
+        self.config.__dict__.pop("auto_map", None)  # it names a file of another folder
         if (Path(save_directory) / "config.json").is_file():
             self.config.save_pretrained(save_directory)
         if push_to_hub:

@@ -77,7 +77,9 @@ class FinetuneConfig:
     train_files: list[str] = _free_option(  # noqa: RUF009 (the default is not a list)
         MISSING,
         "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
-        "of ShareGPT (conversations) and of Alpaca (instruction, input, output)",
+        "of ShareGPT (conversations) and of Alpaca (instruction, input, output). With the library "
+        "datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME, OWNER/NAME:SPLIT or "
+        "OWNER/NAME:CONFIG:SPLIT",
     )
     output_dir: str = _free_option(
         MISSING, "folder of the run; the exported model goes to its subfolder model/"
@@ -291,6 +293,13 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
+    context_parallel: int = _option(
+        1,
+        "on several GPUs, how many of them compute each row together, for rows that are too long "
+        "for one",
+        at_least=1,
+        at_most=2**16,
+    )
     rank_timeout: int = _free_option(
         600,
         "on several GPUs, seconds after which a process that does not answer ends the run",
@@ -355,6 +364,8 @@ class FinetuneConfig:
         ]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
+        if self.context_parallel > 1 and self.loss != "sft":
+            raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,7 +24,6 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.formats import normalised
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_DATASET = re.compile(r"[\w.-]+/[\w.-]+")  # the form of an id on the hub
 REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 
@@ -76,13 +74,7 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
         if file.is_dir():
             raise DataError(f"{file}: this is a folder; give a text or JSONL file")
         if not os.path.lexists(file):
-            hint = ""
-            if _DATASET.fullmatch(str(file)):
-                hint = (
-                    "; if this is a data set of the hub, download it first and give its files, as "
-                    "text or .jsonl"
-                )
-            raise DataError(f"{file}: the file does not exist{hint}")
+            raise DataError(f"{file}: the file does not exist")
         if file.exists() and not file.is_file():
             raise DataError(
                 f"{file}: this is a pipe or a device; a run reads its data again when it resumes, "
@@ -196,7 +188,8 @@ def _record_document(record: Any, where: str, encoder: Encoder) -> Document | No
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {_kind(record)}")
     record = normalised(record, where, has_template=encoder.has_template)
-    kinds = [kind for kind in ("text", "prompt", "messages") if kind in record]
+    # In a table every record has every key.
+    kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
     if len(kinds) != 1:
         raise DataError(
             f'{where}: expected one of the keys "text", "prompt" (with "completion"), '

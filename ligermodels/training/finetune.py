@@ -19,7 +19,7 @@ import torch
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, rank
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data import check_files
+from ligermodels.training.data_sources import local_files
 from ligermodels.training.interrupts import Interrupted, Interrupts
 from ligermodels.training.processes import (
     is_restarted,
@@ -49,7 +49,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     """
     device = local_device(pick_device(config.device))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(joined(device, config.rank_timeout))
+        stack.enter_context(joined(device, config.rank_timeout, config.context_parallel))
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
@@ -64,8 +64,8 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 inputs = [("model", Path(config.model))]
                 if config.teacher is not None:
                     inputs.append(("teacher", Path(config.teacher)))
-                inputs += [("training data", file) for file in check_files(config.train_files)]
-                evaluated = check_files(config.eval_files or [])
+                inputs += [("training data", file) for file in local_files(config.train_files)]
+                evaluated = local_files(config.eval_files or [])
                 inputs += [("evaluation data", file) for file in evaluated]
                 run_dir.check(config.resume, config.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []

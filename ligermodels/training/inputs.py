@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
@@ -48,7 +49,7 @@ def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
 
 
-def difference(then: dict[str, str], files: list[str]) -> str:
+def difference(then: dict[str, str], files: Sequence[str | Path]) -> str:
     """Say which training files differ. Hashes decide, because files may have been renamed."""
     now = {os.path.realpath(file): file_hash(file) for file in files}
     if new := [file for file, digest in now.items() if digest not in then.values()]:

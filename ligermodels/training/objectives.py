@@ -93,7 +93,8 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
-        return PackedRows(items, self.config.seq_len)
+        ranks = self.config.context_parallel
+        return PackedRows(items, self.config.seq_len, 1 if ranks == 1 else 2 * ranks)
 
     def load(self, model: DecoderModel) -> int:
         """Load what the run needs beside the model, which has its first weights.

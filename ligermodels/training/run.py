@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
@@ -35,6 +36,7 @@ from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.config_file import config_text
 from ligermodels.training.data import file_hash
+from ligermodels.training.data_sources import is_dataset, local_files
 from ligermodels.training.inputs import (
     changed,
     check_unchanged,
@@ -48,7 +50,7 @@ from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import launch_id, meet
+from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.reports import logged, logger_openers, sampling
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.teacher import TeacherObjective
@@ -132,6 +134,7 @@ class Run:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
+        self.train_files: list[Path] = []
         self.objective = objective_of(config)
         self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
@@ -166,7 +169,7 @@ class Run:
         trained = self.objective.module(model)
         self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         self.model = model
         trainer = Trainer(
             trained,
@@ -229,7 +232,11 @@ class Run:
         if self.config.compile:
             for layer in model.layers:
                 layer.compile()
-        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
+        mesh, together = None, self.config.context_parallel
+        if together > 1:
+            sizes = num_row_ranks(), together
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -245,7 +252,9 @@ class Run:
         settings = {**asdict(self.config), "precision": self.precision}
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
-                settings[name] = [os.path.realpath(file) for file in settings[name]]
+                settings[name] = [
+                    name if is_dataset(name) else os.path.realpath(name) for name in settings[name]
+                ]
         for name in ("model", "teacher"):
             if settings[name] is not None and Path(settings[name]).is_dir():
                 settings[name] = os.path.realpath(settings[name])
@@ -255,9 +264,10 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        train = objective.read(config.train_files, tokenizer)
+        self.train_files = local_files(config.train_files)
+        train = objective.read(self.train_files, tokenizer)
         if config.eval_files:
-            held_out = objective.read(config.eval_files, tokenizer)
+            held_out = objective.read(local_files(config.eval_files), tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
         rows = self._made("training", train)
@@ -319,7 +329,7 @@ class Run:
         elif (
             saved is not None
             and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_ranks()
+            and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
@@ -365,7 +375,7 @@ class Run:
             "launch": launch_id(),
         }
         if saved is None:
-            files = {os.path.realpath(file): file_hash(file) for file in self.config.train_files}
+            files = {os.path.realpath(file): file_hash(file) for file in self.train_files}
             self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
             if not is_distributed():
                 self.interrupts.check()
@@ -393,7 +403,7 @@ class Run:
         if saved["rows"] != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
-                + difference(saved["files"], self.config.train_files)
+                + difference(saved["files"], self.train_files)
             )
         if saved["steps"] != facts["steps"]:
             raise LigerError(

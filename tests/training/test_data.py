@@ -232,8 +232,6 @@ def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
         check_files([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="is a folder"):
         check_files([tmp_path])
-    with pytest.raises(DataError, match=r"tatsu-lab/alpaca: .*data set of the hub, download it"):
-        check_files(["tatsu-lab/alpaca"])
 
 
 def test_what_cannot_be_read_again_is_refused(tmp_path):

@@ -119,7 +119,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
-    for name in ("two", "from alone"):
+    for name in ("two", "from alone", "split"):
         with subtests.test(name):
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
@@ -136,6 +136,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             expected_of_one = weights(one)
             for key, value in weights(two).items():
                 torch.testing.assert_close(value, expected_of_one[key], rtol=1e-4, atol=2e-6)
+    assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
     with subtests.test("a process resumes the run of two"):
         back_to(tmp_path / "two", 2)
         one = options(tmp_path, "two", resume=True)
@@ -149,6 +150,7 @@ def cases(ranks: int) -> dict[str, Case]:
         "a run, and again from its middle": run_twice,
         "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
+        "rows that both compute": split_rows,
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
         "copies and samples on two ranks": copies_and_samples,
@@ -199,6 +201,16 @@ def interrupted_evaluation(number: int, folder: Path) -> dict[str, float]:
 def resume_alone(number: int, folder: Path) -> dict[str, float]:
     config = options(folder.parent, "from alone", gradient_accumulation_steps=2, resume=True)
     return {"steps": abs(finetune(config, progress=False).steps - 4)}
+
+
+def split_rows(number: int, folder: Path) -> dict[str, float]:
+    """Context parallelism makes the steps of one process."""
+    changes: dict[str, Any] = {"context_parallel": 2, "gradient_accumulation_steps": 2}
+    config = options(folder.parent, "split", **changes)
+    result = finetune(config, progress=False)
+    with pytest.raises(ConfigError, match="context_parallel: 3 processes for each row, but 2 run"):
+        finetune(options(folder.parent, "odd", context_parallel=3), progress=False)
+    return {"steps": abs(result.steps - 4)}
 
 
 def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
