@@ -22,7 +22,8 @@ OUT_OF_MEMORY = (
 
 # --help shows the options of FinetuneConfig in these groups.
 GROUPS = {
-    "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
+    "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len "
+    "stream data_weights",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
     "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
     "max_completion_length temperature epsilon_high",

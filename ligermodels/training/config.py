@@ -104,6 +104,16 @@ class FinetuneConfig:
         "line that separates the documents of a text file; '' splits at blank lines "
         "(default: each file is one document)",
     )
+    stream: bool = _option(
+        False,
+        "keep the tokens on the disk (in HF_HOME), for data that is larger than memory; .jsonl "
+        "files are read line by line",
+    )
+    data_weights: list[float] | None = _option(  # noqa: RUF009
+        None,
+        "the share of each training file in the rows, in any unit, as in 3 1; sets stream",
+        more_than=0,
+    )
     revision: str | None = _free_option(None, "branch, tag or commit of a hub checkpoint")
 
     loss: str = _option(
@@ -351,6 +361,13 @@ class FinetuneConfig:
             )
         self._check_loss()
         self._check_lora()
+        if self.data_weights and len(self.data_weights) != len(self.train_files):
+            raise ConfigError(
+                f"data_weights: there are {len(self.data_weights)}, but train_files has "
+                f"{len(self.train_files)}; give one weight for each file"
+            )
+        if (self.stream or self.data_weights) and self.loss != "sft":
+            raise ConfigError(f"stream and data_weights: only for the loss sft, not {self.loss}")
         chosen = [
             name for name in ("lora", "freeze", "train_only", "medusa_heads") if getattr(self, name)
         ]

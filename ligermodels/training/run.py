@@ -52,6 +52,7 @@ from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
 from ligermodels.training.reports import logged, logger_openers, sampling
 from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.streaming import stored_rows
 from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer, perplexity
@@ -263,20 +264,40 @@ class Run:
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
         self.train_files = local_files(config.train_files)
+        eval_files = local_files(config.eval_files or [])
+        if config.stream or config.data_weights:
+            stored, stored_eval = stored_rows(
+                self.train_files,
+                eval_files,
+                tokenizer,
+                source,
+                separator=config.separator,
+                seq_len=config.seq_len,
+                eval_fraction=config.eval_fraction,
+                seed=config.seed,
+            )
+            for what, each in (("training", stored), ("held-out", stored_eval)):
+                if each is not None:
+                    self._describe(what, each)
+            return stored, stored_eval
         train = objective.read(self.train_files, tokenizer)
-        if config.eval_files:
-            held_out = objective.read(local_files(config.eval_files), tokenizer)
+        if eval_files:
+            held_out = objective.read(eval_files, tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
         rows = self._made("training", train)
         return rows, self._made("held-out", held_out) if held_out else None
 
     def _made(self, what: str, items: list[Any]) -> Rows:
-        seq_len = self.config.seq_len
         rows = self.objective.rows(items)
         noun = "document" if self.config.loss == "sft" else "example"
+        self._describe(what, rows, f"{_count(len(items), noun)}, ")
+        return rows
+
+    def _describe(self, what: str, rows: Rows, items: str = "") -> None:
+        seq_len = self.config.seq_len
         self._note(
-            f"{what} data: {_count(len(items), noun)}, "
+            f"{what} data: {items}"
             f"{_count(rows.num_tokens, 'token')}, "
             f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
@@ -285,7 +306,6 @@ class Run:
                 f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "
                 f"dropped {rows.num_dropped:,} of these because no target is left"
             )
-        return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device.

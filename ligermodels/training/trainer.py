@@ -35,6 +35,7 @@ from ligermodels.training.packing import Batch, row_order
 from ligermodels.training.processes import shared_out, summed, summed_output
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
+from ligermodels.training.streaming import MixedOrder, StoredRows
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
@@ -120,7 +121,10 @@ class Trainer:
         self.done = 0
         self._between_steps = True
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
-        self._row = row_order(len(rows), config.seed)
+        self._row: Callable[[int], int] = row_order(len(rows), config.seed)
+        if config.data_weights:
+            assert isinstance(rows, StoredRows)
+            self._row = MixedOrder(rows.sources, config.data_weights, config.seed)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""
