@@ -262,7 +262,7 @@ class FinetuneConfig:
         choices=OPTIMIZERS,
     )
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
-    lr_scheduler_type: str = _option(
+    schedule: str = _option(
         "cosine",
         "how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps",
         choices=SCHEDULES,
@@ -327,6 +327,13 @@ class FinetuneConfig:
     sample_chat: bool = _free_option(
         False, "take each of these texts as the message of a user, for the chat template"
     )
+    profile: bool = _free_option(
+        False, "profile three steps, into DIR/profile: a trace and a table of the slowest ops"
+    )
+    push_to_hub: str | None = _free_option(
+        None, "id of a repository on the hub that gets the export; it is created if needed"
+    )
+    hub_private_repo: bool = _free_option(False, "create that repository as a private one")
     export_dtype: str | None = _free_option(
         None,
         "dtype of the export (default: the dtype of the trained weights)",

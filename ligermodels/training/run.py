@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,14 @@ from ligermodels.training.objectives import JudgedObjective, Objective, PairObje
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet
-from ligermodels.training.reports import logged, logger_openers, sampling
+from ligermodels.training.push import check_login, push
+from ligermodels.training.reports import logged, logger_openers, profiled, sampling
+from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.streaming import stored_rows
 from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trained_model import load_model
-from ligermodels.training.trainer import Trainer, perplexity
+from ligermodels.training.trainer import Trainer
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
 OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
@@ -68,48 +70,6 @@ def objective_of(config: FinetuneConfig) -> Objective:
     if config.medusa_heads is not None:
         return MedusaObjective(config)
     return OBJECTIVES.get(config.loss, PairObjective)(config)
-
-
-@dataclass(kw_only=True)
-class FinetuneResult:
-    """The result of a run. Losses are per token, in nats; perplexity is their exponential.
-
-    `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
-    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
-    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
-    """
-
-    output_dir: Path
-    model_dir: Path
-    steps: int
-    loss: float | None
-    eval_before: dict[str, float]
-    eval_after: dict[str, float]
-    shown: tuple[str, str]
-    metrics: list[dict[str, Any]] = field(repr=False)
-    model: DecoderModel = field(repr=False)
-    notes: list[str] = field(default_factory=list, repr=False)
-
-    @property
-    def eval_loss_before(self) -> float | None:
-        """Held-out loss of the original checkpoint."""
-        return self.eval_before.get("eval_loss")
-
-    @property
-    def eval_loss_after(self) -> float | None:
-        """Held-out loss of the trained weights."""
-        return self.eval_after.get("eval_loss")
-
-    @property
-    def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the original checkpoint."""
-        return None if self.eval_loss_before is None else perplexity(self.eval_loss_before)
-
-    @property
-    def perplexity_after(self) -> float | None:
-        """Held-out perplexity of the trained weights."""
-        return None if self.eval_loss_after is None else perplexity(self.eval_loss_after)
 
 
 class Run:
@@ -138,6 +98,8 @@ class Run:
         self.objective = objective_of(config)
         if is_distributed() and config.lora is not None:
             raise ConfigError("lora: adapters are trained in one process (without --gpus)")
+        if config.push_to_hub is not None:
+            check_login()
         self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
@@ -202,7 +164,11 @@ class Run:
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
                 last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
-                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                profile = self.run_dir.profile_dir if config.profile and not rank() else None
+                with (
+                    logged(self.run_dir, self.openers, self.saved["settings"], last),
+                    profiled(profile) as after_step,
+                ):
                     sample = sampling(
                         config,
                         self.run_dir,
@@ -217,6 +183,7 @@ class Run:
                         self.checkpoints,
                         check=check,
                         sample=sample,
+                        after_step=after_step,
                         progress=self.progress,
                     )
                 with error_on_all_ranks():
@@ -442,6 +409,13 @@ class Run:
             )
         if not config.save_steps and rank() == 0:  # An interruption may have written some.
             self.checkpoints.clear()
+        if config.push_to_hub is not None:
+            with error_on_all_ranks():
+                if rank() == 0:
+                    url = push(
+                        self.run_dir.model_dir, config.push_to_hub, private=config.hub_private_repo
+                    )
+                    self._note(f"pushed to {url}")
         losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
         evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
         last = trainer.total_steps

@@ -179,7 +179,7 @@ class Trainer:
             config.learning_rate,
             self.warmup,
             config.min_lr_rate,
-            config.lr_scheduler_type,
+            config.schedule,
         )
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -273,13 +273,15 @@ class Trainer:
         *,
         check: Callable[[], None] = lambda: None,
         sample: Callable[[int], None] = lambda step: None,
+        after_step: Callable[[], None] = lambda: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped. sample is called with the step at each evaluation.
+            if it had not been stopped. sample is called with the step at each evaluation, and
+            after_step after each optimizer step.
         Raises:
             CheckpointError: the last checkpoint or the metrics cannot be resumed from.
             LigerError: a loss or a weight is no longer finite.
@@ -326,6 +328,7 @@ class Trainer:
                 batches = self.micro_batches(step)
                 made = self.step(step, batches)
                 self.done += 1
+                after_step()
                 self._waiting.append(
                     {
                         "step": step + 1,
