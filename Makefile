@@ -20,6 +20,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 SMOLLM2 := build/smollm2
 # The last transformers 4. It reads the older spelling of configs, and exports must open in it, too.
 OLD := build/transformers-4.57.6
+INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
 
 .PHONY: demo test test-long coverage lint format parity parity-gpu bench-ops clean
 
@@ -27,9 +28,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
 
 # Triton reads TRITON_INTERPRET when it is imported, so the interpreter's tests have their own process.
+# It imports only the files that have such tests, since importing all of them takes seconds.
 # The larger run comes last, so that its summary is the last line.
 test: lint $(SMOLLM2)/config.json $(OLD)/transformers
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter $(INTERPRETED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
 
 # tests/conftest.py leaves these out of every run that does not ask for them.
@@ -40,7 +42,8 @@ test-long: $(SMOLLM2)/config.json $(OLD)/transformers
 coverage: $(SMOLLM2)/config.json $(OLD)/transformers
 	rm -rf build/coverage && mkdir -p build/coverage
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
-		$(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter --cov --cov-report=
+		$(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter $(INTERPRETED) \
+		--cov --cov-report=
 	OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
 		$(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter" --cov --cov-report=
 	$(BIN)/python -m coverage combine --quiet

@@ -154,6 +154,8 @@ def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.
                 row[MODE] |= {"floor ms": floor, "of floor": floor / row[MODE]["ms"]}
             rows.append(row)
             print(table([shown(row)], COLUMNS).splitlines()[-1], flush=True)
+            if "kernels" in row.get(MODE, {}):
+                print(longest_kernels(row), flush=True)
             part.write_text(json.dumps({"rows": rows}))
             torch._dynamo.reset()
         del case
@@ -204,9 +206,6 @@ def main() -> None:
             rows += result["rows"]
             write("losses.json", {"environment": environment(), "rows": rows}, arguments.out)
     print(table([shown(row) for row in rows], COLUMNS))
-    for row in rows:
-        if "kernels" in row.get(MODE, {}):
-            print(longest_kernels(row))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ beside those of other numbers of GPUs.
     fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
     tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
+    context  errors of rows that are split over all GPUs (context parallelism), against one GPU
+    parts   four layers of Llama-3-8B in bfloat16: long rows split over the GPUs, and on each alone
+    long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
     files   load and save of Llama-3-8B in bfloat16
 """
 
@@ -23,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,16 @@ from benchmarks.common import RESULTS, environment, release_memory
 from ligermodels import (
     LigerLlama,
     LlamaConfig,
+    MemoryPlan,
     clip_grad_norm_,
+    families,
     kernels,
     mean_over_ranks,
     shard,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.layers.recompute import Keep
+from ligermodels.memory.simulate import simulate
 from ligermodels.models.parts import whole_tensor
 
 GIB = 2**30
@@ -297,11 +305,136 @@ def exact(_: int | None) -> list[Row]:
             "norm differs by": abs(norm.item() / norms.item() - 1),
         }
 
-    layouts = {"dp_shard": True, "dp_replicate": True, "tp": False}
+    layouts = {"dp_shard": True, "dp_replicate": True, "tp": False, "cp": False}
     return [
         attempt(name, lambda name=name, rows=rows: compare(mesh(**{name: ranks}), rows))
         for name, rows in layouts.items()
     ]
+
+
+def context(_: int | None) -> list[Row]:
+    """Compare split and whole rows with a model of the same weights in float64 on the CPU."""
+    sizes: dict[str, Any] = {"vocab_size": 1003, "hidden_size": 512, "intermediate_size": 1024}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"head_dim": 128, "initializer_range": 0.05}
+    seq = 256 * dist.get_world_size()
+    ids = torch.randint(0, 1003, (1, seq), generator=torch.Generator().manual_seed(1))
+    ends = torch.tensor([0, 100, 101, seq // 2, seq - 90, seq])
+    positions = torch.cat([torch.arange(int(n)) for n in ends.diff()])[None]
+    packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+    window = ("mistral", {"sliding_window": 100})
+    low, by_positions = torch.bfloat16, {"position_ids": positions}
+    cases: dict[str, tuple[str, Row, Row, torch.dtype]] = {
+        "causal": ("llama", {}, {}, low),
+        "documents": ("llama", {}, packed, low),
+        "window": (*window, {}, low),
+        "window, documents": (*window, packed, low),
+        "causal, float32": ("llama", {}, {}, torch.float32),
+        "documents by positions": ("llama", {}, by_positions, low),
+        "window, documents, float32": (*window, packed, torch.float32),
+    }
+
+    def gradients_of(model: Any, inputs: Row, device: str) -> tuple[float, dict[str, Any]]:
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        loss = model(ids.to(device), labels=ids.to(device), **moved).loss
+        loss.backward()
+        named = model.named_parameters()
+        return loss.item(), {name: whole_tensor(p.grad).double().cpu() for name, p in named}
+
+    def compare(family: str, changes: Row, inputs: Row, dtype: torch.dtype) -> Row:
+        torch.manual_seed(0)
+        cls = families()[family]
+        with torch.device("cuda"):
+            model = cls(cls.config_class(**sizes, **changes)).to(dtype)
+        true_loss, true = gradients_of(copy.deepcopy(model).cpu().double(), inputs, "cpu")
+        sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()), compute_dtype=None)
+        found: Row = {}
+        for name, each in (("one GPU", model), ("split", sharded)):
+            loss, grads = gradients_of(each, inputs, "cuda")
+            errors = [((grads[k] - x).norm() / x.norm()).item() for k, x in true.items()]
+            found |= {f"loss, {name}": abs(loss / true_loss - 1), f"gradient, {name}": max(errors)}
+        return found
+
+    return [attempt(name, partial(compare, *case)) for name, case in cases.items()]
+
+
+def parts(layers: int | None) -> list[Row]:
+    """Measure forward and backward of a few layers and the head, without an optimizer."""
+    ranks = dist.get_world_size()
+
+    def steps(seq: int, splits: bool, keep: Keep = "all") -> Row:
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            model = LigerLlama(config(layers or 4)).to(torch.bfloat16).train()
+            ids = torch.randint(3, 128000, (1, seq))
+        if splits:
+            shard(model, mesh(cp=ranks), compute_dtype=None, reduce_dtype=torch.bfloat16)
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+
+        def step() -> None:
+            model(ids, labels=ids).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        milliseconds(step)
+        torch.cuda.reset_peak_memory_stats()
+        taken = min(milliseconds(step) for _ in range(2))
+        peak = max(everywhere(torch.cuda.max_memory_allocated())) / GIB
+        return {"ms": taken, "tokens/s": seq / taken * 1e3, "peak GiB": peak}
+
+    rows = []
+    for seq in (65536, 131072):
+        alone = attempt(f"{seq} on each GPU alone", partial(steps, seq, False))
+        split = attempt(f"{seq} split over {ranks}", partial(steps, seq, True))
+        if "ms" in alone and "ms" in split:
+            split["of linear"] = alone["ms"] / split["ms"] / ranks
+        rows += [alone, split]
+    name = f"131072 split over {ranks}, keeps attention"
+    return [*rows, attempt(name, partial(steps, 131072, True, "attention"))]
+
+
+def long(layers: int | None) -> list[Row]:
+    """Train the whole model on one row that is split over all GPUs."""
+    ranks = dist.get_world_size()
+    found: list[Row] = []
+
+    def train() -> Row:
+        model = ours(layers, mesh=mesh(cp=ranks))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+        losses = []
+
+        def step(seq: int) -> None:
+            ids = torch.randint(3, 128000, (1, seq), generator=torch.Generator().manual_seed(0))
+            loss = model(ids.cuda(), labels=ids.cuda()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "input"))
+        step(4096)  # compiles the kernels and makes the optimizer's states
+        states = 2 * sum(p.to_local().nbytes for p in model.parameters())
+        for seq, attention in ((131072, 32), (262144, 24)):
+            release_memory()
+            levels: list[Keep] = ["attention"] * attention + ["input"] * (32 - attention)
+            model.set_memory_plan(MemoryPlan.of(levels[: len(model.layers)]))
+            predicted = simulate(model, 1, seq, device=torch.device("cuda"))
+            torch.cuda.reset_peak_memory_stats()
+            row: Row = {
+                "name": f"{seq} over {ranks}, {attention} layers keep attention",
+                "ms": milliseconds(partial(step, seq)),
+                "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
+                "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
+                "predicted GiB": (predicted.peak_bytes + states) / GIB,
+                "loss": losses[-1],
+            }
+            row["tokens/s"] = seq / row["ms"] * 1e3
+            show(row)
+            found.append(row)
+        return {}
+
+    failed = attempt("long rows", train)
+    return [*found, failed] if "error" in failed else found
 
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
@@ -309,13 +442,30 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
     gc.collect()
     release_memory()
     try:
-        return {"name": name, **measure()}
+        row = {"name": name, **measure()}
     except Exception as error:
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        return {"name": name, "error": text}
+        row = {"name": name, "error": text}
+    show(row)
+    return row
 
 
-PARTS = {"exact": exact, "head": head, "files": files, "tp": tp, "fsdp": fsdp}
+def show(row: Row) -> None:
+    """Print a row at once: a part that is stopped has shown what it has measured."""
+    if dist.get_rank() == 0:
+        print({k: round(v, 8) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
+PARTS = {
+    "exact": exact,
+    "context": context,
+    "parts": parts,
+    "long": long,
+    "head": head,
+    "files": files,
+    "tp": tp,
+    "fsdp": fsdp,
+}
 
 
 def table(title: str, rows: list[Row]) -> str:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-from ligermodels import LlamaConfig, LoadReport, Tokenizer, load_pretrained
-from ligermodels.models.base import DecoderModel
+from ligermodels import DecoderModel, LlamaConfig, LoadReport, Tokenizer, load_pretrained
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "data"

@@ -83,12 +83,16 @@ class GradientBytes:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.most = 0
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._count)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._count) for p in self.parameters]
 
     def _count(self, _: Tensor) -> None:
         held = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
         self.most = max(self.most, held)
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -162,6 +166,10 @@ def run(recipe: str, config: LlamaConfig, batch: int, seq: int, steps: int = 3) 
         "gradient bytes": gradients.most,
         "loss": last_loss,
     }
+    # A hook and its parameter refer to each other, and the garbage collector does not see it.
+    gradients.remove()
+    if in_backward:
+        optimizer.remove()
     if on_gpu:
         row["peak bytes"] = torch.cuda.max_memory_allocated()
         row["ms"] = min(seconds[1:]) * 1e3
@@ -190,7 +198,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     rows = []
     for recipe in given.recipes or available():
         rows.append(run(recipe, config, given.batch, given.seq))
-        gc.collect()  # an optimizer in backward and its hooks refer to each other
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(

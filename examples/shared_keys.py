@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-from ligermodels import LlamaConfig, MemoryPlan
-from ligermodels.models.base import DecoderModel
+from ligermodels import DecoderModel, LlamaConfig, MemoryPlan
 
 TEXT = Path(__file__).parent / "data" / "persuasion-train.txt"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        replace_the_language_once()
+
+
+def replace_the_language_once() -> None:
+    """Let Triton's interpreter replace the functions of triton.language once for each kernel.
+
+    The interpreter replaces them before each launch and each call of a device function, and
+    restores them after a launch. That takes longer than the small launches of the tests. Nothing
+    in this process needs the functions of the compiler, so they stay replaced.
+    """
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda scope: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

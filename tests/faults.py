@@ -2,11 +2,12 @@
 
 Every fault is listed with the commit that mended it and with its tests. Each test runs twice, in a
 process of its own: with the package as it is, where it must pass, and with the package of BEFORE,
-where it must fail. The results go to benchmarks/results/faults.json, and docs/faults.md shows them.
+where it must fail. The results go to faults.json in benchmarks/results, and faults.md beside it
+shows them.
 
     python -m tests.faults                      # the tests that need no GPU
     python -m tests.faults --gpu --out FOLDER   # those that need one; FOLDER gets faults.json
-    python -m tests.faults --add FILE           # add the results of another machine
+    python -m tests.faults --add FILE           # add the results that another machine has printed
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = RESULTS.with_suffix(".md")
 START, END = "<!-- written by tests/faults.py -->\n", "<!-- end of the table -->\n"
 BEFORE = "01d9e7d"
 
@@ -165,7 +166,7 @@ def run(test: str, folder: Path, marker: str) -> Outcome:
         capture_output=True,
         text=True,
     )
-    said = re.findall(r"^E   +(\S.*)$", done.stdout, re.M)
+    said = re.findall(r"^E   +(\S.*)$", re.sub(r" at 0x\w+", "", done.stdout), re.M)
     summary = done.stdout.strip().rpartition("\n")[2]
     passed = done.returncode == 0 and " passed" in f" {summary}"
     return Outcome(passed, " failed" in f" {summary}", (said or [summary])[0][:160])
@@ -216,7 +217,7 @@ def page(results: dict[str, Any]) -> str:
                     "passes" if found["passes now"] else "FAILS",
                 ]
             name = test.partition("::")[2]
-            link = f"[{name}](../{test.partition('::')[0]}){on_gpu}"
+            link = f"[{name}](../../{test.partition('::')[0]}){on_gpu}"
             lines.append(f"| {each.what} | {each.commit} | {link} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -233,7 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         before = given.before or Path(folder)
         if given.add:
-            results = json.loads(given.add.read_text())
+            (line,) = re.findall(r"^results: (.*)$", given.add.read_text(), re.M)
+            results = json.loads(line)
         else:
             if given.before is None:
                 unpack(before)
@@ -241,6 +243,7 @@ def main() -> None:
     wrong = [name for name, x in results.items() if not (x["fails before"] and x["passes now"])]
     for name, found in results.items():
         print("WRONG" if name in wrong else "ok", name, "|", found["with"], found.get("now", ""))
+    print("results:", json.dumps(results))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / RESULTS.name).write_text(json.dumps(results, indent=1) + "\n")

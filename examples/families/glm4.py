@@ -47,9 +47,8 @@ def weight_map(config: Glm4Config) -> lm.WeightMap:
     hidden, inner = config.hidden_size, config.intermediate_size
 
     def mlp(index: int, name: str, hf: str) -> tuple[lm.Entry, ...]:
-        gate_up = lm.linear_entries(
-            f"{name}.gate_up_proj", hidden, (f"{hf}.gate_up_proj", 2 * inner)
-        )
+        packed = (f"{hf}.gate_up_proj", 2 * inner)
+        gate_up = lm.linear_entries(f"{name}.gate_up_proj", hidden, packed)
         return gate_up + lm.linear_entries(f"{name}.down_proj", inner, (f"{hf}.down_proj", hidden))
 
     return lm.decoder_weight_map(config, qkv_bias=config.attention_bias, norms=NORMS, mlp=mlp)

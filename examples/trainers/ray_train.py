@@ -17,8 +17,8 @@ from examples.trainers.rows import mean_over_processes, num_targets, read_rows
 from ligermodels import AutoLiger
 
 
-def worker(config: dict[str, Any]) -> None:
-    """Train on all rows once, and report the loss of each step."""
+def worker(config: dict[str, Any]) -> list[float]:
+    """Train on all rows once, and return the loss of each step."""
     native = config["load"]()
     model = prepare_model(native)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("learning_rate", 1e-4))
@@ -32,7 +32,7 @@ def worker(config: dict[str, Any]) -> None:
         losses.append(mean_over_processes(loss))
     if config.get("out") and ray.train.get_context().get_world_rank() == 0:
         native.save_hf(config["out"])
-    ray.train.report({"losses": losses})
+    return losses
 
 
 def train(config: dict[str, Any], storage: Path, workers: int = 2) -> list[float]:
@@ -45,7 +45,7 @@ def train(config: dict[str, Any], storage: Path, workers: int = 2) -> list[float
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
         run_config=RunConfig(storage_path=str(storage.resolve())),
     )
-    return trainer.fit().metrics["losses"]
+    return trainer.fit().return_value
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ def mean_over_processes(value: Tensor | int) -> float:
     the average is the gradient of one process that sees all rows. The result is no tensor, because
     FSDP2 would round one to 16 bit where it computes in 16 bit.
     """
+    number = value.item() if isinstance(value, Tensor) else value
     if not dist.is_initialized():
-        return float(value)
-    values = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, float(value))
-    return sum(values) / len(values)
+        return float(number)
+    numbers = [0.0] * dist.get_world_size()
+    dist.all_gather_object(numbers, float(number))
+    return sum(numbers) / len(numbers)

@@ -32,7 +32,8 @@ GROUPS = {
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "optimizer learning_rate schedule min_lr_rate warmup_steps weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm freeze train_only seed",
-    "machine": "device precision memory activation_checkpointing compile rank_timeout",
+    "machine": "device precision memory activation_checkpointing compile context_parallel "
+    "rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
     "report_to sample_prompts sample_tokens sample_chat profile "
     "export_dtype max_shard_size quiet",

@@ -61,6 +61,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sample; the same seed gives the same text",
     )
+    add(
+        "--no-heads",
+        action="store_true",
+        help="do not use Medusa's heads, which a folder may hold and which make greedy generation "
+        "faster",
+    )
     add("--no-stream", action="store_true", help="print the text only when it is complete")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     loading_arguments(command)
@@ -70,6 +76,7 @@ def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
     from ligermodels.converters.hub import resolve
     from ligermodels.models.auto import AutoLiger
+    from ligermodels.models.heads_file import load_heads
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.finetune import pick_device
 
@@ -88,6 +95,7 @@ def run(given: argparse.Namespace) -> None:
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
     model = AutoLiger.from_hf(folder, device=device, **loading_options(given))
+    given.heads = None if given.no_heads else load_heads(model, folder)
     if not given.chat:
         _continue(given, model, tokenizer, ids)
         return
@@ -158,6 +166,7 @@ def _continue(
     from ligermodels.generation.generate import stream_text
 
     pieces = [] if pieces is None else pieces
+    sampling = _sampling(given, model)
     try:
         stream = stream_text(
             model.eval(),
@@ -165,7 +174,8 @@ def _continue(
             ids,
             max_new_tokens=given.max_new_tokens,
             repetition_penalty=given.repetition_penalty,
-            **_sampling(given, model),
+            heads=None if sampling or _penalty(given, model) != 1 else given.heads,
+            **sampling,
         )
     except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
         raise LigerError(f"generate: {error}") from error
@@ -174,6 +184,15 @@ def _continue(
         if not given.no_stream:
             print(piece, end="", flush=True)
     print("".join(pieces) if given.no_stream else "")
+
+
+def _penalty(given: argparse.Namespace, model: DecoderModel) -> float:
+    from ligermodels.generation.generation_config import (
+        checked_generation_config,
+        resolve_repetition_penalty,
+    )
+
+    return resolve_repetition_penalty(given.repetition_penalty, checked_generation_config(model))
 
 
 def _sampling(given: argparse.Namespace, model: DecoderModel) -> dict[str, Any]:

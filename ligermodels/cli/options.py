@@ -28,7 +28,14 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong."""
+    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong.
+
+    Options are written whole: what begins only one option today may begin two tomorrow, and `--lr`
+    would be the beginning of `--lr-scheduler-type`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

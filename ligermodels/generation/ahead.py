@@ -4,7 +4,7 @@ Each forward pass checks the guesses of the last one: those that greedy generati
 chosen are accepted, so the tokens are those of `generate`, for fewer passes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import MedusaHeads
+from ligermodels.models.multi_token import MultiTokenModel
+
+Heads = MedusaHeads | MultiTokenModel
 
 
 class AheadResult(NamedTuple):
@@ -29,10 +32,9 @@ class AheadResult(NamedTuple):
     tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
 
 
-@torch.no_grad()
 def generate_ahead(
     model: DecoderModel,
-    heads: MedusaHeads,
+    heads: Heads,
     input_ids: Prompts,
     *,
     max_new_tokens: int = 64,
@@ -46,7 +48,7 @@ def generate_ahead(
     pass over several tokens rounds in another way than passes over one token.
 
     Args:
-        model, heads: the body and heads trained on it.
+        model, heads: the body, and heads or multi-token prediction modules trained on it.
         input_ids: one prompt, as `generate` takes it.
         max_new_tokens, eos_token_id: as in `generate`.
         repetition_penalty: 1, which means none. If generation_config.json has another one, the
@@ -55,8 +57,36 @@ def generate_ahead(
     Raises:
         ValueError: there is more than one prompt, or an argument is wrong.
     """
+    ids, passes = passes_ahead(
+        model,
+        heads,
+        input_ids,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        repetition_penalty=repetition_penalty,
+    )
+    found = [ids[0]]
+    for new in passes:
+        found.append(new)
+        if callback is not None:
+            callback(new)
+    return AheadResult(torch.cat(found)[None], [len(new) for new in found[1:]])
+
+
+def passes_ahead(
+    model: DecoderModel,
+    heads: Heads,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    eos_token_id: int | Iterable[int] | None = None,
+    repetition_penalty: float | None = None,
+) -> tuple[Tensor, Iterator[Tensor]]:
+    """Check the arguments of `generate_ahead`.
+
+    Returns: the prompt (1, seq), and an iterator over the new tokens (new,) of each forward pass.
+    """
     check_count("generate", "max_new_tokens", max_new_tokens, 1)
-    config = model.config
     defaults = checked_generation_config(model)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
     if penalty != 1.0:
@@ -64,34 +94,42 @@ def generate_ahead(
             f"generate with heads: repetition_penalty={penalty:g}, given or from "
             "generation_config.json; heads know none, so pass repetition_penalty=1.0"
         )
-    stops = resolve_eos_token_ids(eos_token_id, defaults, config)
-    ids, _ = batch_prompts(input_ids, None, 0, config.vocab_size)
+    stops = resolve_eos_token_ids(eos_token_id, defaults, model.config)
+    ids, _ = batch_prompts(input_ids, None, 0, model.config.vocab_size)
     if len(ids) != 1:
         raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")
+    if isinstance(heads, MultiTokenModel) and heads.model is not model:
+        raise ValueError("generate with heads: the modules belong to another model")
     ids = ids.to(model.rotary_emb.inv_freq.device)
-    ahead, start = len(heads.blocks), ids.shape[1]
+    return ids, _passes(model, heads, ids, max_new_tokens, stops)
+
+
+@torch.no_grad()
+def _passes(
+    model: DecoderModel, heads: Heads, prompt: Tensor, max_new_tokens: int, stops: list[int]
+) -> Iterator[Tensor]:
+    ahead, left = heads.num_ahead, max_new_tokens
     # A pass may write this many tokens that are rejected.
-    cache = KVCache.of(model, 1, start + max_new_tokens + ahead, extra=ahead)
-    counts: list[int] = []
-    fed = ids
+    longest = prompt.shape[1] + max_new_tokens + ahead
+    cache = KVCache.of(model, 1, longest, extra=ahead)
+    guess = heads.guesser(longest)
+    fed, known = prompt, prompt.shape[1]  # the first `known` of the tokens fed are not guesses
     while True:
         hidden = model(fed, cache=cache)
-        # The first token of a pass, after the prompt, is known to be right; the rest are guesses.
-        known = fed.shape[1] if not counts else 1
-        hidden = hidden[:, known - 1 :]
-        chosen = model.head.logits(hidden).argmax(-1)[0]
+        chosen = model.head.logits(hidden[:, known - 1 :]).argmax(-1)[0]
         agrees = (chosen[:-1] == fed[0, known:]).long()
         accepted = int(agrees.cumprod(0).sum())
         cache.truncate(cache.length - (len(agrees) - accepted))
-        new = _until_stop(chosen[: accepted + 1], stops, start + max_new_tokens - ids.shape[1])
-        ids = torch.cat((ids, new[None]), 1)
-        counts.append(len(new))
-        if callback is not None:
-            callback(new)
-        if ids.shape[1] - start >= max_new_tokens or int(new[-1]) in stops:
-            return AheadResult(ids, counts)
-        guesses = heads.logits(hidden[:, accepted]).argmax(-1).view(1, -1)
-        fed = torch.cat((new[-1:][None], guesses), 1)
+        new = _until_stop(chosen[: accepted + 1], stops, left)
+        yield new
+        left -= len(new)
+        if not left or int(new[-1]) in stops:
+            return
+        # The tokens that were fed and are right, and the token after each of them.
+        right = known + accepted
+        after = torch.cat((fed[0, 1:right], new[-1:]))[None]
+        fed = torch.cat((new[-1:][None], guess(hidden[:, :right], after)), 1)
+        known = 1
 
 
 def _until_stop(tokens: Tensor, stops: list[int], most: int) -> Tensor:

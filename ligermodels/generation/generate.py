@@ -5,14 +5,14 @@ Shape legend: B batch, S prompt length, V vocabulary.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, shown
-from ligermodels.generation.ahead import generate_ahead
+from ligermodels.generation.ahead import Heads, generate_ahead, passes_ahead
 from ligermodels.generation.generation_config import (
     checked_generation_config,
     resolve_eos_token_ids,
@@ -24,7 +24,6 @@ from ligermodels.generation.sampling import RepetitionPenalty, Sampling
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads
 from ligermodels.text.streaming import Decoder, TextStream
 
 # A row cannot be longer: no machine has the memory for its cache.
@@ -56,7 +55,7 @@ def generate(
     input_ids: Prompts | None = None,
     *,
     callback: Callable[[Tensor], object] | None = None,
-    heads: MedusaHeads | None = None,
+    heads: Heads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Tensor:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
@@ -70,9 +69,9 @@ def generate(
             repetition_penalty.
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
-        heads: trained heads that guess further tokens, for one prompt without sampling: see
-            `ligermodels.generation.generate_ahead`, which also returns how many tokens each forward
-            pass gave. callback then gets all tokens of a pass.
+        heads: a trained `MedusaHeads` or `MultiTokenModel` that guesses further tokens, for one
+            prompt without sampling: see `ligermodels.generation.generate_ahead`, which also returns
+            how many tokens each forward pass gave. callback then gets all tokens of a pass.
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
@@ -115,23 +114,33 @@ def generate(
 
 def _with_heads(
     model: DecoderModel,
-    heads: MedusaHeads,
+    heads: Heads,
     input_ids: Prompts | None,
     callback: Callable[[Tensor], object] | None,
     options: GenerateOptions,
 ) -> Tensor:
+    ids, given = _checked_with_heads(input_ids, options)
+    return generate_ahead(model, heads, ids, callback=callback, **given).ids
+
+
+def _checked_with_heads(
+    input_ids: Prompts | None, options: GenerateOptions
+) -> tuple[Prompts, dict[str, Any]]:
     possible = ("max_new_tokens", "eos_token_id", "repetition_penalty")
     if input_ids is None or any(value and name not in possible for name, value in options.items()):
         raise ValueError(
             "generate: heads take input_ids and, of the options, only max_new_tokens, "
             "eos_token_id, repetition_penalty=1.0 and callback; leave the others out"
         )
-    given = {name: value for name, value in options.items() if name in possible}
-    return generate_ahead(model, heads, input_ids, callback=callback, **given).ids  # type: ignore[arg-type]
+    return input_ids, {name: value for name, value in options.items() if name in possible}
 
 
 def stream(
-    model: DecoderModel, input_ids: Prompts | None = None, **options: Unpack[GenerateOptions]
+    model: DecoderModel,
+    input_ids: Prompts | None = None,
+    *,
+    heads: Heads | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
@@ -139,6 +148,10 @@ def stream(
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
+    if heads is not None:
+        ids, given = _checked_with_heads(input_ids, options)
+        _, passes = passes_ahead(model, heads, ids, **given)
+        return (token for new in passes for token in new.tolist())
     prompt_BS, steps = _start(model, input_ids, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
@@ -152,6 +165,8 @@ def stream_text(
     model: DecoderModel,
     tokenizer: Decoder,
     input_ids: Prompts | None = None,
+    *,
+    heads: Heads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
@@ -160,7 +175,7 @@ def stream_text(
 
     Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
-    tokens = stream(model, input_ids, **options)
+    tokens = stream(model, input_ids, heads=heads, **options)
     context = [] if input_ids is None else torch.as_tensor(input_ids).flatten().tolist()
     return _text_of(tokens, TextStream(tokenizer, context))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -42,6 +43,13 @@ from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_plain
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+
+MINIMUM = (5, 16)
+if tuple(map(int, transformers.__version__.split(".")[:2])) < MINIMUM:
+    raise ConfigError(
+        f"transformers {transformers.__version__}: it would leave packed projections unread, "
+        f"without an error; install transformers {MINIMUM[0]}.{MINIMUM[1]} or newer"
+    )
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -246,7 +254,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             self.lm_head = native.head.proj
         self.register_load_state_dict_pre_hook(pack_hf_names)
         # transformers looks up the first when it loads and uses the second when it saves.
-        found = conversions(self.weight_map)
+        repacked = projections.separate(self.weight_map) if split_projections else self.weight_map
+        found = conversions(repacked)
         register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
         self._weight_conversions = found
         if native.source_generation_config:
@@ -259,12 +268,21 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
         """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
 
+        With a quantization_config, packed projections are quantised as they are. A checkpoint that
+        is quantised already is loaded with split projections, because its rows cannot be packed.
+
         Raises:
             ConfigError: no family is registered for the checkpoint's model_type.
         """
-        if hasattr(cls, "family"):
-            return super().from_pretrained(path, *args, **options)
-        return _class_at(path, cls, options).from_pretrained(path, *args, **options)
+        if not hasattr(cls, "family"):
+            return _class_at(path, cls, options).from_pretrained(path, *args, **options)
+        if _raw_config(path, options).get("quantization_config"):
+            options["split_projections"] = True
+        return super().from_pretrained(path, *args, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
+        """Do nothing; transformers would copy this file into each folder that is saved."""
 
     @classmethod
     def from_native(cls, model: DecoderModel) -> Self:
@@ -414,6 +432,14 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         )
         return output.to_tuple() if as_tuple else output
 
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Raise ConfigError: `generate_batch` would start a thread, in which each request fails."""
+        raise ConfigError(
+            "generate_batch and continuous batching: they need transformers' own attention and "
+            "caches; call generate, or serve the folder that save_pretrained writes with an "
+            "engine such as vLLM"
+        )
+
     def _get_name(self) -> str:
         """Return the name of a causal language model of HF, or Trainer would not shift labels.
 
@@ -433,13 +459,20 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         The config names HF's model class, so that every tool opens the folder.
 
         Raises:
-            SaveError: the config says that the head is tied, but its weight is not the embedding's.
+            SaveError: the config says that the head is tied, but its weight is not the embedding's;
+                or a packed projection is quantised, so that HF's tensors cannot be taken out of it.
         """
         self._check_tie(save_directory)
+        if odd := projections.first_quantised(self):
+            raise SaveError(
+                f"{Path(save_directory)}: {odd}, whose rows cannot be saved under HF's names; "
+                "quantise it with split projections: from_pretrained(..., split_projections=True)"
+            )
         super().save_pretrained(save_directory, **options)
         if not options.get("is_main_process", True):
             return
         self.config.architectures = [architecture(self.family)]
+        self.config.__dict__.pop("auto_map", None)  # it names a file of another folder
         if (Path(save_directory) / "config.json").is_file():
             self.config.save_pretrained(save_directory)
         if push_to_hub:
@@ -511,8 +544,8 @@ def native_config(config: PreTrainedConfig, family: type[DecoderModel]) -> Any:
     return family.config_class(**hf_config.fields_from_hf(raw, family.config_class))
 
 
-def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
-    """Return the class of shells for the config.json at a path or hub id."""
+def _raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the config.json at a path or hub id, or of an adapter's model."""
     known = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
     given = {name: options[name] for name in known if name in options}
     raw, _ = PreTrainedConfig.get_config_dict(path, **given)
@@ -520,7 +553,12 @@ def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
         # transformers loads the model that an adapter belongs to, and then the adapter.
         model = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
         raw, _ = PreTrainedConfig.get_config_dict(model)
-    found = families()
+    return raw
+
+
+def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
+    """Return the class of shells for the config.json at a path or hub id."""
+    raw, found = _raw_config(path, options), families()
     if "text_config" in raw:
         raise ConfigError(
             f"{path}: it is a checkpoint of a text model and other towers, which this class "

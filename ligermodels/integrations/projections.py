@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.converters.weight_map import Entry
+from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_weights import shell_name
 from ligermodels.layers.fusion import is_plain
@@ -74,27 +74,50 @@ def pack_projections(model: Any) -> None:
         setattr(owner, name, packed)
 
 
+def separate(weight_map: WeightMap) -> WeightMap:
+    """Return the weight map without the projections that can be split."""
+    return WeightMap(tuple(e for e in weight_map if _parts(e, _home(e.name)) is None))
+
+
+def first_quantised(model: Any) -> str | None:
+    """Return the name and the kind of a packed projection that is quantised, or None."""
+    for owner, name, _ in _packed(model):
+        weight = getattr(getattr(owner, name), "weight", None)
+        if isinstance(weight, Tensor) and (
+            not weight.is_floating_point() or type(weight).__module__.startswith("torchao.")
+        ):
+            return f"{name} has a weight of the type {type(weight).__name__}"
+    return None
+
+
 def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]]:
     """Yield the packed projections that HF has beside each other in a module of the same name.
 
     Yields: the module, the projection's name in it, and HF's names and rows of its parts.
     """
     for entry in model.weight_map:
-        path, _, name = shell_name(entry.name).removesuffix(".weight").rpartition(".")
+        path = _home(entry.name)
         parts = _parts(entry, path)
         if parts is not None and entry.name.endswith(".weight"):
+            name = shell_name(entry.name).removesuffix(".weight").rpartition(".")[2]
             yield model.get_submodule(path), name, parts
 
 
 def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:
-    """Return HF's names and rows of the parts of a packed weight; None if it has no such parts."""
+    """Return HF's names and rows of the parts of a packed weight or bias; None without parts."""
     parts = []
     for span in entry.spans:
-        home, _, part = span.source.removesuffix(".weight").rpartition(".")
+        module = span.source.rpartition(".")[0]
+        home, _, part = module.rpartition(".")
         if home != path or span.source_row != 0:
             return None
         parts.append((part, span.rows))
     return parts if len(parts) > 1 else None
+
+
+def _home(native: str) -> str:
+    """Return the path in a shell of the module whose child has a native parameter."""
+    return shell_name(native).rpartition(".")[0].rpartition(".")[0]
 
 
 def _rows(bias: Tensor | None, taken: slice) -> Tensor | None:

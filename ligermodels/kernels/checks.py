@@ -65,12 +65,13 @@ def check_number(
     return number
 
 
-def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Raise if ids are not an integer tensor, or if one of them is outside the vocabulary.
+def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
+    """Return ids for a lookup that refuses those outside the vocabulary; raise if they are wrong.
 
-    On a CUDA GPU, eager mode asserts this on the device, because to look at the values would be a
-    synchronisation. torch's lookup alone is not enough there: it reads only the low 32 bits of an
-    id. Code that torch.compile makes checks its lookups itself.
+    Only eager mode on a CPU looks at the values: on a GPU this would be a synchronisation. There an
+    id outside becomes the next one outside, on which the lookup ends in a device-side assertion.
+    Left alone, a lookup in eager mode would read only the low 32 bits of the id, and a compiled one
+    may count negative ids from the end.
 
     Raises:
         ValueError: the type or dtype is wrong.
@@ -82,19 +83,19 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"{name} is {ids.dtype}; expected token ids of dtype torch.int64")
     if ids.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor; expected a dense one")
-    # A subclass of Tensor, such as a fake tensor, may have no values to look at.
-    if type(ids) is not Tensor or torch.compiler.is_compiling():
-        return
+    if torch.compiler.is_compiling():
+        return torch.where(ids < 0, vocab_size, ids)
     if ids.device.type == "cuda":
-        inside = (ids.clamp(0, vocab_size - 1) == ids).all()
-        torch._assert_async(inside, f"{name}: a token is outside the vocabulary of {vocab_size}")
-    if ids.device.type != "cpu":
-        return
+        return ids.clamp(-1, vocab_size)
+    # A subclass of Tensor, such as a fake tensor, may have no values to look at.
+    if type(ids) is not Tensor or ids.device.type != "cpu":
+        return ids
     if ids.numel() and any(not 0 <= int(end) < vocab_size for end in torch.aminmax(ids)):
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         raise IndexError(
             f"{name}: token {int(outside[0])} is outside the vocabulary of {vocab_size}"
         )
+    return ids
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
-from ligermodels.layers.attention_backend import attend
+from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
 from ligermodels.layers.kv_cache import CachedLayer, KVCache
@@ -224,6 +224,8 @@ class Attention(Planned, CachedLayer, nn.Module):
             x + residual).
         """
         q, k, v, total = self._project(x, context)
+        if context.mask.shard is not None and self.kv_from is None:
+            k, v = context.mask.shard.whole(k), context.mask.shard.whole(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.cache is not None and not self.causal:
             raise ValueError(
@@ -240,16 +242,20 @@ class Attention(Planned, CachedLayer, nn.Module):
         if context.cache is not None:
             owner = self.layer_index if self.kv_from is None else self.kv_from
             key_positions = context.cache.key_positions(owner, q.shape[2])
-        attention = partial(
-            attend,
-            mask=context.mask,
-            scale=self.scale,
-            window=self.sliding_window,
-            softcap=self.softcap,
-            key_positions=key_positions,
-            causal=self.causal,
-        )
-        out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+            run = partial(
+                attend,
+                mask=mask,
+                scale=self.scale,
+                window=self.sliding_window,
+                softcap=self.softcap,
+                key_positions=key_positions,
+                causal=self.causal,
+            )
+            return attend_once(run, q, k, v) if self.keeps_output else run(q, k, v)
+
+        out = attend_in_parts(attention, q, k, v, context.mask, self.causal)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
 

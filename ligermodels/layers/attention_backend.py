@@ -3,6 +3,7 @@
 | case on a GPU | backend |
 | --- | --- |
 | causal, or nothing is hidden; no cap | `sdpa` |
+| causal, for one part of a row whose parts are on several GPUs; no cap, 16 bit | `suffix` |
 | window, cu_seqlens with max_seqlen, or padding at the ends of rows; no cap, 16 bit | `varlen` |
 | a mask of every pair, given by the caller; a single query | `dense` |
 | anything else | `flex`; `dense` for short passes without gradient |
@@ -10,7 +11,8 @@
 On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. `sdpa` is
 scaled_dot_product_attention with is_causal, or without a mask. `dense` is the same function with a
 mask of every query-key pair, or the plain formula if scores are capped. `varlen` is varlen_attn,
-and `flex` is FlexAttention.
+`flex` is FlexAttention, and `suffix` is cuDNN's attention in two calls; where it is slow or cannot
+compute the heads, it is `varlen`.
 """
 
 import inspect
@@ -26,8 +28,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from ligermodels.kernels.autocast import autocast_dtype, without_autocast
 from ligermodels.kernels.simulation import real_device, simulator_of
 from ligermodels.layers.attention_mask import AttentionMask, compiled
+from ligermodels.layers.causal_suffix import causal_suffix
 
-Backend = Literal["sdpa", "varlen", "flex", "dense"]
+Backend = Literal["sdpa", "suffix", "varlen", "flex", "dense"]
 
 # With at most this many scores, a pass without gradient uses a dense mask, because FlexAttention
 # would have to compile first. In float32 these scores take 64 MiB.
@@ -54,6 +57,8 @@ def choose_backend(
     on_gpu = real_device(device).type == "cuda" and dtype != torch.float64
     if not on_gpu or mask.mask is not None or mask.queries == 1:
         return "dense"
+    whole = mask.past == 0 and mask.keys == mask.queries
+    last = mask.is_part and mask.keys == mask.past + mask.queries
     if (
         softcap is None
         and dtype in (torch.bfloat16, torch.float16)
@@ -62,10 +67,11 @@ def choose_backend(
         and torch.version.hip is None
         and (mask.padding_mask is None or (mask.padding_at_ends and mask.document_ids is None))
         and (mask.prefix_lengths is None or not causal)
-        and mask.past == 0
+        and (whole or (last and causal and mask.padding_mask is None))
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
-        return "varlen"
+        is_suffix = last and mask.is_causal(window, mask.past)
+        return "suffix" if is_suffix and head_dim <= 128 and _prefers_cudnn(device) else "varlen"
     if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
     return "flex"
@@ -119,6 +125,8 @@ def attend(
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
         )
+    if backend == "suffix":
+        return causal_suffix(q, k, v, scale)
     if backend == "varlen":
         return _varlen(q, k, v, mask, scale, window, causal)
     if backend == "flex":
@@ -138,6 +146,27 @@ def attend(
         return _capped(q, k, v, visible, scale, softcap)
 
 
+def attend_in_parts(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    causal: bool = True,
+) -> Tensor:
+    """Return attention(q, k, v, mask), or its outputs for each chunk of a mask's shard, joined."""
+    if mask.shard is None:
+        return attention(q, k, v, mask)
+    parts = mask.parts(causal)
+    return torch.cat(
+        [
+            attention(chunk, k[:, :, : part.keys], v[:, :, : part.keys], part)
+            for chunk, part in zip(q.chunk(len(parts), 2), parts)
+        ],
+        2,
+    )
+
+
 def prepare(
     mask: AttentionMask,
     window: int | None,
@@ -154,16 +183,30 @@ def prepare(
     The model calls this before its layers. A compiled layer under activation checkpointing must
     not have side effects, so it could not cache the mask itself.
     """
+    for part in mask.parts(causal) if mask.shard is not None else ():
+        prepare(part, window, softcap, batch, heads, device, dtype, head_dim, causal)
+    if mask.shard is not None:
+        return
     rows = batch * heads
     backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal)
     if backend == "varlen":
-        mask.varlen_seqlens(batch, device)
-    elif backend == "sdpa" or mask.hides_nothing(window, causal=causal):
+        mask.varlen_seqlens(batch, device, window)
+    elif backend in ("sdpa", "suffix") or mask.hides_nothing(window, causal=causal):
         return
     elif backend == "dense":
         mask.dense(window, device, causal=causal)
     elif simulator_of(device) is None:
         mask.block_mask(window, batch, device, causal=causal)
+
+
+def _prefers_cudnn(device: torch.device) -> bool:
+    """Whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
+
+    Without a GPU, an H100 is simulated.
+    """
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(real_device(device)).major >= 9
 
 
 def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,17 +286,22 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     batch = q.shape[0]
-    cu_seqlens, longest = mask.varlen_seqlens(batch, q.device)
+    seqlens = mask.varlen_seqlens(batch, q.device, window)
+    if seqlens.first_key:
+        k, v = k[:, :, seqlens.first_key :], v[:, :, seqlens.first_key :]
+    if seqlens.seen is not None:
+        # The kernel does not write the gradients of keys that are in no document.
+        k, v = (torch.where(seqlens.seen[:, None], x, 0.0) for x in (k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    reach = -1 if window is None else min(window, longest) - 1
+    reach = -1 if window is None else min(window, seqlens.max_keys) - 1
     out = varlen_attn(
         q,
         k,
         v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        seqlens.queries,
+        seqlens.keys,
+        seqlens.max_queries,
+        seqlens.max_keys,
         scale=scale,
         window_size=(reach, 0 if causal else reach),
         **_varlen_options(),

@@ -2,17 +2,39 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ligermodels.layers.sequence_shard import SequenceShard
 
 # torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
 # the process. Its default limit is 8.
 _RECOMPILE_LIMIT = 256
 
 _Rule = tuple[int | None, bool]  # a layer's window, and whether it is causal
+
+
+class VarlenSeqlens(NamedTuple):
+    """What the varlen kernel reads of a mask.
+
+    Attributes:
+        queries, keys: (documents + 1,) int32, where each document begins in all rows joined.
+        max_queries, max_keys: the length of the longest one.
+        first_key: the number of keys that no query of any row sees, at the start of each row; the
+            kernel gets those after them.
+        seen: (keys after them,) bool, whether the documents of the queries have the key. None
+            means that all are seen.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+    first_key: int = 0
+    seen: Tensor | None = None
 
 
 class AttentionMask:
@@ -24,8 +46,9 @@ class AttentionMask:
     shows some.
 
     Args:
-        queries, keys: the number of queries and of keys. The queries are the last tokens of the
-            keys (the earlier keys come from a cache). By default keys equals queries.
+        queries, keys: the number of queries and of keys. By default keys equals queries.
+        past: the number of keys before the first query. By default the queries are the last tokens
+            of the keys (the earlier keys come from a cache).
         document_ids: (batch or 1, keys) integers. A query sees only keys of its own document.
         padding_mask: (batch or 1, keys), 0 or False for padding. No query sees padding.
         padding_at_ends: whether the tokens of each row have padding only before and after them.
@@ -38,6 +61,8 @@ class AttentionMask:
             so many keys of its row, which include padding.
         mask: (batch or 1, 1, queries, keys) bool, True where a query sees a key. It replaces
             causality, documents, padding and prefix.
+        shard: the part of each row that the queries are, under context parallelism. Attention then
+            takes the mask of each chunk of it from `parts`.
     Raises:
         ValueError: a tensor has another shape or dtype.
 
@@ -63,9 +88,14 @@ class AttentionMask:
         max_seqlen: int | None = None,
         prefix_lengths: Tensor | None = None,
         mask: Tensor | None = None,
+        past: int | None = None,
+        shard: SequenceShard | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys
+        self.past = self.keys - queries if past is None else past
+        self.is_part = past is not None
+        self.shard = shard
         for name, given, shape in (
             ("document_ids", document_ids, (self.keys,)),
             ("padding_mask", padding_mask, (self.keys,)),
@@ -90,24 +120,47 @@ class AttentionMask:
         # Each value also holds the key positions that it was made for.
         self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
-        self._varlen_seqlens: tuple[Tensor, int] | None = None
+        self._varlen_seqlens: dict[int | None, VarlenSeqlens] = {}
+        self._parts: dict[bool, tuple[AttentionMask, ...]] = {}
 
-    @property
-    def past(self) -> int:
-        """The number of keys before the first query."""
-        return self.keys - self.queries
+    def parts(self, causal: bool) -> "tuple[AttentionMask, ...]":
+        """Return the mask of each chunk of a `shard`, for layers that are causal or are not.
+
+        Where no query sees a later key, the mask of a chunk has no keys after the chunk.
+        """
+        assert self.shard is not None and self.mask is None
+        if causal not in self._parts:
+            ahead = not causal or self.prefix_lengths is not None
+            ids, padding = self.document_ids, self.padding_mask
+            self._parts[causal] = tuple(
+                AttentionMask(
+                    end - start,
+                    keys := self.keys if ahead else end,
+                    past=start,
+                    document_ids=None if ids is None else ids[:, :keys],
+                    padding_mask=None if padding is None else padding[:, :keys],
+                    cu_seqlens=self.cu_seqlens,
+                    max_seqlen=self.max_seqlen,
+                    prefix_lengths=self.prefix_lengths,
+                )
+                for start, end in self.shard.chunks(self.keys)
+            )
+        return self._parts[causal]
 
     @property
     def _has_hidden_keys(self) -> bool:
         """Whether documents, padding or a mask may hide a key."""
         return not (self.document_ids is None and self.padding_mask is None and self.mask is None)
 
-    def is_causal(self, window: int | None) -> bool:
-        """Whether each query of a causal layer sees just all keys up to its own position."""
+    def is_causal(self, window: int | None, past: int = 0) -> bool:
+        """Whether each query of a causal layer sees just all keys up to its own position.
+
+        Args: past, the number of keys that there must be before the first query.
+        """
         return (
             not self._has_hidden_keys
             and self.prefix_lengths is None
-            and self.past == 0
+            and self.past == past
             and (window is None or window >= self.keys)
         )
 
@@ -116,7 +169,7 @@ class AttentionMask:
     ) -> bool:
         """Whether every query sees every key that the layer holds."""
         held = self.keys if key_positions is None else len(key_positions)
-        sees_ahead = self.queries == 1 or not causal
+        sees_ahead = (self.queries == 1 and self.past == self.keys - 1) or not causal
         return sees_ahead and not self._has_hidden_keys and (window is None or held <= window)
 
     def check(self, batch: int, queries: int, keys: int) -> None:
@@ -146,7 +199,7 @@ class AttentionMask:
         """
         made = self._dense.get((window, causal))
         if made is None or made[0] is not key_positions:
-            query = torch.arange(self.past, self.keys, device=device)[:, None]
+            query = torch.arange(self.past, self.past + self.queries, device=device)[:, None]
             key = torch.arange(self.keys, device=device) if key_positions is None else key_positions
             if self.mask is None:
                 sees = (key <= query if causal else torch.ones_like(key <= query))[None]
@@ -154,7 +207,8 @@ class AttentionMask:
                     sees = sees | (key < self.prefix_lengths[:, None, None])
                 if self.document_ids is not None:
                     ids = self.document_ids
-                    sees = sees & (ids[:, self.past :, None] == ids[:, None, key])
+                    own = ids[:, self.past : self.past + self.queries, None]
+                    sees = sees & (own == ids[:, None, key])
                 if self.padding_mask is not None:
                     sees = sees & self.padding_mask[:, None, key]
                 sees = sees.unsqueeze(1)
@@ -219,32 +273,52 @@ class AttentionMask:
             made = self._block_masks[window, causal] = (key_positions, blocks)
         return made[1]
 
-    def varlen_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return cu_seqlens (documents + 1,) int32 of all rows joined, and the longest length.
+    def varlen_seqlens(
+        self, batch: int, device: torch.device, window: int | None = None
+    ) -> VarlenSeqlens:
+        """Return where documents begin in all rows joined, and the longest length.
 
         If the mask was made without cu_seqlens, every row is one document. With padding it is
         three, some of which may be empty: padding, tokens and padding.
+
+        Args: window, of the layer, which only matters to a mask of `parts`.
         """
-        if self._varlen_seqlens is None:
-            if self.padding_mask is not None:
-                tokens = self.padding_mask.expand(batch, -1)
-                first = tokens.int().argmax(1)
-                last = first + tokens.sum(1)
-                position = torch.arange(self.keys, device=device)
-                together = (position >= first[:, None]) & (position < last[:, None])
-                self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
-                rows = torch.arange(batch + 1, device=device) * self.keys
-                starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
-                ends = torch.cat([starts.flatten(), rows[-1:]])
-                self._varlen_seqlens = ends.to(torch.int32), self.keys
-            elif self.cu_seqlens is None:
-                total = batch * self.queries
-                rows = torch.arange(0, total + 1, self.queries, dtype=torch.int32, device=device)
-                self._varlen_seqlens = rows, self.queries
-            else:
-                assert self.max_seqlen is not None
-                self._varlen_seqlens = self.cu_seqlens.to(torch.int32), self.max_seqlen
-        return self._varlen_seqlens
+        rule = window if self.is_part else None
+        if rule not in self._varlen_seqlens:
+            self._varlen_seqlens[rule] = self._find_seqlens(batch, device, rule)
+        return self._varlen_seqlens[rule]
+
+    def _find_seqlens(self, batch: int, device: torch.device, window: int | None) -> VarlenSeqlens:
+        if self.padding_mask is not None:
+            tokens = self.padding_mask.expand(batch, -1)
+            first = tokens.int().argmax(1)
+            last = first + tokens.sum(1)
+            position = torch.arange(self.keys, device=device)
+            together = (position >= first[:, None]) & (position < last[:, None])
+            self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
+            rows = torch.arange(batch + 1, device=device) * self.keys
+            starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
+            ends = torch.cat([starts.flatten(), rows[-1:]]).to(torch.int32)
+            return VarlenSeqlens(ends, ends, self.keys, self.keys)
+        past, end = self.past, self.past + self.queries
+        # Under a window, the first query sees no key before this one.
+        lowest = 0 if window is None else max(0, past - window + 1)
+        if self.cu_seqlens is None:
+            each = torch.arange(batch + 1, dtype=torch.int32, device=device)
+            sizes = self.queries, end - lowest
+            return VarlenSeqlens(each * sizes[0], each * sizes[1], *sizes, first_key=lowest)
+        assert self.max_seqlen is not None
+        ends, longest = self.cu_seqlens.to(torch.int32), self.max_seqlen
+        if not self.is_part:
+            return VarlenSeqlens(ends, ends, longest, longest)
+        # Documents that end before the queries become empty, and those after them, too. The first
+        # one that a query belongs to begins at `start`.
+        start = torch.where(ends <= past, ends, 0).amax()
+        keys = ends.clamp(min=start).clamp(min=lowest, max=end) - lowest
+        queries = (ends - past).clamp(min=0, max=self.queries)
+        seen = torch.arange(lowest, end, device=device) >= start
+        most = min(longest, self.queries), min(longest, end - lowest)
+        return VarlenSeqlens(queries, keys, *most, first_key=lowest, seen=seen)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
         """Return the same mask for tensors on another device, without its cached results."""
@@ -256,6 +330,8 @@ class AttentionMask:
             self.keys,
             padding_at_ends=self.padding_at_ends,
             max_seqlen=self.max_seqlen,
+            past=self.past if self.is_part else None,
+            shard=self.shard,
             **moved,
         )
 

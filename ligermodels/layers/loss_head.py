@@ -47,6 +47,7 @@ from ligermodels.kernels.loss_options import (
     split_options,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
+from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.layers.teacher import Teacher
 
 # The options that a teacher's loss has as well.
@@ -617,6 +618,32 @@ class LossHead(nn.Module):
             fixed_bytes=fixed_bytes + max(0, one_row - logit_bytes) * self.vocab_size,
             vocab_loop=False,
         )
+
+
+def loss_of_parts(
+    head: LossHead, shard: SequenceShard, hidden: Tensor, targets: Tensor, options: HeadOptions
+) -> HeadOutput:
+    """Return the head's output for whole rows, of which each rank has a part.
+
+    Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq), of whole rows.
+    """
+    given: dict[str, Any] = {**options}
+    for name in ("token_weights", "alternatives"):
+        if given.get(name) is not None:
+            given[name] = shard.split(given[name])
+    merged = {"class_weights": head.class_weights, **head.loss_options, **given}
+    if merged.get("reduction", "mean") == "mean" and all(
+        merged.get(name) is None for name in ("normalizer", "num_items_in_batch")
+    ):
+        given["normalizer"] = loss_divisor(
+            *(targets, "mean", None, merged["class_weights"], merged.get("ignore_index", -100)),
+            dtype=torch.float32,
+        )
+    output = head(hidden, shard.split(targets), **given)
+    joined: list[Any] = [
+        x if x is None else shard.whole(x) if x.dim() else shard.total(x) for x in output
+    ]
+    return HeadOutput(*joined)
 
 
 def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
@@ -55,12 +56,15 @@ class Planner:
         autocast: the dtype of torch.autocast, if forward runs under it.
         packed: whether the rows contain several documents (position_ids).
         max_seqlen: with cu_seqlens, the longest document.
+        memory_seq: the keys of each row of the memory that layers with `CrossAttention` attend to.
+            The memory and its gradient count, but not the encoder that computes them.
         head_options: options for the loss head.
         gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, or parameters are sharded in another way than by `fully_shard`.
+            not installed, parameters are sharded in another way than by `fully_shard`, or
+            memory_seq is given for a model whose layers attend to no memory.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Planner:
         autocast: torch.dtype | None = None,
         packed: bool = False,
         max_seqlen: int | None = None,
+        memory_seq: int | None = None,
         head_options: dict[str, Any] | None = None,
         gradients: Literal["new", "kept", "freed"] = "new",
     ) -> None:
@@ -111,6 +116,7 @@ class Planner:
             autocast=autocast,
             packed=packed,
             max_seqlen=max_seqlen,
+            memory_seq=_memory_seq(model, memory_seq),
             head_options=head_options,
             gradients=gradients,
         )
@@ -252,10 +258,25 @@ def _budget(budget: int | str, device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
+def _memory_seq(model: Any, given: int | None) -> int | None:
+    if given is not None:
+        _check_length("memory_seq", given)
+        if not any(isinstance(layer, CrossAttention) for layer in model.layers.modules()):
+            raise ConfigError(
+                f"memory plan: memory_seq={given}, but no layer of {type(model).__name__} attends "
+                "to a memory; leave it out"
+            )
+    return given
+
+
+def _check_length(name: str, value: int) -> None:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of 1 or more")
+
+
 def _shape(batch: int, seq: int) -> tuple[int, int]:
-    for name, value in (("batch", batch), ("seq", seq)):
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of 1 or more")
+    _check_length("batch", batch)
+    _check_length("seq", seq)
     if _too_large(batch, seq):
         raise ConfigError(
             f"memory plan: {batch} rows of {seq} tokens are more than any device holds; lower "

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.attention_buffers import cublas_workspaces
 from ligermodels.memory.caching_allocator import expandable_segments
 from ligermodels.memory.sharding import Gradients, Sharding
@@ -99,6 +100,23 @@ class _Step(nn.Module):
         self.step(self.model)
 
 
+def _of_each_module(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of `state` by the name of each place where a module holds one.
+
+    `functional_call` would find a tied weight in its places itself. But a module that the model
+    runs several times has one place with several names, and it would not get its weight back.
+    """
+    names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        f"{path}.{key}" if path else key: state[names[id(x)]]
+        for path, module in model.named_modules()
+        for key, x in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+    }
+
+
 def run_step(
     model: nn.Module,
     tracker: Tracker,
@@ -155,8 +173,8 @@ def run_step(
 
     tracker.enter("forward")
     with tracker:
-        whole = {f"model.{name}": x for name, x in state.items()}
-        torch.func.functional_call(_Step(model, step), whole, ())
+        whole = {f"model.{name}": x for name, x in _of_each_module(model, state).items()}
+        torch.func.functional_call(_Step(model, step), whole, (), tie_weights=False)
     tracker.leave()
     phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
@@ -191,6 +209,7 @@ def simulate(
     labels: bool = True,
     packed: bool = False,
     max_seqlen: int | None = None,
+    memory_seq: int | None = None,
     head_options: dict[str, Any] | None = None,
     gradients: Gradients = "new",
     num_sms: int | None = None,
@@ -206,6 +225,8 @@ def simulate(
             hidden states.
         packed: whether rows hold several documents, told by position_ids; if max_seqlen is given
             and batch is 1, by cu_seqlens of documents of this length.
+        memory_seq: keys of each row of the memory, for layers with `CrossAttention`. The memory and
+            its gradient count.
         head_options: keyword arguments of the head.
         gradients: "new" if no gradient exists before the step, "kept" if all do (accumulation), and
             "freed" if an optimizer step in backward frees each as soon as it is complete.
@@ -244,6 +265,12 @@ def simulate(
         inputs |= {"max_seqlen": max_seqlen}
     elif packed:
         inputs["position_ids"] = integers(batch, seq)
+
+    if memory_seq is not None:
+        size = next(x.memory_size for x in model.modules() if isinstance(x, CrossAttention))
+        dtype = next(x.dtype for x in state.values() if x.is_floating_point())
+        memory = torch.empty(batch, memory_seq, size, dtype=dtype, device="meta")
+        inputs["memory"] = memory.requires_grad_()
 
     def end_forward() -> None:
         casts.keeps = False

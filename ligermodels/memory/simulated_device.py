@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.causal_suffix import causal_suffix
 from ligermodels.memory.attention_buffers import attention_pairs, sdpa_backend
 from ligermodels.memory.tracker import Tracker
 
@@ -58,11 +59,15 @@ class SimulatedDevice:
         batch, heads, queries, head_dim = q.shape
         length = mask.max_seqlen if backend == "varlen" and mask.max_seqlen else queries
         pairs = batch * heads * (queries / length) * attention_pairs(length, window, causal)
-        if k.shape[2] != queries:  # keys of another sequence, which all queries see
+        if mask.is_part and causal:
+            pairs = batch * heads * queries * min(window or mask.keys, mask.past + queries / 2)
+        elif k.shape[2] != queries:  # keys of another sequence, which all queries see
             pairs = batch * heads * queries * k.shape[2]
         flops = int(4 * pairs * head_dim)
         # Backward computes five products of this size, where forward computes two.
         q = _Count.apply(q, self.tracker, flops, 5 * flops // 2)
+        if backend == "suffix":
+            return causal_suffix(q, k, v, scale)
         if backend == "varlen":
             return attention_backend._varlen(q, k, v, mask, scale, window, causal)
         if backend == "flex":

@@ -32,8 +32,9 @@ from ligermodels.layers.attention_mask import (
     positions_from_cu_seqlens,
 )
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.loss_head import HeadOptions
+from ligermodels.layers.loss_head import HeadOptions, loss_of_parts
 from ligermodels.layers.recompute import run_layer, set_keep
+from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.memory import fit
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -73,6 +74,8 @@ class DecoderModel(HFModel):
         self._is_complete = False
         self._memory_plan: MemoryPlan | None = None
         self._offloaders: dict[torch.device, Offloader] = {}
+        # Set by context parallelism: the part of each row that this rank computes.
+        self.sequence_shard: SequenceShard | None = None
         self._parts: list[nn.Module] = []  # the children of the layers, and
         self._attentions: list[Attention] = []  # the attentions found in them
 
@@ -210,7 +213,8 @@ class DecoderModel(HFModel):
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
-                "options out"
+                "options out. (HF's Trainer takes the labels out if it smooths them: set "
+                "model.head.loss_options['label_smoothing'] instead of label_smoothing_factor)"
             )
         if labels is not None:
             _check_labels(labels, (batch, seq))
@@ -219,6 +223,8 @@ class DecoderModel(HFModel):
         )
         if memory is not None or memory_mask is not None:
             self._add_memory(contexts, memory, memory_mask, inputs)
+        shard = self.sequence_shard
+        inputs = inputs if shard is None else shard.split(inputs)
         embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
         hidden, extras = self._hidden(embeds, contexts)
         fault = next(iter(contexts.values())).mask.fault
@@ -227,12 +233,25 @@ class DecoderModel(HFModel):
         if cache is not None:
             cache.advance(seq)
         if labels is None:
-            return hidden
+            return hidden if shard is None else shard.whole(hidden)
         ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, document_ids, ignore_index)
-        output = self.head(hidden, targets, **loss_options)
-        auxiliary = self.auxiliary_loss(extras, attention_mask) if extras else None
+        if shard is None:
+            output = self.head(hidden, targets, **loss_options)
+        else:
+            output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+        auxiliary = self._auxiliary(extras, attention_mask)
         return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
+
+    def _auxiliary(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+        """Return `auxiliary_loss`, or None. It is the mean of those of the parts of rows."""
+        if not extras:
+            return None
+        shard = self.sequence_shard
+        if shard is not None and attention_mask is not None:
+            attention_mask = shard.split(attention_mask)
+        loss = self.auxiliary_loss(extras, attention_mask)
+        return loss if shard is None or loss is None else shard.total(loss) / shard.ranks
 
     def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
         """Return a scalar to add to the loss, from the third tensors that layers returned, or None.
@@ -272,8 +291,7 @@ class DecoderModel(HFModel):
             raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
         if input_ids is not None:
             vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-            _check_ids(input_ids, vocab)
-            return input_ids
+            return _check_ids(input_ids, vocab)
         assert inputs_embeds is not None
         hidden = self.embed_tokens.embedding_dim
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
@@ -301,8 +319,9 @@ class DecoderModel(HFModel):
             _check_layers(plan, len(self.layers))
         cache = next(iter(contexts.values())).cache
         runs: Counter[nn.Module] = Counter()
+        repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
         for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
-            if cache is not None and cache.uses > 1:
+            if cache is not None and repeats:
                 cache.use = runs[layer]
                 runs[layer] += 1
             choice = LayerPlan() if plan is None else plan.layers[index]
@@ -377,6 +396,14 @@ class DecoderModel(HFModel):
         """
         batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
+        shard = self.sequence_shard
+        if shard is not None:
+            if cache is not None:
+                raise ValueError(
+                    "cache: the model is spread over ranks by context parallelism, which is for "
+                    "training; load it again without it to generate text"
+                )
+            shard.check(seq)
         if cu_seqlens is not None:
             if position_ids is not None or cache is not None:
                 raise ValueError(
@@ -417,7 +444,7 @@ class DecoderModel(HFModel):
         if position_ids is not None and cache is None:
             document_ids = document_ids_from_positions(position_ids)
         mask = AttentionMask(
-            seq,
+            seq if shard is None else seq // shard.ranks,
             past + seq,
             document_ids=document_ids,
             padding_mask=attention_mask,
@@ -425,6 +452,7 @@ class DecoderModel(HFModel):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             prefix_lengths=prefix_lengths,
+            shard=shard,
         )
         if cache is None:
             self._prepare(mask, batch, inputs.device)
@@ -437,6 +465,8 @@ class DecoderModel(HFModel):
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
+            if shard is not None:
+                cos, sin = shard.split(cos), shard.split(sin)
             contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
         return contexts, document_ids
 
@@ -462,7 +492,8 @@ class DecoderModel(HFModel):
                 f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
             )
         padding = _padding(memory_mask, inputs.device)
-        mask = AttentionMask(seq, memory.shape[1], padding_mask=padding)
+        ranks = 1 if self.sequence_shard is None else self.sequence_shard.ranks
+        mask = AttentionMask(seq // ranks, memory.shape[1], padding_mask=padding)
         dtype = self._compute_dtype
         for each in layers:
             heads, head_dim = each.num_heads, each.head_dim
@@ -715,8 +746,8 @@ def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    check_token_ids("input_ids", input_ids, vocab_size)
+def _check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
+    ids = check_token_ids("input_ids", input_ids, vocab_size)
     if input_ids.dim() != 2:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
@@ -726,3 +757,4 @@ def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
             f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
             "per row"
         )
+    return ids

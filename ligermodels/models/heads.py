@@ -5,6 +5,7 @@ body's last hidden state. All heads go through one chunk loop if they share thei
 one after the other if each has its own, so that only one sum of a weight gradient exists at a time.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +151,20 @@ class MedusaHeads(nn.Module):
             )
             loss = sums.sum()
         return AheadOutput(loss, sums.detach() / decays, valid)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens after the next one are predicted."""
+        return len(self.blocks)
+
+    def guesser(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that guesses tokens in generation, for one row of so many tokens.
+
+        Its arguments are the hidden states (1, new, hidden) of the tokens since the last call, and
+        the tokens after each of them (1, new). It returns the tokens after the last one, (1,
+        num_ahead).
+        """
+        return lambda hidden, _: self.logits(hidden[:, -1]).argmax(-1).view(1, -1)
 
     @property
     def ignore_index(self) -> int:

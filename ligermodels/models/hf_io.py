@@ -178,7 +178,7 @@ class HFModel(nn.Module):
                 pass
         else:
             model._unread = checkpoint
-        model.load_state_dict(weights, assign=True)
+        model.load_state_dict(_under_all_names(model, weights), assign=True)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.to_empty(device=device)  # recomputes its buffers from the config
@@ -282,7 +282,7 @@ class HFModel(nn.Module):
             config = dataclasses.replace(config, dtype=_name(dtype))
         weight_map = self.weight_map(config)
         # With an untied config, a weight that the user has tied by hand is saved under both names.
-        weights = dict(self.named_parameters(remove_duplicate=False))
+        weights = _named_weights(self)
         shards = self.tensor_shards
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
@@ -342,6 +342,32 @@ class _WithoutInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of each module by name.
+
+    A parameter that belongs to several modules has several names. A module that the model uses in
+    several places, such as a block of a decoder that runs it again, counts once.
+    """
+    return {
+        f"{path}.{key}" if path else key: weight
+        for path, module in model.named_modules()
+        for key, weight in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def _under_all_names(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights also under the further names of modules that are used in several places."""
+    first: dict[tuple[int, str], str] = {}
+    named = dict(weights)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{key}" if path else key
+            known = first.setdefault((id(module), key), name)
+            if known in weights:
+                named[name] = weights[known]
+    return named
+
+
 def _check_own_architecture(model: HFModel) -> None:
     """Raise unless the parameters of a model without weight map are a checkpoint of their own."""
     name, model_type = type(model).__name__, model.config.model_type
@@ -357,8 +383,7 @@ def _check_own_architecture(model: HFModel) -> None:
                     "give it a config class with a model_type of its own"
                 )
     weights: dict[int, str] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for key, weight in parameters.items():
+    for key, weight in _named_weights(model).items():
         if weights.setdefault(id(weight), key) != key:
             raise ConfigError(
                 f"{name}: {weights[id(weight)]!r} and {key!r} are one parameter, which a "

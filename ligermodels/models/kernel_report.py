@@ -20,6 +20,7 @@ from ligermodels.layers.fusion import is_plain, pre_norm_names
 
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
+    "suffix": "cuDNN's attention in two calls",
     "varlen": "varlen_attn",
     "flex": "flex_attention",
     "dense": "scaled_dot_product_attention with a dense mask",

@@ -5,12 +5,14 @@ token k places later, which it has already been told. Embedding and head are the
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.layers import AttentionContext
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel, next_token_targets
 from ligermodels.models.heads import (
     AheadOutput,
@@ -85,3 +87,45 @@ class MultiTokenModel(nn.Module):
             model.head, torch.stack(states), targets, shares / divisors, {"reduction": "sum"}
         )
         return AheadOutput(loss, parts / shares, valid)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens after the next one are predicted."""
+        return len(self.mtp)
+
+    def guesser(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that guesses tokens in generation, as `MedusaHeads.guesser` does."""
+        return _Guesser(self, max_length)
+
+
+class _Guesser:
+    """The modules with a cache each.
+
+    Module k reads at position i a hidden state of the module before it and the token i + k. At the
+    last k - 1 positions those are guesses, so they are computed again when the tokens are known.
+    """
+
+    def __init__(self, model: MultiTokenModel, max_length: int) -> None:
+        self.model, self.body = model, model.model
+        count = len(model.mtp)
+        self.caches = [KVCache.of(module, 1, max_length, extra=count) for module in model.mtp]
+        # The states that a module has not yet read together with a known token.
+        self.waiting: list[Tensor | None] = [None] * count
+
+    def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        states, length = hidden, self.caches[0].length + hidden.shape[1]
+        final = length  # so many positions have final states
+        for k, (module, cache) in enumerate(zip(self.model.mtp, self.caches), 1):
+            if (waiting := self.waiting[k - 1]) is not None:
+                states = torch.cat((waiting, states), 1)
+            start = cache.length
+            embeds = self.body.embed_tokens(tokens[:, -states.shape[1] :])
+            contexts, _ = self.body._contexts(states, None, None, None, None, None, cache)
+            made = module(states, embeds, contexts[self.body.ropes[-1]])
+            cache.advance(states.shape[1])
+            known = max(0, length + 1 - k)  # so many positions have read a known token
+            cache.truncate(known)
+            self.waiting[k - 1] = states[:, known - start : final - start]
+            guess = self.body.head.logits(made[:, -1:]).argmax(-1)
+            tokens, states, final = torch.cat((tokens, guess), 1), made, known
+        return tokens[:, -len(self.model.mtp) :]

@@ -8,7 +8,6 @@ blocks of rows of what tensor parallelism leaves. From the parts derive sharded 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -69,20 +68,21 @@ class TensorShard:
         return self.runs[self.mesh.get_local_rank()]
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole parameter, made of the tensors of all ranks of the group."""
-        # The ranks' tensors may differ in size, and gathering needs one size.
-        sizes = [sum(run.size for run in runs) for runs in self.runs]
-        shape = [*local.shape]
-        shape[self.dim] = max(sizes)
-        padded = local.new_zeros(shape)
-        padded.narrow(self.dim, 0, local.shape[self.dim]).copy_(local)
-        pieces = [torch.empty_like(padded) for _ in self.runs]
-        dist.all_gather(pieces, padded, group=self.mesh.get_group())
+        """Return the whole parameter, made of the tensors of all ranks of the group.
+
+        The ranks send theirs in turn, so that one of them exists beside the result.
+        """
+        group, shape = self.mesh.get_group(), [*local.shape]
         out = local.new_empty(self.shape)
-        for piece, runs in zip(pieces, self.runs):
+        for rank, runs in enumerate(self.runs):
+            shape[self.dim] = sum(run.size for run in runs)
+            mine = rank == self.mesh.get_local_rank()
+            piece = local.contiguous() if mine else local.new_empty(shape)
+            dist.broadcast(piece, dist.get_global_rank(group, rank), group=group)
             for run in runs:
                 here = piece.narrow(self.dim, run.local, run.size)
                 out.narrow(self.dim, run.start, run.size).copy_(here)
+            del piece
         return out
 
 
@@ -118,7 +118,8 @@ def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
     """Return a whole parameter on this rank. Every rank must call it."""
     whole: Any = tensor.detach()
     if is_sharded(whole):
-        whole = whole.full_tensor()
+        # A mesh of one rank has nothing to gather, and full_tensor would copy.
+        whole = whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
     return whole if cut is None else cut.whole(whole)
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers import QuantizedLinear
 from ligermodels.models.base import DecoderModel
 
 COPY_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -78,7 +78,7 @@ def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
     if dtype == "int8":
         for module in model.layers.modules():
             if type(module) is nn.Linear:
-                memo[id(module)] = Int8Linear(module, wide)
+                memo[id(module)] = QuantizedLinear(module, 8, dtype=wide)
     for parameter in model.parameters():
         value = parameter.detach().to(wide, copy=True)
         memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
@@ -87,30 +87,16 @@ def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
     return frozen
 
 
-class Int8Linear(nn.Module):
-    """A frozen linear with 8-bit weights: a scale for each output, and values from -127 to 127.
+class WithoutAdapters(nn.Module):
+    """The reference model of a model with adapters: the same weights, with its adapters off."""
 
-    Args: linear, the layer to convert; dtype, of the scales and the bias.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        exact = linear.weight.detach().float()
-        scale = exact.abs().amax(1) / 127
-        rounded = (exact / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
-        self.register_buffer("weight", rounded.to(torch.int8))
-        self.register_buffer("scale", scale.to(dtype))
-        self.register_buffer(
-            "bias", None if linear.bias is None else linear.bias.detach().to(dtype)
-        )
+        # The tuple keeps nn.Module from registering the model, whose parameters are not its own.
+        self._model = (model,)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs, (..., in) -> (..., out), in the dtype of x."""
-        # bfloat16 holds every whole number up to 256, so the conversion rounds nothing.
-        out = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
-        return out if self.bias is None else out + self.bias.to(x.dtype)
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """Return what the model returns without its adapters."""
+        (model,) = self._model
+        with adapters_off(model):
+            return model(*args, **inputs)

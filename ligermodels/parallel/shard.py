@@ -3,6 +3,8 @@
     dp_replicate    each rank has all parameters, and gradients are averaged (as DDP does)
     dp_shard        each rank has a part of each parameter: FSDP2 (`fully_shard`)
     both            HSDP: shards within dp_shard, copies across dp_replicate
+    cp              context parallelism: each rank computes a part of each row; parameters are
+                    sharded over it as over dp_shard
     tp              tensor parallelism, with the sequence split between the blocks; alone or with
                     the others
 
@@ -24,10 +26,11 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import local_parts, local_tensor, reshard
+from ligermodels.parallel.context import context_parallel
 from ligermodels.parallel.tensor import tensor_parallel
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-DIMENSIONS = (REPLICATE, SHARD, TENSOR)
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+DIMENSIONS = (REPLICATE, SHARD, CONTEXT, TENSOR)
 # Models whose gathered weights take less than this keep them from forward to backward, and save
 # the second gathering. 2 GiB are 1e9 parameters in bfloat16.
 KEEP_GATHERED_BYTES = 2 * 2**30
@@ -49,9 +52,10 @@ def shard(
     `from_hf(path, device="meta")` has made is read now: each rank reads only its part. Train
     through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
     averaged over the ranks, so the normalizer of the loss is the average number of targets:
-    `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp group get the same rows and
-    return the same loss; clip gradients with `ligermodels.clip_grad_norm_`. Memory plans,
-    `save_hf` and `layer.compile()` (before this call, for each layer) work with the result.
+    `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp or a cp group get the same
+    rows, whole ones, and return the same loss and hidden states. Clip gradients with
+    `ligermodels.clip_grad_norm_`. Memory plans, `save_hf` and `layer.compile()` (before this call,
+    for each layer) work with the result.
 
     Args:
         model: of any family. Its weights keep their dtype, in which the optimizer updates them.
@@ -67,8 +71,9 @@ def shard(
             the host does well ahead of the GPU. A memory plan does not count what this takes.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
-            cannot be split over the ranks of tp, torch.distributed is not initialised, the model is
-            sharded already, or is a model on the meta device that no checkpoint belongs to.
+            cannot be split over the ranks of tp, a layer mixes tokens in a way that cp does not
+            know, torch.distributed is not initialised, the model is sharded already, or is a model
+            on the meta device that no checkpoint belongs to.
         CheckpointError: the values of the checkpoint cannot be read.
     """
     # These take half a second to import.
@@ -84,7 +89,10 @@ def shard(
             'with from_hf(path, device="meta"), or make it on another device'
         )
     data_mesh = _data_mesh(mesh)
-    if TENSOR in (mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    if CONTEXT in names:
+        context_parallel(model, mesh[CONTEXT])
+    if TENSOR in names:
         tensor_parallel(model, mesh[TENSOR])
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
@@ -224,10 +232,17 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for `fully_shard`: one dimension of shards, or copies and shards."""
     names = mesh.mesh_dim_names or ()
-    if SHARD not in names:
-        # Shards over a single rank are copies of the whole, averaged by the engine of HSDP.
-        ranks = mesh.mesh.unsqueeze(-1)
-        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*names, SHARD))
+    if SHARD not in names or CONTEXT in names:
+        # Without dp_shard, shards over a single rank are copies of the whole, averaged by the
+        # engine of HSDP. The ranks of cp have other tokens, as those of dp_shard have.
+        # A process group orders its ranks, so those of both stay in the order of the mesh.
+        data = [name for name in names if name in (SHARD, CONTEXT)]
+        order = [name for name in (REPLICATE, *data, TENSOR) if name in names]
+        sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
+        ranks = mesh.mesh.permute([*map(names.index, order)]).reshape(
+            sizes[REPLICATE], sizes[SHARD] * sizes[CONTEXT], sizes[TENSOR]
+        )
+        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
     return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
 
 

@@ -58,7 +58,8 @@ def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
         return _GatherSequence.apply(out[0], group), out[1]
 
     _replace_forward(model.norm, whole_sequence)
-    model.register_forward_pre_hook(_refuse_inputs(ranks), with_kwargs=True)
+    parts = 1 if model.sequence_shard is None else model.sequence_shard.ranks
+    model.register_forward_pre_hook(_refuse_inputs(ranks, parts), with_kwargs=True)
     model.tensor_shards = cutter.named()
 
 
@@ -224,7 +225,9 @@ def _computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
     return all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
 
 
-def _refuse_inputs(ranks: int) -> Callable[..., None]:
+def _refuse_inputs(ranks: int, parts: int) -> Callable[..., None]:
+    """Return a hook that raises ValueError; context parallelism has cut rows into so many parts."""
+
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in ("inputs_embeds", "cache"):
             if kwargs.get(name) is not None:
@@ -233,10 +236,10 @@ def _refuse_inputs(ranks: int) -> Callable[..., None]:
                     "rank's part of the sequence from input_ids"
                 )
         ids = args[0] if args else kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] % ranks:
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] % (ranks * parts):
             raise ValueError(
-                f"input_ids has {ids.shape[1]} tokens in a row, which {ranks} ranks of tensor "
-                f"parallelism cannot split; pad the rows to a multiple of {ranks}"
+                f"input_ids has {ids.shape[1]} tokens in a row, which {ranks * parts} ranks of "
+                f"tensor parallelism cannot split; pad the rows to a multiple of {ranks * parts}"
             )
 
     return check
@@ -275,7 +278,9 @@ def _embedding_forward(embedding: nn.Embedding, first: int, group: Any) -> Calla
         if padding is not None:
             # The padding token's embedding gets no gradient, as in nn.Embedding.
             trained = (mine & (ids != padding)).unsqueeze(-1)
-        rows = F.embedding(torch.where(mine, here, 0), weight)
+        # On a GPU, the lookup of an id outside the whole vocabulary must fail, as in nn.Embedding.
+        outside = (ids < 0) | (ids >= embedding.num_embeddings)
+        rows = F.embedding(torch.where(mine, here, outside * len(weight)), weight)
         if padding is not None:
             rows = torch.where(trained, rows, rows.detach())
         rows = rows.masked_fill(~mine.unsqueeze(-1), 0.0)

@@ -56,8 +56,9 @@ def add_adapters(
             )
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
-            adapted.lora_a.data = adapted.lora_a.data.to(device, dtype)
-            adapted.lora_b.data = adapted.lora_b.data.to(device, dtype)
+            for end in ("lora_a", "lora_b"):
+                drawn = getattr(adapted, end).detach()
+                setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
             _replace(model, name, adapted)
     if unused:
         raise ConfigError(

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from ligermodels.converters.files import names_if_present, parse_json
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, shown
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
 from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
 from ligermodels.training import sharded_checkpoints
@@ -270,6 +272,8 @@ def _stored(
             if kind != "optimizer.step":
                 shape = tuple(tensor.shape) if cut is None else cut.shape
                 parts = local_parts(tensor, cut)
+                if rank() and cut is None and not is_sharded(tensor):  # rank 0 has it, too
+                    parts = [replace(part, is_copy=True) for part in parts]
                 found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found
 

@@ -47,7 +47,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "medusa_heads": ("sft",),
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-REFERENCES = ("file", "float32", "bfloat16", "int8")
+REFERENCES = ("file", "float32", "bfloat16", "int8", "adapters-off")
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 MEMORY = ("auto", "off")  # or a number of bytes
 LOAD_IN = ("4bit", "8bit")
@@ -157,8 +157,9 @@ class FinetuneConfig:
     )
     reference: str | None = _option(
         None,
-        "the reference model of dpo and kto: its log-probabilities, computed once into a file, or "
-        "a frozen copy of the model in a dtype (default: file; for grpo, a copy in bfloat16)",
+        "the reference model of dpo and kto: its log-probabilities, computed once into a file; a "
+        "frozen copy of the model in a dtype; or, with lora, the model with its adapters off "
+        "(default: file; for grpo, a copy in bfloat16, or with lora adapters-off)",
         choices=REFERENCES,
     )
     reward_function: str | None = _option(
@@ -302,6 +303,13 @@ class FinetuneConfig:
     )
     compile: bool = _option(False, "run the model through torch.compile")
 
+    context_parallel: int = _option(
+        1,
+        "on several GPUs, how many of them compute each row together, for rows that are too long "
+        "for one",
+        at_least=1,
+        at_most=2**16,
+    )
     rank_timeout: int = _free_option(
         600,
         "on several GPUs, seconds after which a process that does not answer ends the run",
@@ -380,6 +388,8 @@ class FinetuneConfig:
         ]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
+        if self.context_parallel > 1 and self.loss != "sft":
+            raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -397,6 +407,7 @@ class FinetuneConfig:
             return
         given = {"lora_targets": self.lora_targets, "load_in": self.load_in}
         given["export"] = "adapter" if self.export == "adapter" else None
+        given["reference"] = "off" if self.reference == "adapters-off" else None
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(f"{name}: only with adapters; set lora, for example to r=16")

@@ -50,7 +50,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
     """
     device = local_device(pick_device(config.device))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(joined(device, config.rank_timeout))
+        stack.enter_context(joined(device, config.rank_timeout, config.context_parallel))
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.errors import CheckpointError
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.ranks import from_rank_0, is_distributed, rank
+from ligermodels.models.ranks import from_rank_0, rank
 from ligermodels.training.checkpoints import digests, fingerprint
 from ligermodels.training.data import file_hash
 
@@ -31,11 +32,12 @@ def check_unchanged(source: Path, files: dict[str, str]) -> None:
 
 def weights_hash(model: DecoderModel) -> str:
     """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
-    weights = model.state_dict()
-    if not is_distributed():
-        return fingerprint(digests(weights, lambda name: [weights[name].detach()]))
+    state = model.state_dict()
+    if not any(map(is_sharded, state.values())):
+        own = digests(state, lambda name: [state[name].detach()]) if rank() == 0 else {}
+        return from_rank_0(fingerprint(own))
     found: dict[str, str] = {}
-    for name in weights:
+    for name, _ in model.named_parameters():
         whole = [model.whole_parameter(name)]  # every rank helps to gather it
         if rank() == 0:
             found |= digests([name], lambda _, whole=whole: whole)  # type: ignore[misc]

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
 from ligermodels.layers import HeadOutput
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import (
     LossOutput,
     Mean,
@@ -30,9 +32,10 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import reshard
+from ligermodels.models.parts import local_tensor, reshard
 from ligermodels.models.ranks import gathered
-from ligermodels.models.reference import frozen_copy
+from ligermodels.models.reference import WithoutAdapters, frozen_copy
+from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_documents
@@ -90,7 +93,8 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
-        return PackedRows(items, self.config.seq_len)
+        ranks = self.config.context_parallel
+        return PackedRows(items, self.config.seq_len, 1 if ranks == 1 else 2 * ranks)
 
     def load(self, model: DecoderModel) -> int:
         """Load what the run needs beside the model, which has its first weights.
@@ -148,9 +152,14 @@ class Objective:
             return LossOutput(call(batch, normalizer=normalizer).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         ends = F.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
-        log_probs = log_probs_of(call(batch, reduction="none"))
+        out = call(batch, reduction="none")
+        log_probs = log_probs_of(out)
         mask = ((targets != IGNORE_INDEX) & ~ends).to(log_probs.device)
-        return sft_loss(log_probs, mask, loss_type=self.config.loss_type, normalizer=normalizer)
+        loss, metrics = sft_loss(
+            log_probs, mask, loss_type=self.config.loss_type, normalizer=normalizer
+        )
+        share = self.counts(batch)["normalizer"] / normalizer
+        return LossOutput(with_auxiliary(loss, out, share), metrics)
 
 
 def log_probs_of(out: HeadOutput) -> Tensor:
@@ -170,12 +179,7 @@ class PairObjective(Objective):
         if config.loss == "dpo":  # options that exclude each other are an error before the run
             nothing = torch.zeros(2, 1)
             dpo_loss(nothing, nothing, nothing > 0, **self._dpo_options(nothing, nothing > 0))
-        self.reference_model: DecoderModel | None = None
-        if config.reference not in (None, "file"):
-            self.one_process = (
-                f"the reference {config.reference} is a copy of the model, which is spread over "
-                "them (--reference file needs no copy)"
-            )
+        self.reference_model: nn.Module | None = None
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return pairs."""
@@ -185,14 +189,18 @@ class PairObjective(Objective):
         """Return pairs of rows. ORPO's likelihood also covers the prompts."""
         return GroupedRows(items, self.config.seq_len, prompt_targets=self.config.loss == "orpo")
 
+    def load(self, model: DecoderModel) -> int:
+        """Copy the model, if the reference is not a file."""
+        if not self.needs_reference or self.config.reference in (None, "file"):
+            return 0
+        self.reference_model = reference_copy(model, self.config.reference)
+        return bytes_here(self.reference_model)
+
     def prepare(
         self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
     ) -> None:
-        """Compute the reference's log-probabilities into a file, or copy the model."""
-        if not self.needs_reference:
-            return
-        if self.config.reference not in (None, "file"):
-            self.reference_model = frozen_copy(model, self.config.reference)
+        """Compute the reference's log-probabilities into a file, if there is no copy."""
+        if not self.needs_reference or self.reference_model is not None:
             return
         for each in rows:
             assert isinstance(each, GroupedRows)
@@ -240,7 +248,7 @@ class PairObjective(Objective):
             mean_logits=out.token_mean_logits,
             paired=True,
         )
-        return LossOutput(loss, metrics)
+        return LossOutput(with_auxiliary(loss, out, len(batch.groups) / normalizer), metrics)
 
     def _dpo_options(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Return the options that only DPO has, and those that exclude each other."""
@@ -315,7 +323,7 @@ class JudgedObjective(PairObjective):
         for name, rows in (("chosen", label), ("rejected", ~label)):
             tokens = mask & rows[:, None]
             metrics[f"logits/{name}"] = mean_of(out.token_mean_logits, tokens)
-        return LossOutput(loss, metrics)
+        return LossOutput(with_auxiliary(loss, out, len(batch.groups) / normalizer), metrics)
 
 
 def given(config: FinetuneConfig, *names: str) -> dict[str, Any]:
@@ -324,8 +332,44 @@ def given(config: FinetuneConfig, *names: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tensor:
+    """Add what layers add to a loss, such as the balance of experts, to one of log-probabilities.
+
+    Args: share, of the batch in the step, so that the micro-batches add up to one mean.
+    """
+    return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
+
+
+def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
+    """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
+
+    With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
+
+    Raises:
+        ConfigError: the dtype is int8 and the model is sharded.
+    """
+    if dtype == "adapters-off":
+        return WithoutAdapters(model)
+    if not any(map(is_sharded, model.parameters())):
+        return frozen_copy(model, dtype)
+    if dtype == "int8":
+        raise ConfigError(
+            "reference: 8-bit weights are not spread over several processes; take bfloat16, or the "
+            "file, which needs no copy"
+        )
+    assert model.source_folder is not None
+    wide = getattr(torch, dtype)
+    copy = type(model).from_hf(model.source_folder, dtype=wide, device="meta")
+    return shard(copy.requires_grad_(False).eval(), compute_dtype=None)
+
+
+def bytes_here(model: nn.Module) -> int:
+    """Return the bytes of a model's weights on this rank."""
+    return sum(local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers()))
+
+
 def reference_log_probs(
-    call: Call, batch: GroupBatch, model: DecoderModel | None, like: Tensor
+    call: Call, batch: GroupBatch, model: nn.Module | None, like: Tensor
 ) -> Tensor:
     """Return the reference model's log-probabilities of a batch: stored ones, or by its model.
 
@@ -335,7 +379,9 @@ def reference_log_probs(
         assert batch.ref_log_probs is not None
         return batch.ref_log_probs.to(like.device)
     with torch.no_grad():
-        return log_probs_of(call(batch, model=model, reduction="none"))
+        log_probs = log_probs_of(call(batch, model=model, reduction="none"))
+    reshard(model)
+    return log_probs
 
 
 @torch.no_grad()

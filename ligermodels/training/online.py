@@ -1,6 +1,6 @@
 """GRPO with the model's own `generate` as the sampler: sample, reward, and one step.
 
-This loop is whole but small: one process samples and trains in turns. Sampling takes most of the
+This loop is whole but small: each process samples and trains in turns. Sampling takes most of the
 time. A serving engine (vLLM, SGLang) samples many times faster, and belongs here for large runs; it
 then computes slightly other probabilities, which `losses.importance_ratio` corrects.
 """
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
@@ -31,7 +31,8 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.reference import frozen_copy
+from ligermodels.models.parts import reshard
+from ligermodels.models.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
@@ -41,11 +42,20 @@ from ligermodels.training.objectives import (
     Files,
     Objective,
     Rows,
+    bytes_here,
     given,
     log_probs_of,
+    reference_copy,
     reference_log_probs,
+    with_auxiliary,
 )
 from ligermodels.training.preference_data import read_prompts
+from ligermodels.training.processes import on_all_ranks
+
+
+class _AllEnded(Exception):
+    """Every row has ended, so no further token is needed."""
+
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -55,14 +65,13 @@ class GroupObjective(Objective):
 
     shown = ("eval_reward", "reward")
     evaluates_loss = False
-    one_process = "one process samples the completions"
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
         assert config.reward_function is not None
         self.reward = load_reward(config.reward_function)
         self.model: DecoderModel | None = None
-        self.reference_model: DecoderModel | None = None
+        self.reference_model: nn.Module | None = None
         self.tokenizer: Tokenizer | None = None
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
@@ -75,13 +84,14 @@ class GroupObjective(Objective):
         room = self.config.seq_len - self.config.max_completion_length
         return GroupedRows(items, room, needs_targets=False)
 
-    def prepare(
-        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
-    ) -> None:
+    def load(self, model: DecoderModel) -> int:
         """Copy the reference model, if the loss has one."""
         self.model = model
-        if self.config.beta:
-            self.reference_model = frozen_copy(model, self.config.reference or "bfloat16")
+        if not self.config.beta:
+            return 0
+        usual = "bfloat16" if self.config.lora is None else "adapters-off"
+        self.reference_model = reference_copy(model, self.config.reference or usual)
+        return bytes_here(self.reference_model)
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
         """Return the completions of a forward pass and the longest of them."""
@@ -103,29 +113,30 @@ class GroupObjective(Objective):
         self, call: Call, batches: list[GroupBatch], *, shared: bool = False
     ) -> tuple[list[Any], dict[str, Mean]]:
         """Sample completions of the prompts, reward them, and split them into micro-batches."""
-        config = self.config
-        groups = [
-            group
-            for batch in batches
-            for group in batch.groups
-            for _ in range(config.num_generations)
-        ]
+        config, count = self.config, self.config.num_generations
+        groups = [group for batch in batches for group in batch.groups for _ in range(count)]
         completions = self._sample(groups)
-        rewards = self._rewards(groups, [document for document, _ in completions])
-        advantages = group_advantages(rewards, config.num_generations)
-        metrics = self._metrics(rewards, completions)
+        # The batches that only keep the ranks in step come last, and count for nothing.
+        extra = sum(len(batch.groups) for batch in batches if not batch.num_tokens)
+        counted = len(groups) - extra * count
+        with error_on_all_ranks():
+            documents = [document for document, _ in completions[:counted]]
+            rewards = self._rewards(groups[:counted], documents)
+        advantages = torch.zeros(len(groups))
+        if counted:
+            advantages[:counted] = group_advantages(rewards, count)
+        metrics = self._metrics(rewards, completions[:counted])
         made = []
         for start in range(0, len(groups), config.batch_size):
             part = slice(start, start + config.batch_size)
-            batch, mask = stack([document for document, _ in completions[part]])
-            made.append(
-                GroupBatch(
-                    **vars(batch),
-                    mask=mask,
-                    groups=tuple(groups[part]),
-                    advantages=advantages[part],
-                )
+            rows, mask = stack([document for document, _ in completions[part]])
+            batch = GroupBatch(
+                **vars(rows),
+                mask=mask,
+                groups=tuple(groups[part]),
+                advantages=advantages[part],
             )
+            made.append(batch if start < counted else batch.uncounted())
         if self.reference_model is not None:
             none = torch.zeros(())  # on the CPU, where batches are
             made = [
@@ -162,7 +173,9 @@ class GroupObjective(Objective):
             normalizer=normalizer,
             **given(self.config, "beta", "loss_type", "epsilon_high"),
         )
-        return LossOutput(loss, metrics | token_metrics(mask, entropy=out.token_entropy))
+        share = self.counts(batch)["normalizer"] / normalizer
+        metrics |= token_metrics(mask, entropy=out.token_entropy)
+        return LossOutput(with_auxiliary(loss, out, share), metrics)
 
     def _tempered(self, call: Call) -> Call:
         """Return the call with which the model has the probabilities that were sampled from."""
@@ -171,34 +184,64 @@ class GroupObjective(Objective):
 
     @torch.no_grad()
     def _sample(self, groups: list[Group]) -> list[tuple[Document, bool]]:
-        """Return a completed document for each group, and whether its completion ended itself."""
+        """Return a completed document for each group, and whether its completion ended itself.
+
+        The ranks of a sharded model sample together, each for its own prompts.
+        """
         assert self.model is not None
-        model, config = self.model, self.config
-        ends = set(resolve_eos_token_ids(None, model.source_generation_config, model.config))
+        model, size = self.model, self.config.batch_size
+        ends = resolve_eos_token_ids(None, model.source_generation_config, model.config)
+        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+        seed = int(torch.randint(2**48, ()))  # the same on all ranks
         found = []
         was_training = model.training
         model.eval()
-        for start in range(0, len(groups), config.batch_size):
-            some = groups[start : start + config.batch_size]
+        if callable(unshard := getattr(model.head, "unshard", None)):
+            unshard()  # else its weight would be gathered for each token
+        for i in range(max(gathered(len(parts)))):
+            # A rank that has fewer parts repeats its last one, because the others need it.
+            some = parts[min(i, len(parts) - 1)]
             prompts = [group.documents[0].ids.tolist() for group in some]
-            longest = max(map(len, prompts))
-            rows = model.generate(
-                prompts,
-                max_new_tokens=config.max_completion_length,
-                do_sample=True,
-                temperature=config.temperature,
-                top_k=None,
-                top_p=None,
-                repetition_penalty=1.0,
-            )
-            for prompt, row in zip(prompts, rows[:, longest:].tolist()):
+            rows = self._completions(prompts, ends, seed + i * num_ranks() + rank())
+            for prompt, row in zip(prompts, rows.tolist()) if i < len(parts) else ():
                 stop = next((i for i, token in enumerate(row) if token in ends), None)
                 new = row if stop is None else row[: stop + 1]
                 ids = np.array(prompt + new, dtype=np.int32)
                 mask = np.arange(len(ids)) >= len(prompt)
                 found.append((Document(ids, mask, divisible=False), stop is not None))
+        reshard(model)
         model.train(was_training)
         return found
+
+    def _completions(self, prompts: list[list[int]], ends: list[int], seed: int) -> Tensor:
+        """Return sampled tokens (prompts, new), until every row of every rank has ended."""
+        assert self.model is not None
+        device = self.model.rotary_emb.inv_freq.device
+        stops, over = torch.tensor(ends, device=device), torch.zeros((), device=device)
+        columns: list[Tensor] = []
+
+        def step(tokens: Tensor) -> None:
+            nonlocal over
+            columns.append(tokens)
+            over = over + torch.isin(tokens, stops)
+            if on_all_ranks(bool((over > 0).all())):
+                raise _AllEnded
+
+        with suppress(_AllEnded):
+            self.model.generate(
+                prompts,
+                callback=step,
+                max_new_tokens=self.config.max_completion_length,
+                do_sample=True,
+                temperature=self.config.temperature,
+                top_k=None,
+                top_p=None,
+                repetition_penalty=1.0,
+                eos_token_id=[],
+                pad_token_id=0,
+                generator=torch.Generator(device).manual_seed(seed),
+            )
+        return torch.stack(columns, 1)
 
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
         """Return the reward of each completion: (completions) float32, NaN for None."""

@@ -131,13 +131,14 @@ class PackedRows:
     Args:
         documents: the documents to pack; `cut` shortens those that are longer than a row.
         seq_len: tokens per row, at least 2.
+        multiple: the width of rows is a multiple of this.
 
     `width` is the length of the longest row, and all rows are padded to it. With little data it is
     less than `seq_len`. `num_truncated` counts the examples with a prompt that were too long and
     lost their end. `num_dropped` counts those of them that have no target left.
     """
 
-    def __init__(self, documents: Sequence[Document], seq_len: int) -> None:
+    def __init__(self, documents: Sequence[Document], seq_len: int, multiple: int = 1) -> None:
         self.pieces: list[Document] = []
         self.num_truncated = self.num_dropped = 0
         for document in documents:
@@ -152,7 +153,8 @@ class PackedRows:
                 "(--seq-len)"
             )
         self.rows = best_fit([len(piece) for piece in self.pieces], seq_len)
-        self.width = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
+        longest = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
+        self.width = -(-longest // multiple) * multiple
         self.num_tokens = sum(len(piece) for piece in self.pieces)
         self.num_targets = sum(piece.num_targets for piece in self.pieces)
 

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligermodels.errors import LigerError, first_line
+from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.losses import Mean
 from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 
 _host: Any = None  # the group of all ranks in which they meet
+_together: int = 1  # how many neighbouring ranks compute the same rows
 
 
 class RankError(LigerError):
@@ -50,12 +51,15 @@ def launch_id() -> str | None:
 
 
 @contextlib.contextmanager
-def joined(device: torch.device, timeout: int) -> Iterator[None]:
+def joined(device: torch.device, timeout: int, together: int = 1) -> Iterator[None]:
     """Join the processes that torchrun has started, if it has, for a `with` block.
 
-    Args: timeout: seconds after which a rank that does not answer is an error.
+    Args: timeout: seconds after which a rank that does not answer is an error; together: how many
+        neighbouring ranks compute the same rows.
+    Raises:
+        ConfigError: the ranks cannot be divided into groups of so many.
     """
-    global _host
+    global _host, _together
     starts = is_launched() and not dist.is_initialized()
     limit = timedelta(seconds=timeout)
     if starts:
@@ -64,13 +68,21 @@ def joined(device: torch.device, timeout: int) -> Iterator[None]:
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=limit)
+    _together = together
     if is_distributed():
         # Only a group of gloo alone can name a rank that does not come.
         _host = dist.new_group(backend="gloo", timeout=limit)
     try:
+        if num_ranks() % together:
+            error = ConfigError(
+                f"context_parallel: {together} processes for each row, but {num_ranks()} run; "
+                f"start a multiple of {together} (--gpus)"
+            )
+            error.is_repeated = rank() != 0  # One line is enough.
+            raise error
         yield
     finally:
-        _host = None
+        _host, _together = None, 1
         if starts:
             dist.destroy_process_group()
 
@@ -135,29 +147,63 @@ def _who(error: RuntimeError, where: str, timeout: int) -> str:
     )
 
 
+def num_row_ranks() -> int:
+    """Return how many ranks, or groups of ranks, have rows of their own."""
+    return num_ranks() // _together
+
+
 def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
     """Return this rank's items, in turns with the other ranks, and whether each is an extra.
 
     All ranks get as many, because they run the model together: a rank that has one less gets the
     last item once more, as an extra.
     """
-    ranks = num_ranks()
-    turns = range(rank(), -(-len(items) // ranks) * ranks, ranks)
+    ranks = num_row_ranks()
+    turns = range(rank() // _together, -(-len(items) // ranks) * ranks, ranks)
     return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
 
 
+def on_all_ranks(done: bool) -> bool:
+    """Return whether it is true on every rank. All ranks call it together."""
+    if not is_distributed():
+        return done
+    least = torch.tensor(int(done))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=_host)
+    return bool(least)
+
+
 def summed(counts: dict[str, int]) -> dict[str, int]:
-    """Return counts summed over the ranks, all of which give the same names."""
-    every = gathered(counts)
+    """Return counts summed over the ranks, all of which give the same names.
+
+    Those of ranks with the same rows count once.
+    """
+    every = gathered(counts)[::_together]
     return {name: sum(each[name] for each in every) for name in counts}
 
 
 def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[str, Mean]]:
-    """Return a loss and metrics summed over the ranks, without waiting for the device."""
+    """Return a loss and metrics summed over the ranks, without waiting for the device.
+
+    Those of ranks with the same rows count once.
+    """
     if not is_distributed():
         return loss, metrics
     parts = [x for mean in metrics.values() for x in (mean.total, mean.count)]
     total = torch.stack([x.to(loss.device, torch.float64) for x in (loss, *parts)])
     dist.all_reduce(total)
+    total /= _together
     means = map(Mean, total[1::2], total[2::2])
     return total[0].to(loss), dict(zip(metrics, means))
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average the gradients of parameters that every rank has whole, in place."""
+    if not is_distributed():
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for dtype in {grad.dtype for grad in grads}:
+        mine = [grad for grad in grads if grad.dtype == dtype]
+        every = torch.cat([grad.flatten() for grad in mine])
+        dist.all_reduce(every)
+        for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
+            grad.copy_(mean.view_as(grad))

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, shown
+from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -49,7 +50,7 @@ from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import launch_id, meet
+from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.push import check_login, push
 from ligermodels.training.reports import logged, logger_openers, profiled, sampling
 from ligermodels.training.result import FinetuneResult
@@ -96,8 +97,6 @@ class Run:
         self.notes: list[str] = []
         self.train_files: list[Path] = []
         self.objective = objective_of(config)
-        if is_distributed() and config.lora is not None:
-            raise ConfigError("lora: adapters are trained in one process (without --gpus)")
         if config.push_to_hub is not None:
             check_login()
         self.openers = [] if rank() else logger_openers(config.report_to)
@@ -127,14 +126,13 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed():
+        if is_distributed() and config.lora is None:
             self._shard(model)
-        with error_on_all_ranks():
-            held = self.objective.load(model)
-            trained = self.objective.module(model)
+        held = self.objective.load(model)
+        trained = self.objective.module(model)
         self._plan_memory(model, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
-        self.ranks = num_ranks() if saved is None else saved["ranks"]
+        self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         self.model = model
         trainer = Trainer(
             trained,
@@ -202,7 +200,11 @@ class Run:
         if self.config.compile:
             for layer in model.layers:
                 layer.compile()
-        shard(model, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
+        mesh, together = None, self.config.context_parallel
+        if together > 1:
+            sizes = num_row_ranks(), together
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         for name, value in self._settings().items():
@@ -275,8 +277,8 @@ class Run:
             )
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        # Sharding reads each rank's part onto its device.
-        meta = is_distributed()
+        # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
+        meta = is_distributed() and self.config.lora is None
         model = load_model(source, self.config, self.precision, self.device, meta=meta)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
@@ -314,7 +316,7 @@ class Run:
         elif (
             saved is not None
             and saved["settings"].get("memory") == config.memory
-            and saved["ranks"] == num_ranks()
+            and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
@@ -372,7 +374,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
-        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        ranks = self.ranks * self.config.context_parallel
+        gpus = {"gpus": ranks} if ranks > 1 else {}
         self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
@@ -442,9 +445,10 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        adapter, model = self.config.export == "adapter", self.model
-        if self.config.lora is not None and not adapter:
-            model = merged(model)
+        model, with_adapters = self.model, self.config.lora is not None
+        with error_on_all_ranks():
+            if self.config.export == "merged" and with_adapters and rank() == 0:
+                model = merged(model)
         checked = trained if model is self.model else model
         if odd := first_not_finite(checked.named_parameters(), dtype):
             trainer.save(self.run_dir, self.checkpoints)
@@ -455,15 +459,19 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
-        if adapter:
-            base = self._settings()["model"]
-            export_adapter(model, self.run_dir.model_dir, base, dtype)
+        folder, shard_size = self.run_dir.model_dir, self.config.max_shard_size
+        if with_adapters:
+            with error_on_all_ranks(SaveError):
+                if self.config.export == "adapter" and rank() == 0:
+                    export_adapter(model, folder, self._settings()["model"], dtype)
+                elif rank() == 0:
+                    model.to(dtype).save_hf(folder, max_shard_size=shard_size)
             return model
         if dtype is not None:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(self.run_dir.model_dir, max_shard_size=self.config.max_shard_size)
+        model.save_hf(folder, max_shard_size=shard_size)
         if rank() == 0:
             self.objective.export(self.run_dir.model_dir)
         return model

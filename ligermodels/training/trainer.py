@@ -32,7 +32,13 @@ from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import Batch, row_order
-from ligermodels.training.processes import shared_out, summed, summed_output
+from ligermodels.training.processes import (
+    average_gradients,
+    num_row_ranks,
+    shared_out,
+    summed,
+    summed_output,
+)
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
 from ligermodels.training.streaming import MixedOrder, StoredRows
@@ -112,7 +118,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, config)
         self.flops = StepFlops.of(decoder_of(model))
         self.peak_flops = _peak_flops(device, precision)
-        self.batches_per_step = (ranks or num_ranks()) * self.objective.batches_per_step
+        self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
         self.total_steps = number_of_steps(config, len(rows), per_step)
         warmup = config.warmup_steps
@@ -159,7 +165,7 @@ class Trainer:
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches, shared=True)
         # The gradients of ranks are averaged, not summed.
-        normalizers = self._normalizers(batches, shares=num_ranks())
+        normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
         for batch in batches:
             part, found = self._loss(batch, normalizers)
@@ -167,12 +173,14 @@ class Trainer:
             loss += part.detach()
             metrics = _sums(metrics, found)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self.is_sharded:
+            average_gradients(parameters)
         limit = config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         loss, metrics = summed_output(loss, metrics)
-        loss = loss / num_ranks()
+        loss = loss / num_row_ranks()
         rate = learning_rate(
             step,
             self.total_steps,

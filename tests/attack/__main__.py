@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--seconds", type=float, help="start no run after this time")
     parser.add_argument("--limit", type=float, default=1e9, help="end each run after these seconds")
-    parser.add_argument("--only", help="run only attacks with this text in their name")
+    parser.add_argument("--only", default="", help="only attacks whose name has this expression")
     parser.add_argument("--package", help="attack the ligermodels in this folder")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
@@ -62,19 +62,20 @@ def main() -> int:
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
     if options.package:
-        sys.path.insert(0, options.package)
+        sys.path.insert(0, os.path.abspath(options.package))
     import ligermodels
 
     if options.package:
         del sys.path[0]
+        if not Path(ligermodels.__file__).is_relative_to(os.path.abspath(options.package)):
+            parser.error(f"--package {options.package}: there is no ligermodels in it")
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # A fork would find the lock of tqdm's thread held for ever.
     load_attacks()
     jobs = [
         (ATTACKS.index(one), seed)
         for group in options.groups
-        for one, seed in plan(group, options.runs, options.seed)
-        if not options.only or options.only in one.name
+        for one, seed in plan(group, options.runs, options.seed, options.only)
     ]
     # The slow ones are spread, and what there is no time for is of all attacks alike.
     random.Random(options.seed).shuffle(jobs)

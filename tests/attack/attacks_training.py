@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import ligermodels
+from tests.attack.attacks_saves import as_a_user
 from tests.attack.harness import Case, Fault, Result, attack
 from tests.training.tiny_run import make_checkpoint, make_text
 
@@ -620,7 +621,7 @@ def metrics_of_any_content(case: Case) -> None:
     elif kind == "types":
         place = draw.randrange(len(kept))
         entry = json.loads(kept[place])
-        entry[draw.choice(sorted(entry))] = draw.choice(ODD)
+        entry[draw.choice(["step", *sorted(entry)])] = draw.choice(ODD)
         kept[place] = json.dumps(entry).encode() + b"\n"
     elif kind == "deep":
         levels = draw.choice([50, 200, 1000, 100_000])
@@ -662,7 +663,7 @@ def put(draw: Random, path: Path) -> str:
     return kind
 
 
-@attack("B", 13, weight=4, seconds=LIMIT)
+@attack("B", 13, weight=6, seconds=LIMIT)
 def settings_of_any_content(case: Case) -> None:
     """run.json with keys of wrong types, without keys, deeply nested, cut or not a file."""
     tiny, draw = Tiny(case), case.draw
@@ -671,11 +672,15 @@ def settings_of_any_content(case: Case) -> None:
         back_to(tiny, draw.choice([0, 4]))
     file = tiny.out / "run.json"
     found = json.loads(file.read_text())
-    kind = case.turn(["key", "setting", "inner", "lost", "deep", "cut", "bytes"])
+    kinds = ["key", "setting", "a text or a list", "inner", "lost", "deep", "cut", "bytes"]
+    kind = case.turn(kinds)
     if kind == "key":
         found[draw.choice(sorted(found))] = draw.choice(ODD)
     elif kind == "setting":
         found["settings"][draw.choice(sorted(found["settings"]))] = draw.choice(ODD)
+    elif kind == "a text or a list":
+        texts = [key for key, value in found["settings"].items() if isinstance(value, str | list)]
+        found["settings"][draw.choice(texts)] = draw.choice(ODD)
     elif kind == "inner":
         inner = [key for key in found if isinstance(found[key], dict) and key != "settings"]
         key = draw.choice(inner)
@@ -702,13 +707,24 @@ def settings_of_any_content(case: Case) -> None:
 
 @attack("B", 13, weight=2, seconds=LIMIT)
 def files_of_any_kind_in_a_run(case: Case) -> None:
-    """A file or folder of the run is a folder, a pipe, a socket, a device, a link or not there."""
+    """What the run made is of another kind now, is not there, or belongs to another user."""
     tiny, draw = Tiny(case), case.draw
     weights = tiny.started()
     names = ["run.json", "metrics.jsonl", "checkpoints", "model", "loss.png", ".lock"]
     name = case.turn([*names, "checkpoints/step-00000006.safetensors"])
-    kind = put(draw, tiny.out / name)
-    result = tiny.resume()
+    path, kind, user = tiny.out / name, draw.choice(["link", "another user's", "", "", ""]), None
+    if kind == "link":
+        path.rename(case.folder / "aside")
+        path.symlink_to(case.folder / "aside")
+    elif kind == "another user's":
+        for each in (tiny.out, tiny.out / "checkpoints", tiny.out / "model"):
+            each.chmod(0o777)
+        path.chmod(0o700)
+        user = as_a_user(case)
+    else:
+        kind = put(draw, path)
+    with user or contextlib.nullcontext():
+        result = tiny.resume()
     try:
         tiny.right_or_one_line(result, weights)
     except (OSError, Fault) as fault:

@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -260,9 +261,12 @@ class Count:
             self.examples.setdefault(label, f"seed {seed}: {outcome.broken[-600:]}")
 
 
-def plan(group: str, runs: int, seed: int) -> Iterator[tuple[Attack, int]]:
-    """Yield attacks and seeds: each attack gets its share of the runs, and at least one."""
-    attacks = [one for one in ATTACKS if one.group == group]
+def plan(group: str, runs: int, seed: int, only: str = "") -> Iterator[tuple[Attack, int]]:
+    """Yield attacks and seeds: each attack gets its share of the runs, and at least one.
+
+    Args: only, a regular expression that the names of the attacks contain.
+    """
+    attacks = [one for one in ATTACKS if one.group == group and re.search(only, one.name)]
     total = sum(one.weight for one in attacks)
     for one in attacks:
         for number in range(max(1, round(runs * one.weight / total))):

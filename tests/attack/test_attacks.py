@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests import sandbox
 from tests.attack.__main__ import load_attacks
 from tests.attack.harness import ATTACKS, Attack, run_one
+from tests.training import tiny_run
 
 load_attacks()
 
@@ -14,6 +19,15 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
     reason="CUDA does not survive a fork; python -m tests.attack hides the GPUs",
 )
+
+
+def test_an_older_version_can_be_attacked() -> None:
+    """It has other modules, so only public names are imported at the head of a file."""
+    helpers = [Path(module.__file__) for module in (sandbox, tiny_run)]
+    for file in [*Path(__file__).parent.glob("*.py"), *helpers]:
+        assert not re.findall(
+            r"^(?:from|import) ligermodels\.(?!cli import main).*", file.read_text(), re.M
+        ), file
 
 
 @pytest.mark.parametrize("one", ATTACKS, ids=lambda one: f"{one.group}{one.fault}-{one.name}")

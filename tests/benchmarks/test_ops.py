@@ -64,7 +64,7 @@ def test_processes_take_turns(tmp_path):
         [
             f"log = open({str(log)!r}, 'a', buffering=1)",
             "print('in', file=log)",
-            "time.sleep(0.5)",
+            "time.sleep(0.1)",
             "print('out', file=log)",
         ]
     )

@@ -118,7 +118,10 @@ def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tm
         assert_one_line(result, str(output))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+# tests/training/test_finetune.py sends both signals within a process.
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum):
     output = tmp_path / "run"
     process = subprocess.Popen(

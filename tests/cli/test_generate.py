@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from importlib import import_module
 
 import pytest
 
+from ligermodels import AutoLiger
+from ligermodels.models.heads import MedusaHeads
+from ligermodels.models.heads_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
@@ -40,6 +44,22 @@ def test_generate_continues_a_prompt_streaming_or_not(call, checkpoint):
     assert (code, err) == (0, "")
     assert streamed.endswith("\n")
     assert call(*base, "--no-stream") == (0, streamed, "")
+
+
+def test_generate_uses_heads_that_the_folder_holds(call, checkpoint, monkeypatch, tmp_path):
+    """Only if decoding is greedy, and without a penalty; the text is the same."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    model = AutoLiger.from_hf(folder)
+    save_heads(MedusaHeads(model.head, 2), folder)
+    used = []
+    passes = GENERATE.passes_ahead
+    monkeypatch.setattr(GENERATE, "passes_ahead", lambda *a, **b: used.append(a) or passes(*a, **b))
+    base = ["generate", folder, "the cat", "--max-new-tokens", "8", "--device", "cpu"]
+    plain = call(*base, "--no-heads")
+    assert not used and call(*base) == plain and len(used) == 1
+    for more in (["--seed", "1"], ["--repetition-penalty", "1.2"]):
+        assert call(*base, *more)[0] == 0
+    assert len(used) == 1
 
 
 def test_generate_samples_with_a_seed(call, checkpoint):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,25 @@ def test_a_started_process_leaves_its_error(
     assert launch.report_error("it failed", 2)
     found = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (found["message"], found["extraInfo"]["code"]) == ("it failed", 2)
+
+
+def failure(
+    timestamp: int, exitcode: int, signal_name: str = "<N/A>", message: object = "Traceback"
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        timestamp=timestamp,
+        exitcode=exitcode,
+        signal_name=lambda: signal_name,
+        error_file_data={"message": message},
+    )
+
+
+def test_the_failure_that_caused_the_others_is_told() -> None:
+    """The launcher stops the other processes with SIGTERM after the first failure."""
+    stopped = failure(9, -15, "SIGTERM")
+    killed, failed = failure(5, -9, "SIGKILL"), failure(4, 1)
+    said = failure(6, 2, message={"message": "no such file", "extraInfo": {"code": 2}})
+    assert launch._first({0: stopped, 1: killed}) == ("rank 1 was killed by SIGKILL", 1)
+    assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
+    line, code = launch._first({3: failed, 1: stopped})
+    assert line == "rank 3 ended with exit code 1; its error is above" and code == 1

@@ -102,15 +102,16 @@ def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, cap
 
 
 def test_the_files_are_short_and_use_no_private_name() -> None:
-    for path in outside.FOLDER.glob("*.py"):
+    own = (f"{name}.py" for name in ("encoder", "shared_keys", "look_and_tell"))
+    for path in (*outside.FOLDER.glob("*.py"), *(outside.FOLDER.parent / name for name in own)):
         text = path.read_text()
-        assert len(text.splitlines()) <= 100, path
+        assert len(text.splitlines()) < 100, path
         assert not re.findall(r"\b(?:ligermodels|lm)(?:\.\w+)*\._\w+|import _\w+", text), path
         rooms = set(re.findall(r"from (ligermodels[\w.]*) import", text))
         assert rooms <= {"ligermodels", "ligermodels.layers"}, path
 
 
 def test_the_table_is_of_these_files() -> None:
-    """`python -m tests.examples.family_table` writes it."""
+    """`python -m tests.examples.family_table` writes it, and with --gpu another one."""
     lines = re.findall(r"^\| `(\w+)\.py` \| (\d+)", family_table.PAGE.read_text(), re.M)
-    assert lines == [(name, str(family_table.lines_of(name))) for name in outside.NAMES]
+    assert sorted(set(lines)) == [(n, str(family_table.lines_of(n))) for n in outside.NAMES]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -52,6 +54,22 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(keep, tied):
     model(ids, labels=ids).loss.backward()
     for one, other in zip(before, model.parameters()):
         assert torch.equal(one, other) and other.grad is not None
+
+
+@pytest.mark.parametrize("recipe", ["AdamW", "AdamW in backward"])
+def test_the_parameters_are_freed_after_a_recipe(recipe, monkeypatch):
+    """Otherwise the peak of the next recipe would contain them."""
+    held: list[weakref.ref] = []
+
+    def make(config: LlamaConfig) -> LigerLlama:
+        model = LigerLlama(config)
+        held.extend(weakref.ref(p.untyped_storage()) for p in model.parameters())
+        return model
+
+    monkeypatch.setattr(optimizer_memory, "LigerLlama", make)
+    optimizer_memory.run(recipe, tiny().config, 1, 8)
+    gc.collect()
+    assert held and not any(reference() is not None for reference in held)
 
 
 def test_a_frozen_half_has_no_states_and_keeps_nothing():

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.trainer_cases import ALL, RANKS, TOOLS
+from tests.examples.trainer_cases import ALL, INSTALL, RANKS, TOOLS
 from tests.parallel.ranks import run_ranks
-
-INSTALL = 'is not installed: pip install -c constraints.txt -e ".[trainers]"'
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -29,5 +27,5 @@ def test_two_processes(
     for tool, module in TOOLS.items():
         with subtests.test(tool):
             if find_spec(module) is None:
-                pytest.skip(f"{tool} {INSTALL}")
+                pytest.skip(INSTALL)
             assert any(name.startswith(tool) for name in report)

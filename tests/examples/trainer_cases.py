@@ -21,6 +21,7 @@ from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo
 from tests.parallel.ranks import Case
 
+INSTALL = 'pip install -c constraints.txt -e ".[tools]"'
 RANKS, STEPS, BATCH, RATE = 2, 3, 4, 1e-3
 TOOLS = {"accelerate": "accelerate", "Lightning": "lightning", "DeepSpeed": "deepspeed"}
 FEATURES = ("accelerate, DDP", "accelerate, FSDP2", "Lightning, FSDP2")

@@ -7,7 +7,9 @@ import torch
 
 from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
 from ligermodels.generation import generate_ahead
+from ligermodels.generation.generate import stream
 from ligermodels.models.heads import MedusaHeads, MedusaModel
+from ligermodels.models.multi_token import MultiTokenModel
 
 VOCAB = 40
 
@@ -118,3 +120,48 @@ def test_refusals() -> None:
     assert torch.equal(found, model.generate(prompt, repetition_penalty=1.0, max_new_tokens=9))
     with pytest.raises(ValueError, match="heads take input_ids and"):
         model.generate(torch.tensor([[1]]), heads=heads, do_sample=True)
+
+
+def guesses_of_a_whole_forward(modules: MultiTokenModel, ids: torch.Tensor) -> list[int]:
+    """Return what the modules guess after ids, from forwards over all tokens, without caches."""
+    model, hidden = modules.model, modules.model(ids[:, :-1])
+    for k, module in enumerate(modules.mtp, 1):
+        contexts, _ = model._contexts(hidden, None, None, None, None, None, None)
+        embeds = model.embed_tokens(ids[:, k:])
+        hidden = module(hidden, embeds, contexts[model.ropes[-1]])
+        guess = model.head.logits(hidden[:, -1:]).argmax(-1)
+        ids = torch.cat((ids, guess), 1)
+    return ids[0, -len(modules.mtp) :].tolist()
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+@pytest.mark.parametrize("prompt_length", [1, 6])
+def test_multi_token_modules(make, prompt_length: int) -> None:
+    """The tokens are the greedy ones, and the caches change no guess."""
+    model, _ = with_heads(make)
+    modules = MultiTokenModel(model, 3)
+    for module in modules.mtp:
+        torch.nn.init.normal_(module.proj.weight, std=0.3)
+    prompt = torch.randint(0, VOCAB, (1, prompt_length), generator=torch.Generator().manual_seed(5))
+    greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
+    optimizer = torch.optim.Adam(modules.mtp.parameters(), lr=3e-3)
+    for _ in range(40):  # until the modules know the greedy tokens by heart
+        modules(greedy, labels=greedy).loss.backward()
+        optimizer.step()
+        modules.zero_grad()
+    guesser, length = modules.guesser(64), 1
+    with torch.no_grad():
+        hidden = model(greedy)
+        for new in (prompt_length, 1, 3, 1, 2):  # tokens that are known since the last call
+            part = slice(length - 1, length - 1 + new)
+            after = slice(length, length + new)
+            found = guesser(hidden[:, part], greedy[:, after])
+            length += new
+            assert found[0].tolist() == guesses_of_a_whole_forward(modules, greedy[:, :length])
+    out = generate_ahead(model, modules, prompt, max_new_tokens=30, eos_token_id=[])
+    assert torch.equal(out.ids, greedy)
+    assert len(out.tokens_per_forward) <= 20
+    streamed = stream(model, prompt, heads=modules, max_new_tokens=30, eos_token_id=[])
+    assert [*streamed] == greedy[0, prompt_length:].tolist()
+    with pytest.raises(ValueError, match="belong to another model"):
+        generate_ahead(make(), modules, prompt)

@@ -51,8 +51,6 @@ def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
         timeout=300,
     )
     assert done.stdout.strip() == "refused", done.stdout + done.stderr[-2000:]
-    if kind == "forward":
-        assert f"outside the vocabulary of {VOCAB}" in done.stderr
 
 
 @pytest.mark.parametrize("outside", [-1, VOCAB, 2**31, 2**40, 2**32 + 5, -(2**40)])

@@ -86,6 +86,31 @@ def test_tensors_of_other_names_are_not_left_out(folder: Path, tmp_path: Path) -
         AutoLiger.from_hf(folder).load_state_dict(theirs(folder).state_dict(), strict=False)
 
 
+def test_labels_are_smoothed_by_the_head(folder: Path, tmp_path: Path) -> None:
+    """Trainer's own smoothing needs logits; the head's gives the same numbers."""
+    rows = examples([12, 3, 7, 1])
+    smooth: dict[str, Any] = {"label_smoothing_factor": 0.1}
+    with pytest.raises(ValueError, match=r"model\.head\.loss_options\['label_smoothing'\]"):
+        train(AutoLiger.from_hf(folder), tmp_path, rows, **smooth)
+    model = AutoLiger.from_hf(folder)
+    model.head.loss_options["label_smoothing"] = 0.1
+    ours = train(model, tmp_path, rows)
+    assert ours == pytest.approx(train(theirs(folder), tmp_path, rows, **smooth), rel=1e-5)
+
+
+def test_features_that_need_logits_fail(folder: Path, tmp_path: Path) -> None:
+    """They end in an error of the tool, and never in wrong numbers."""
+    rows = examples([12, 3])
+    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    model, arguments = AutoLiger.from_hf(folder), TrainingArguments(str(tmp_path), **options)
+    with pytest.raises(TypeError, match="NoneType"):
+        Trainer(model, arguments, compute_metrics=lambda found: {}).evaluate(rows)
+    with pytest.raises(TypeError, match="NoneType"):
+        Trainer(model, arguments).predict(rows)
+    with pytest.raises(AttributeError, match="get_input_embeddings"):
+        train(model, tmp_path, rows, neftune_noise_alpha=5.0)
+
+
 def test_a_loop_of_accelerate(folder: Path) -> None:
     """The sum of the losses over all labels is the loss of one batch, in steps of two rows."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

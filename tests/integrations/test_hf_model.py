@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from transformers import (
 )
 
 from ligermodels.errors import ConfigError, SaveError
+from ligermodels.integrations import hf_model
 from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
     LigerForSequenceClassification,
     LigerModel,
 )
+from ligermodels.models import auto
 from ligermodels.models.auto import AutoLiger
 from tests import outside
 from tests.integrations.tiny_text import tokenizer
@@ -178,6 +181,22 @@ def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
     torch.testing.assert_close(got[mask > 0], expected[mask > 0], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="to be added to scores is not supported"):
         model(ids(), attention_mask=torch.ones(2, 1, 9, 9))
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads HF's names, but not into packed projections, which would stay random."""
+    monkeypatch.setattr(transformers, "__version__", "5.6.0")
+    found = importlib.util.find_spec("ligermodels.integrations.hf_model")
+    assert found is not None and found.loader is not None
+    with pytest.raises(ConfigError, match=r"transformers 5\.6\.0: .*install transformers 5\.16"):
+        found.loader.exec_module(importlib.util.module_from_spec(found))
+
+
+def test_continuous_batching_is_refused(folders: dict[str, Path]) -> None:
+    """Its requests would end without tokens, and with an error in a log."""
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match="generate_batch and continuous batching"):
+        model.generate_batch(inputs=[[5, 6, 7]], generation_config=model.generation_config)
 
 
 def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
@@ -411,3 +430,11 @@ def test_a_pipeline(folders: dict[str, Path]) -> None:
     ]
     expected = model.generate(torch.tensor([[8, 9, 10]]), max_new_tokens=4)
     assert made == expected[0].tolist()
+
+
+def test_a_class_of_another_family_is_refused() -> None:
+    llama, mistral = (auto.families()[name] for name in ("llama", "mistral"))
+    made = hf_model._class_of(llama, LigerForCausalLM)
+    assert hf_model._class_of(llama, made) is made
+    with pytest.raises(ConfigError, match="is the class of another family than LigerMistral"):
+        hf_model._class_of(mistral, made)

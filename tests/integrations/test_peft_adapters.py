@@ -253,3 +253,14 @@ def test_an_adapter_of_packed_projections_is_not_left_out(
         peft.PeftModel.from_pretrained(
             LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
         )
+
+
+def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*given: Any, **options: Any) -> Any:
+        return given, options
+
+    model, config = torch.nn.Linear(2, 2), LoraConfig(target_modules=["x"])
+    monkeypatch.setattr(peft, "get_peft_model", made)
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", made)
+    assert get_peft_model(model, config, mixed=True) == ((model, config), {"mixed": True})
+    assert load_peft_model(model, "a/b", revision="c") == ((model, "a/b"), {"revision": "c"})

@@ -58,7 +58,8 @@ def test_check_row_parameter() -> None:
 
 def test_check_token_ids() -> None:
     for dtype in (torch.int64, torch.int32):
-        check_token_ids("ids", torch.tensor([[0, 6]], dtype=dtype), 7)
+        ids = torch.tensor([[0, 6]], dtype=dtype)
+        assert check_token_ids("ids", ids, 7) is ids
     check_token_ids("ids", torch.empty(0, 3, dtype=torch.int64), 7)
     check_token_ids("ids", torch.empty(2, 3, dtype=torch.int64, device="meta"), 7)
     for outside in (-1, 7, 2**40):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.simulation import simulating
+from ligermodels.layers import attention_backend, attention_mask
 from ligermodels.layers.attention_backend import (
     attend,
     choose_backend,
@@ -369,3 +370,24 @@ def test_padding_at_the_ends_of_rows_takes_the_varlen_kernel(
     assert relative(out * shown, expected * shown) <= 1e-2
     for grad, want in zip(grads, torch.autograd.grad(expected, wide, upstream.double())):
         assert relative(grad, want) <= 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_gives_what_a_dense_mask_gives(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention runs on a CPU without a compiler and without gradients."""
+    q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
+    monkeypatch.setattr(attention_backend, "compiled", lambda function: function)
+    monkeypatch.setattr(attention_mask, "compiled", lambda function: function)
+    for window, causal in ((None, True), (4, True), (None, False)):
+        mask, results = AttentionMask(9), []
+        for backend in ("flex", "dense"):
+            monkeypatch.setattr(attention_backend, "choose_backend", lambda *_, b=backend: b)
+            attention_backend.prepare(mask, window, softcap, 2, 4, q.device, q.dtype, 16, causal)
+            with torch.no_grad():
+                results.append(
+                    attend(q, k, v, mask, scale=0.3, window=window, softcap=softcap, causal=causal)
+                )
+        assert relative(*results) <= 1e-6, (window, causal)

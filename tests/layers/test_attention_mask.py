@@ -1,10 +1,13 @@
 """Masks against their definition, for each pair of a query and a key."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
+from ligermodels.layers import attention_mask
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
@@ -12,6 +15,7 @@ from ligermodels.layers.attention_mask import (
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
+from ligermodels.layers.sequence_shard import SequenceShard
 
 
 def test_document_ids() -> None:
@@ -114,10 +118,11 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
 
 
 def test_ends_of_rows_and_of_documents() -> None:
-    ends, longest = AttentionMask(5).varlen_seqlens(3, torch.device("cpu"))
+    ends, _, longest, *_ = AttentionMask(5).varlen_seqlens(3, torch.device("cpu"))
     assert ends.tolist() == [0, 5, 10, 15] and ends.dtype == torch.int32 and longest == 5
     given = torch.tensor([0, 2, 5])
-    ends, longest = AttentionMask(5, cu_seqlens=given, max_seqlen=3).varlen_seqlens(1, given.device)
+    mask = AttentionMask(5, cu_seqlens=given, max_seqlen=3)
+    ends, _, longest, *_ = mask.varlen_seqlens(1, given.device)
     assert ends.tolist() == [0, 2, 5] and ends.dtype == torch.int32 and longest == 3
 
 
@@ -161,7 +166,7 @@ def test_padding_at_the_ends_of_rows_divides_them_into_documents() -> None:
     rows = ["0011", "1110", "0110", "1111", "0000"]
     tokens = torch.tensor([[int(x) for x in row] for row in rows])
     mask = AttentionMask(4, padding_mask=tokens, padding_at_ends=True)
-    ends, longest = mask.varlen_seqlens(len(rows), tokens.device)
+    ends, _, longest, *_ = mask.varlen_seqlens(len(rows), tokens.device)
     assert longest == 4 and ends.dtype == torch.int32 and mask.fault == 0
     documents = torch.searchsorted(ends.long(), torch.arange(tokens.numel()), right=True)
     same = AttentionMask(4, document_ids=documents.view_as(tokens))
@@ -188,3 +193,64 @@ def test_a_padding_mask_to_be_added_to_scores_is_refused() -> None:
             AttentionMask(4, padding_mask=given)
     with pytest.raises(ValueError, match="padding_mask is a list; expected a tensor"):
         AttentionMask(4, padding_mask=[1, 1, 1, 1])  # type: ignore[arg-type]
+
+
+def test_block_masks_are_the_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, FlexAttention's functions give the mask pair by pair."""
+    monkeypatch.setattr(attention_mask, "compiled", lambda function: function)
+    cpu, keys = torch.device("cpu"), 7
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0] * 7])
+    tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    for queries, causal, options in (
+        (7, True, {}),
+        (7, False, {}),
+        (3, True, {}),
+        (7, True, {"document_ids": documents}),
+        (3, False, {"padding_mask": tokens}),
+        (7, True, {"prefix_lengths": torch.tensor((4, 0))}),
+        (7, True, {"document_ids": documents, "prefix_lengths": torch.tensor((4, 0))}),
+    ):
+        mask = AttentionMask(queries, keys, **options)
+        for window in (None, 3):
+            blocks = mask.block_mask(window, 2, cpu, causal=causal)
+            found = create_mask(blocks.mask_mod, 2, 1, queries, keys, device="cpu")
+            expected = mask.dense(window, cpu, causal=causal).expand_as(found)
+            assert torch.equal(found, expected), (queries, causal, options, window)
+            assert mask.block_mask(window, 2, cpu, causal=causal) is blocks
+    held = torch.tensor([6, 3, 4, 5])  # a ring buffer of four; the newest is first
+    mask = AttentionMask(1, keys, padding_mask=tokens)
+    found = create_mask(mask.block_mask(4, 2, cpu, held).mask_mod, 2, 1, 1, 4, device="cpu")
+    assert torch.equal(found, mask.dense(4, cpu, held))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("documents", [None, [0, 3, 6, 18, 19, 24], [0, 24]])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_varlen_kernel_sees_what_the_mask_of_a_part_shows(
+    rank: int, documents: list[int] | None, window: int | None
+) -> None:
+    seq = 24
+    given: dict[str, Any] = {}
+    if documents is not None:
+        ends = torch.tensor(documents)
+        given = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+        positions = positions_from_cu_seqlens(ends, 1, seq)
+        given["document_ids"] = document_ids_from_positions(positions)
+    mask = AttentionMask(seq // 3, seq, shard=SequenceShard(None, 3, rank), **given)
+    device = torch.device("cpu")
+    for part in mask.parts(True):
+        made = part.varlen_seqlens(1, device, window)
+        size = part.past + part.queries - made.first_key
+        shown = torch.zeros(part.queries, size, dtype=torch.bool)
+        for i in range(len(made.queries) - 1):
+            (q, q_end), (k, k_end) = made.queries[i : i + 2], made.keys[i : i + 2]
+            assert q_end - q <= made.max_queries and k_end - k <= made.max_keys
+            last = torch.arange(k_end - (q_end - q), k_end)[:, None]
+            key = torch.arange(k, k_end)
+            reach = seq if window is None else min(window, made.max_keys)
+            shown[q:q_end, k:k_end] = (key <= last) & (key > last - reach)
+        expected = part.dense(window, device)[0, 0]
+        assert not expected[:, : made.first_key].any()
+        assert torch.equal(shown, expected[:, made.first_key :])
+        if made.seen is not None:
+            assert not shown[:, ~made.seen].any()

@@ -243,3 +243,15 @@ def test_bad_calls_are_refused(kind: str) -> None:
         head(hidden, targets, chunk_size=0)
     with pytest.raises(ValueError, match="max_scratch_bytes"):
         head(hidden, targets, max_scratch_bytes=10)
+
+
+def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
+    hidden, targets = data()
+    for kind, call in (("own", "from_log_probs"), ("swapped", "forward")):
+        head = build(kind)[0]
+        head.vocab_shard = object()
+        with pytest.raises(ValueError, match="vocabulary is split over ranks"):
+            if call == "forward":
+                head._module_loss(hidden, targets, None, None)
+            else:
+                head.from_log_probs(hidden, targets, lambda log_probs: log_probs.sum())

@@ -34,6 +34,15 @@ def test_4_bit_values_are_the_nearest_ones() -> None:
     torch.testing.assert_close(layer.dequantized(torch.float32), expected.view(3, 128))
 
 
+def test_8_bit_values_are_the_nearest_ones() -> None:
+    exact = linear()
+    with torch.no_grad():
+        exact.weight[1] = 0
+    error = (QuantizedLinear(exact, 8).dequantized(torch.float32) - exact.weight).abs()
+    half_a_step = exact.weight.abs().amax(1, keepdim=True) / 127 / 2
+    assert (error <= half_a_step * 1.001).all()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradient(bits, bias) -> None:

@@ -231,6 +231,22 @@ def test_micro_batches_equal_one_batch() -> None:
             torch.testing.assert_close(mean.value, metrics[key].value)
 
 
+def test_micro_batches_of_rloo_equal_one_batch() -> None:
+    mask = next(masks(6))[1]
+    tokens, advantages = random_tokens(mask), some_advantages(6)
+
+    def loss(some, weights, **counts) -> torch.Tensor:
+        return rloo_loss(
+            some.log_probs, weights, some.mask, old_log_probs=some.old, epsilon=0.05, **counts
+        ).loss
+
+    whole = loss(tokens, advantages)
+    parts = [loss(tokens.rows(i), advantages[i], normalizer=6) for i in ([0], [1, 2, 3], [4, 5])]
+    torch.testing.assert_close(sum(parts), whole)
+    narrow = loss(tokens.to(torch.float32), advantages.float())
+    torch.testing.assert_close(narrow.double(), whole, rtol=1e-5, atol=1e-5)
+
+
 def test_the_first_step_has_the_policy_gradient() -> None:
     """Without old log-probabilities the ratio is 1, and its gradient is that of the advantage."""
     mask = next(masks(6))[1]
@@ -266,6 +282,8 @@ def test_float32_equals_float64() -> None:
         single = ours(narrow, some_advantages(6, torch.float32), **options).loss
         assert single.dtype == torch.float32
         torch.testing.assert_close(single.double(), wide, rtol=1e-5, atol=1e-5)
+        (one,), (other,) = gradients(single, narrow.log_probs), gradients(wide, tokens.log_probs)
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_refused() -> None:

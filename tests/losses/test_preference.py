@@ -8,7 +8,17 @@ import torch.nn.functional as F
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.losses.preference import DIVERGENCES, DPO_LOSS_TYPES, dpo_loss, kto_kl, kto_loss
+from ligermodels.losses.policy import grpo_loss, rloo_loss
+from ligermodels.losses.preference import (
+    DIVERGENCES,
+    DPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+)
+from ligermodels.losses.reference_free import cpo_loss, orpo_loss
+from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
 from tests.losses.batches import gradients, masks, random_tokens
 
@@ -171,6 +181,13 @@ def test_micro_batches_equal_one_batch() -> None:
 def test_float32_equals_float64() -> None:
     tokens = random_tokens(next(masks(6))[1])
     narrow = tokens.to(torch.float32)
+    label = torch.arange(6) % 2 == 0
+    for loss_type in KTO_LOSS_TYPES:
+        wide, single = (
+            kto_loss(x.log_probs, x.ref, x.mask, label, 0.2, loss_type=loss_type).loss
+            for x in (tokens, narrow)
+        )
+        torch.testing.assert_close(single.double(), wide, rtol=1e-5, atol=1e-5)
     for options in DPO_OPTIONS:
         wide, single = our_dpo(tokens, **options).loss, our_dpo(narrow, **options).loss
         assert single.dtype == torch.float32
@@ -184,20 +201,48 @@ def test_float32_equals_float64() -> None:
 
 
 def test_gradients_through_the_head() -> None:
-    """The loss over the head's log-probabilities equals autograd over whole logits in float64."""
+    """Losses of the head's log-probabilities equal autograd over whole logits in float64.
+
+    Also where the loss is computed group by group, in the forward of the head.
+    """
     torch.manual_seed(0)
     head = LossHead(8, 13, softcap=3.0).double()
     hidden = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(13, (4, 5))
     mask = next(masks(4, 5))[1]
+    targets = torch.where(mask, ids, -100)
     ref = torch.where(mask, -torch.rand(4, 5, dtype=torch.float64), 0.0)
-    log_probs, _ = head.log_probs(hidden, torch.where(mask, ids, -100), chunk_size=3)
-    plain = F.log_softmax(head.logits(hidden), -1).gather(-1, ids[..., None])[..., 0]
-    for name in ("sigmoid", "exo_pair", "sft"):
-        ours = dpo_loss(log_probs, ref, mask, loss_type=name, **SMOOTHED).loss
-        expected = dpo_loss(plain * mask, ref, mask, loss_type=name, **SMOOTHED).loss
-        leaves = hidden, head.weight
-        torch.testing.assert_close(gradients(ours, *leaves), gradients(expected, *leaves))
+    label, advantages = torch.tensor([True, False, True, True]), torch.randn(4).double()
+    rows, tokens = {"normalizer": 4}, {"normalizer": mask.sum()}
+    pairs = {"normalizer": 2, "token_normalizer": mask.sum()}
+    of_pairs = [
+        lambda p, i, n=name: dpo_loss(p, ref[i], mask[i], loss_type=n, **SMOOTHED, **pairs)
+        for name in ("sigmoid", "exo_pair", "sft")
+    ]
+    of_pairs += [
+        lambda p, i: orpo_loss(p, mask[i], **pairs),
+        lambda p, i: cpo_loss(p, mask[i], loss_type="simpo", **pairs),
+    ]
+    of_rows = [
+        lambda p, i: kto_loss(p, ref[i], mask[i], label[i], 0.2, **rows),
+        lambda p, i: grpo_loss(p, advantages[i], mask[i], ref_log_probs=ref[i], beta=0.1, **tokens),
+        lambda p, i: rloo_loss(p, advantages[i], mask[i], old_log_probs=ref[i], **rows),
+        lambda p, i: sft_loss(p, mask[i], loss_type="dft", **tokens),
+    ]
+    plain = F.log_softmax(head.logits(hidden), -1).gather(-1, ids[..., None])[..., 0] * mask
+    whole, leaves = slice(0, 4), (hidden, head.weight)
+    log_probs, _ = head.log_probs(hidden, targets, chunk_size=3)
+    for loss in of_pairs + of_rows:
+        expected, made = loss(plain, whole).loss, [loss(log_probs, whole).loss]
+        if loss in of_rows:  # the others want all chosen rows before all rejected ones
+
+            def of_group(tokens, sequences, loss=loss):
+                return loss(tokens.log_probs, sequences).loss
+
+            made.append(head.from_log_probs(hidden, targets, of_group, chunk_size=10))
+        for found in made:
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(gradients(found, *leaves), gradients(expected, *leaves))
 
 
 def test_what_is_refused() -> None:

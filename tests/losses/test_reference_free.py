@@ -129,6 +129,8 @@ def test_float32_equals_float64() -> None:
         single = our_loss(name, narrow.log_probs, tokens.mask, **options).loss
         assert single.dtype == torch.float32
         torch.testing.assert_close(single.double(), wide, rtol=1e-5, atol=1e-5)
+        (one,), (other,) = gradients(single, narrow.log_probs), gradients(wide, tokens.log_probs)
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_refused() -> None:

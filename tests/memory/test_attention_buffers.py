@@ -46,3 +46,4 @@ def test_kernels_without_a_gpu() -> None:
     assert sdpa_backend(32, 8, 128, torch.bfloat16) == SDPBackend.CUDNN_ATTENTION
     assert sdpa_backend(16, 16, 256, torch.bfloat16) == SDPBackend.FLASH_ATTENTION
     assert sdpa_backend(16, 16, 64, torch.float32) == SDPBackend.EFFICIENT_ATTENTION
+    assert sdpa_backend(16, 8, 64, torch.float32) == SDPBackend.MATH

@@ -14,6 +14,7 @@ from ligermodels.memory import fit
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.auto import families
+from tests.memory.test_simulate import Crossed
 from tests.models.pairs import tiny_model
 from tests.tiny_models import random_model
 
@@ -25,7 +26,14 @@ def small(layers: int = 3) -> LigerLlama:
     return tiny_model(num_hidden_layers=layers, max_position_embeddings=512)
 
 
-@pytest.mark.parametrize("family", sorted(families()))
+# One family of each kind of block; the long run has them all.
+BLOCKS = ("gemma2", "gemma3_text", "llama", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [x if x in BLOCKS else pytest.param(x, marks=pytest.mark.long) for x in sorted(families())],
+)
 def test_the_least_bytes_are_enough_and_one_byte_less_is_not(family: str) -> None:
     model = random_model(family, num_hidden_layers=2)
     planner = Planner(model, 10**9)
@@ -43,8 +51,8 @@ def test_a_plan_fits_and_more_bytes_are_never_slower() -> None:
     least, most = planner.least_bytes(4, 128), planner.plan(4, 128).prediction
     assert most is not None and not planner.plan(4, 128).recomputes
     times = []
-    for step in range(8):
-        planner.budget = least + step * (most.peak_bytes - least) // 6
+    for step in range(6):
+        planner.budget = least + step * (most.peak_bytes - least) // 4
         plan = planner.plan(4, 128)
         said = plan.prediction
         assert said is not None and said.peak_bytes + said.reserve_bytes <= planner.budget
@@ -69,7 +77,7 @@ def test_a_plan_changes_no_gradient() -> None:
 
 
 def test_plans_are_deterministic_and_survive_json() -> None:
-    model = small()
+    model = small(2)
     budget = Planner(model, 10**9).least_bytes(4, 128) * 5 // 4
     plan = model.plan_memory(4, 128, budget)
     assert plan == copy.deepcopy(model).plan_memory(4, 128, str(budget))
@@ -95,13 +103,13 @@ def test_what_the_step_consists_of_counts() -> None:
 
 
 def test_the_largest_batch_and_length_fit() -> None:
-    model = small()
-    budget = Planner(model, 10**9).least_bytes(8, 128)
+    model = small(1)
+    budget = Planner(model, 10**9).least_bytes(4, 128)
     batch = model.largest_batch(128, budget)
-    assert batch == 8
-    length = model.largest_seq(8, budget)
+    assert batch == 4
+    length = model.largest_seq(4, budget)
     assert 125 <= length <= 128
-    model.plan_memory(8, length, budget)
+    model.plan_memory(4, length, budget)
     assert model.largest_batch(128, "10kB") == 0
 
 
@@ -191,3 +199,17 @@ def test_impossible_requests_are_refused(
     model = tiny_model()
     with pytest.raises(ConfigError, match=complaint):
         model.plan_memory(batch, seq, **{"budget": "1GiB", **options})
+
+
+def test_the_memory_of_cross_attention_is_counted() -> None:
+    model = Crossed(LlamaConfig(vocab_size=97, hidden_size=32, num_attention_heads=4))
+    short, long = (Planner(model, "1GiB", memory_seq=keys).least_bytes(4, 16) for keys in (8, 520))
+    assert long - short > 2 * (512 * 4 * 20 * 4)  # the memory, its gradient, keys and values
+    assert model.plan_memory(4, 16, "1GiB", memory_seq=8).prediction is not None
+    for wrong in (0, 2.5, True):
+        with pytest.raises(ConfigError, match=f"memory_seq={wrong}; expected an integer of 1"):
+            Planner(model, "1GiB", memory_seq=wrong)
+    with pytest.raises(ConfigError, match="memory_seq=8, but no layer of LigerLlama attends to a"):
+        Planner(small(), "1GiB", memory_seq=8)
+    with pytest.raises(ValueError, match=r"memory is None; .* pass memory_seq= to plan_memory"):
+        model.plan_memory(4, 16, "1GiB")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.layers import Attention, CrossAttention, RMSNorm, pre_norm
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -81,6 +83,39 @@ def test_a_step_on_the_cpu(family, case) -> None:
         assert made.product_flops == phase.work.product_flops
         # The real step also looks at its targets.
         assert made.moved_bytes == pytest.approx(phase.work.moved_bytes, rel=0.02, abs=2000)
+
+
+class Crossed(LigerLlama):
+    """Each layer also attends to a memory."""
+
+    def make_block(self, layer_index: int) -> torch.nn.Module:
+        return CrossedBlock(self.config.hidden_size, layer_index)
+
+
+class CrossedBlock(torch.nn.Module):
+    def __init__(self, hidden: int, index: int) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList([RMSNorm(hidden), RMSNorm(hidden)])
+        self.self_attn = Attention(hidden, 4, layer_index=index)
+        self.cross_attn = CrossAttention(hidden, 4, 2, memory_size=20)
+
+    def forward(self, x, residual, context):
+        x, residual = self.self_attn(pre_norm(self.norms[0], x, residual), context)
+        normed = pre_norm(self.norms[1], x, residual)
+        return self.cross_attn(normed, context.memory, context.memory_mask)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_step_with_a_memory(keep) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+    model = Crossed(LlamaConfig(vocab_size=VOCAB, **sizes))
+    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    memory = torch.randn(BATCH, 70, 20, requires_grad=True)
+    simulated = simulate(model, BATCH, SEQ, device=CPU, memory_seq=70)
+    real = real_step(model, memory=memory)
+    assert memory.grad is not None
+    assert bytes_of(simulated) == bytes_of(real)
+    assert simulated.backward.product_flops == real.backward.product_flops
 
 
 def bytes_of(made) -> tuple[object, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
 from ligermodels.layers import (
@@ -141,6 +144,23 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
         for given in ({}, {"labels": labels}):
             with pytest.raises(IndexError, match=f"input_ids: token {outside} is outside"):
                 tiny_model()(ids, **given)
+
+
+def test_compiled_code_takes_no_negative_id() -> None:
+    """Inductor may count it from the end, so it becomes one beyond the end."""
+    compiled = torch.compile(tiny_model(), backend="aot_eager", fullgraph=True)
+    ids, _ = tokens(1, 8)
+    assert compiled(ids).isfinite().all()
+    ids[0, 4] = -1
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(ids)
+
+
+def test_positions_of_any_value_are_numbers() -> None:
+    ids, _ = tokens(1, 8)
+    for first in (-(2**63), -1, 2**31, 2**40, 2**63 - 8):
+        positions = torch.arange(8).unsqueeze(0) + first
+        assert tiny_model()(ids, position_ids=positions).isfinite().all()
 
 
 def test_ids_of_an_embedding_that_has_grown_are_fine() -> None:
@@ -474,19 +494,27 @@ def test_a_block_that_is_no_module_is_named() -> None:
         Empty(LlamaConfig.small())
 
 
-class Looped(LigerLlama):
+@dataclass(kw_only=True)
+class LoopedConfig(LlamaConfig):
+    model_type = "looped"
+
+
+class Looped(DecoderModel):
     """A decoder that runs all of its layers twice, arXiv:1807.03819."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    config_class = LoopedConfig
+    make_block = LigerLlama.make_block
+
+    def __init__(self, config: LoopedConfig) -> None:
         super().__init__(config)
+        self.build(norm=RMSNorm(config.hidden_size))
         self.layers = torch.nn.ModuleList([*self.layers, *self.layers])
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_layers_that_run_several_times_generate_with_a_cache(window: int | None) -> None:
     torch.manual_seed(0)
-    model, ids = Looped(LlamaConfig(**TINY)), tokens()[0]
-    assert len([*model.parameters()]) == len([*LigerLlama(LlamaConfig(**TINY)).parameters()])
+    model, ids = Looped(LoopedConfig(**TINY)), tokens()[0]
     for layer in model.layers:
         layer.self_attn.sliding_window = window
     model.initialize_weights()
@@ -497,12 +525,22 @@ def test_layers_that_run_several_times_generate_with_a_cache(window: int | None)
     assert torch.equal(found, expected)
 
 
+def test_layers_that_run_several_times_are_saved_once(tmp_path: Path) -> None:
+    model, ids = Looped(LoopedConfig(**TINY)), tokens()[0]
+    model.save_hf(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {name for name, _ in model.named_parameters()}
+    again = Looped.from_hf(tmp_path)
+    assert again.layers[0] is again.layers[3] and torch.equal(again(ids), model(ids))
+
+
 def test_layers_that_run_several_times_train_under_every_memory_plan() -> None:
-    model, (ids, labels) = Looped(LlamaConfig(**TINY)), tokens()
+    model, (ids, labels) = Looped(LoopedConfig(**TINY)), tokens()
     step(model, ids, labels=labels)
     expected = gradients(model)
-    for keep in KEEPS:
-        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    plans = [MemoryPlan.uniform(len(model.layers), keep) for keep in KEEPS]
+    for plan in (*plans, model.plan_memory(*ids.shape, "1GiB")):
+        model.set_memory_plan(plan)
         step(model, ids, labels=labels)
         for name, grad in gradients(model).items():
             torch.testing.assert_close(grad, expected[name])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ligermodels.layers import LayerNorm
+from ligermodels.models import kernel_report
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.models.pairs import tiny_model, tokens
@@ -94,3 +96,10 @@ def test_blocks_from_outside_are_unknown() -> None:
     report = model.kernels()
     assert report[fused] == "fused; unknown in Odd"
     assert report["modules from outside"] == "unknown (the code of Odd decides)"
+
+
+def test_the_ops_are_those_of_the_layers() -> None:
+    assert list(kernel_report._ops(torch.nn.Sequential(LayerNorm(8)))) == [
+        *("layer_norm", "add_layer_norm", "cross_entropy")
+    ]
+    assert list(kernel_report._ops(torch.nn.Linear(2, 2))) == ["cross_entropy"]

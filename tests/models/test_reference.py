@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.reference import Int8Linear, adapters_off, frozen_copy, token_log_probs
+from ligermodels.models.reference import WithoutAdapters, adapters_off, frozen_copy, token_log_probs
 from tests.tiny_models import VOCAB, random_model
 
 
@@ -55,6 +56,16 @@ def test_adapters_off() -> None:
         pass
 
 
+def test_a_model_without_its_adapters() -> None:
+    model, ids = random_model("llama"), some_ids()
+    before = model(ids)
+    model.layers[0].mlp.down_proj = LoraLinear(model.layers[0].mlp.down_proj, rank=2)
+    torch.nn.init.ones_(model.layers[0].mlp.down_proj.lora_b)
+    assert not torch.equal(model(ids), before)
+    assert torch.equal(WithoutAdapters(model)(ids), before)
+    assert not model.layers[0].mlp.down_proj.disable_adapters
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has a tied head
 def test_frozen_copies(family: str) -> None:
     model, ids = random_model(family), some_ids()
@@ -76,25 +87,11 @@ def test_frozen_copies(family: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.0)
-    linears = [m for m in frozen.layers.modules() if isinstance(m, Int8Linear)]
+    linears = [m for m in frozen.layers.modules() if isinstance(m, QuantizedLinear)]
     assert len(linears) == 12 and not any(type(m) is nn.Linear for m in frozen.layers.modules())
-    assert linears[0].weight.dtype == torch.int8
+    assert linears[0].codes.dtype == torch.int8
     with pytest.raises(ConfigError, match="dtype: 'int4' is not one of float32"):
         frozen_copy(model, "int4")
-
-
-def test_int8_linear() -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(6, 4)
-    with torch.no_grad():
-        linear.weight[1] = 0
-    x = torch.randn(3, 5, 6)
-    small = Int8Linear(linear, torch.float32)
-    half_a_step = linear.weight.abs().amax(1) / 127 / 2
-    error = (small.weight * small.scale[:, None] - linear.weight).abs()
-    assert (error <= half_a_step[:, None] * 1.001).all()
-    torch.testing.assert_close(small(x), linear(x), atol=0.02, rtol=0)
-    assert small(x)[..., 1].eq(linear.bias[1]).all()
 
 
 class Kept:

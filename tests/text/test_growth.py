@@ -103,3 +103,8 @@ def test_the_table_of_a_sentencepiece_model_is_found(tmp_path):
     assert growth_of_charsmap(table_of(b"y" * 300)) == 300
     assert growth_of_charsmap(b"") == 1
     assert len(Tokenizer.from_hf(tmp_path).encode("\ufdfa", add_special_tokens=False)) > 10
+
+
+def test_what_no_library_reads_does_not_grow():
+    assert growth_of({"type": "Precompiled", "precompiled_charsmap": "a"}) == 1
+    assert growth_of({"type": "TemplateProcessing", "single": [{}, {}, {}]}) == 3

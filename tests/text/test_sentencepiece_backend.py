@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -10,6 +11,7 @@ import tokenizers
 
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
+from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from tests.text.folders import LINES, SLOW, TEXTS, added, assert_same, configure
 
 
@@ -156,3 +158,17 @@ def test_damaged_sentencepiece_files_are_named(spm, tmp_path, subtests):
             with pytest.raises(CheckpointError) as caught:
                 Tokenizer.from_hf(tmp_path)
             assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+def test_a_fault_of_the_package_names_the_file():
+    def encode(fault):
+        def raises(text):
+            raise fault
+
+        backend = SimpleNamespace(path="a/tokenizer.model")
+        return SentencePieceBackend._pieces(backend, SimpleNamespace(encode=raises), "text")
+
+    with pytest.raises(CheckpointError, match=r"^a/tokenizer.model: .*: no piece$"):
+        encode(RuntimeError("no piece\nat all"))
+    with pytest.raises(MemoryError):
+        encode(MemoryError())

@@ -149,3 +149,22 @@ def test_quantised_models_train_and_are_merged_into_the_checkpoints_weights(chec
     torch.testing.assert_close(loss_of(model), loss_of(exact), rtol=0.01, atol=0)
     add_adapters(model, LoraOptions(2, 4.0))
     assert same(merged(model).state_dict(), exact.state_dict())
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_model_without_its_adapters_is_the_reference(checkpoint, tmp_path, loss):
+    pairs = tmp_path / "pairs.jsonl"
+    records = [
+        {"prompt": f"{i}:", "chosen": " yes" * (1 + i % 3), "rejected": " no"} for i in range(8)
+    ]
+    pairs.write_text("\n".join(map(json.dumps, records)))
+    options = {"loss": loss, "lora": "r=2", "max_steps": 3, "separator": None, **RATE}
+    metrics = []
+    for reference in ("file", "adapters-off", "float32"):
+        folder = tmp_path / reference
+        run(checkpoint, pairs, folder, reference=reference, **options)
+        metrics.append([{k: v for k, v in m.items() if "_per_" not in k} for m in timeless(folder)])
+    for other in metrics[1:]:
+        for ours, theirs in zip(metrics[0], other, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert metrics[0][1]["loss"] != metrics[0][3]["loss"]

@@ -30,7 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(path / "model")
     words = "cat dog bird fish".split()
     records = [
-        {"prompt": f"{a} {i}:", "chosen": f" {a}" * (1 + i % 3), "rejected": f" {b}"}
+        {
+            "prompt": f"{a} {i}:",
+            "chosen": f" {a}" * (1 + i % 3),
+            "rejected": f" {b}",
+            "completion": f" {a}",  # for sft
+        }
         for i in range(6)
         for a, b in zip(words, words[1:] + words[:1])
     ]
@@ -236,3 +241,23 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="ld_alpha: only for the losses dpo"):
         run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "orpo"])
+def test_what_layers_add_to_the_loss_is_kept(folder: Path, tmp_path: Path, loss: str) -> None:
+    """The micro-batches of a step add their shares of it."""
+    options = {"loss_type": "focal"} if loss == "sft" else {}
+    trainer = with_reference(trainer_of(folder, loss, 2, 3, **options), folder, tmp_path)
+    batches, _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    normalizers = trainer._normalizers(batches)
+    call = trainer.call
+
+    def total(auxiliary: float | None) -> float:
+        def answer(batch, **options):
+            extra = None if auxiliary is None else torch.tensor(auxiliary)
+            return call(batch, **options)._replace(auxiliary_loss=extra)
+
+        made = [trainer.objective.loss(answer, batch, **normalizers) for batch in batches]
+        return sum(part.loss.item() for part in made)
+
+    assert total(0.5) == pytest.approx(total(None) + 0.5, rel=1e-5)

@@ -89,7 +89,7 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
 def grpo_trainer(folder: Path, size: int, count: int, **options):
     reward = f"{folder / 'rewards.py'}:{options.pop('function', 'vowels')}"
     trainer = trainer_of(folder, "grpo", size, count, reward_function=reward, **SETTINGS | options)
-    trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], folder, "base")
+    trainer.objective.load(trainer.model)
     return trainer
 
 

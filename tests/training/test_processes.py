@@ -40,6 +40,7 @@ SIZES: dict[str, Any] = {
 
 
 LOSSES = ("dpo", "kto", "orpo")
+REWARDS = f"{__name__}:rewards"
 
 
 def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
@@ -113,24 +114,29 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     finetune(
         pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
     )
+    finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
+    shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
-    for name in ("two", "from alone"):
+    for name in ("two", "from alone", "split"):
         with subtests.test(name):
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in (*LOSSES, "dpo even"):
+    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo"):
         with subtests.test(loss):
             one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
             logged = metrics(one)
             assert logged.keys() == metrics(two).keys()
             for key, values in metrics(two).items():
+                if loss == "grpo" and key.startswith(("eval_", "targets")):
+                    continue  # each rank samples its own part of an evaluation
                 assert values == pytest.approx(logged[key], rel=1e-4, abs=1e-5), key
             expected_of_one = weights(one)
             for key, value in weights(two).items():
                 torch.testing.assert_close(value, expected_of_one[key], rtol=1e-4, atol=2e-6)
+    assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
     with subtests.test("a process resumes the run of two"):
         back_to(tmp_path / "two", 2)
         one = options(tmp_path, "two", resume=True)
@@ -144,8 +150,10 @@ def cases(ranks: int) -> dict[str, Case]:
         "a run, and again from its middle": run_twice,
         "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
+        "rows that both compute": split_rows,
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
+        "copies and samples on two ranks": copies_and_samples,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
     }
@@ -195,6 +203,16 @@ def resume_alone(number: int, folder: Path) -> dict[str, float]:
     return {"steps": abs(finetune(config, progress=False).steps - 4)}
 
 
+def split_rows(number: int, folder: Path) -> dict[str, float]:
+    """Context parallelism makes the steps of one process."""
+    changes: dict[str, Any] = {"context_parallel": 2, "gradient_accumulation_steps": 2}
+    config = options(folder.parent, "split", **changes)
+    result = finetune(config, progress=False)
+    with pytest.raises(ConfigError, match="context_parallel: 3 processes for each row, but 2 run"):
+        finetune(options(folder.parent, "odd", context_parallel=3), progress=False)
+    return {"steps": abs(result.steps - 4)}
+
+
 def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
     """Two ranks share out three batches. With two, they also compute the reference's file."""
     root = folder.parent
@@ -206,14 +224,35 @@ def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
 
 def refused(number: int, folder: Path) -> dict[str, float]:
     """A loss that needs one process says so, and writes nothing."""
-    reward = {"reward_function": f"{__name__}:make_pairs", "max_completion_length": 8}
     for loss, reason, changes in (
-        ("grpo", "one process samples", {**reward, "batch_size": 8}),
-        ("dpo", "the reference int8 is a copy", {"reference": "int8"}),
+        ("sft", "loss: sft cannot run in 2 .*: Medusa's heads", {"medusa_heads": 1}),
+        ("dpo", "reference: 8-bit weights are not spread", {"reference": "int8"}),
     ):
-        with pytest.raises(ConfigError, match=f"loss: {loss} cannot run in 2 .*: {reason}"):
+        with pytest.raises(ConfigError, match=reason):
             finetune(pairs(folder.parent, "refused", loss, **changes), progress=False)
     return {"files": float((folder.parent / "refused" / "run.json").exists())}
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    """Return the share of letters in each completion."""
+    return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
+
+
+def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
+    """Return a run whose steps sample four completions of each of two prompts."""
+    sampling = {"num_generations": 4, "max_completion_length": 6, "reward_function": REWARDS}
+    common = {"batch_size": 4, "beta": 0.1, "reference": "float32", "max_steps": 2}
+    return pairs(folder, name, "grpo", **{"save_steps": 0} | sampling | common | changes)
+
+
+def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
+    """A frozen copy gives what the file gives, and two ranks sample what one samples."""
+    root = folder.parent
+    copied = {"reference": "float32", "gradient_accumulation_steps": 1, "save_steps": 0}
+    config = grpo(root, "grpo two", gradient_accumulation_steps=1, max_eval_rows=3)
+    results = [finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)]
+    results += [finetune(config, progress=False)]
+    return {"rewards": float(not 0 <= results[1].eval_after["eval_reward"] <= 1)}
 
 
 def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]:

@@ -263,3 +263,12 @@ def test_the_curve_is_a_picture(folder):
     ]
     assert plot_losses(metrics, folder.loss_plot)
     assert folder.loss_plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_in_the_place_of_the_export_is_named(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "run.json").write_text("{}")
+    run.model_dir.write_text("mine")
+    with pytest.raises(LigerError, match="model: this is not a folder; move it away"):
+        run.check(True, False, [])

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, SaveError
 from ligermodels.models.parts import Part
+from ligermodels.training import sharded_checkpoints
 from ligermodels.training.sharded_checkpoints import FACTS, Stored, facts_of, read, remove, write
 
 WEIGHT = torch.arange(24.0).reshape(6, 4)
@@ -69,3 +71,16 @@ def test_damage_and_other_tensors_are_found(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'files'"):
         read(folder, whole(weight, bias))
     assert not weight.any() and not bias.any()
+
+
+def test_errors_of_torchs_checkpoints_are_ours_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fault = OSError("no room\nat all")
+    for number, error in ((0, fault), (1, CheckpointException("save", {1: (fault, None)}))):
+        monkeypatch.setattr(sharded_checkpoints, "rank", lambda number=number: number)
+        with pytest.raises(SaveError, match=r"^run/step-1: no room$") as raised:
+            with sharded_checkpoints._quiet(SaveError, "run/step-1"):
+                raise error
+        assert raised.value.is_repeated == (number == 1)
+    assert sharded_checkpoints._hash(tmp_path / "missing") is None

@@ -1,4 +1,8 @@
-"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test."""
+"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test.
+
+tests/attack uses this module with older versions of ligermodels, too: at its head it imports public
+names alone.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ligermodels import AutoLiger, LigerLlama, LlamaConfig
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import finetune
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
@@ -65,6 +67,8 @@ def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
 
 
 def options(checkpoint, text, output_dir, **changes):
+    from ligermodels.training.config import FinetuneConfig
+
     given = {
         "model": checkpoint,
         "train_files": [text],
@@ -80,6 +84,8 @@ def options(checkpoint, text, output_dir, **changes):
 
 
 def run(*args, **changes):
+    from ligermodels.training.finetune import finetune
+
     return finetune(options(*args, **changes), progress=False)
 
 

@@ -91,12 +91,13 @@ def test_float16_gradients_for_any_class_weights(float32_place, name, cut, label
     options = {"label_smoothing": label_smoothing}
     errors = {}
     # With a width larger than the rows, the head keeps the gradient of the logits for backward.
-    for width in (WIDTH, TOKENS + 8):
+    tokens = 10 if cut == "columns" else TOKENS  # Columns are slow in the interpreter.
+    for width in (WIDTH, tokens + 8):
         hidden, weight = (
             random(rows, width, seed=seed, scale=0.3).half().to(place.device)
-            for rows, seed in ((TOKENS, 1), (CLASSES, 2))
+            for rows, seed in ((tokens, 1), (CLASSES, 2))
         )
-        targets = targets_for((TOKENS,), CLASSES).to(place.device)
+        targets = targets_for((tokens,), CLASSES).to(place.device)
         made = {"hidden": hidden, "weight": weight, "targets": targets}
         made |= {"class_weights": class_weights}
         cuts = {"one chunk": {}, "rows": {"chunk_size": 9}}

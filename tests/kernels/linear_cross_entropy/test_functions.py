@@ -20,6 +20,9 @@ ROWS, WIDTH, VOCAB = 23, 14, 51
 WIDE = 40
 """A width larger than ROWS. A single chunk then keeps the gradient of its logits for backward."""
 
+FEW = ((7,), 5, 17)
+"""Shape, width and vocabulary for the least budget, under which the pieces are smallest."""
+
 CUTS = {
     "one chunk": (WIDTH, None),
     "several chunks": (WIDTH, 9),

@@ -16,7 +16,14 @@ from tests.kernels import formulas, test_cross_entropy
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy import test_functions
-from tests.kernels.linear_cross_entropy.test_functions import ROWS, VOCAB, WIDTH, on, small_budget
+from tests.kernels.linear_cross_entropy.test_functions import (
+    FEW,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    on,
+    small_budget,
+)
 from tests.kernels.test_cross_entropy import CONSTANT
 from tests.pairwise import pairwise
 
@@ -127,8 +134,9 @@ def test_of_a_head(place, name, request_, chunk_size) -> None:
 
 @pytest.mark.parametrize("extra", [0, 12])
 def test_budgets_without_an_accumulator(float32_place, extra) -> None:
-    rows = WIDTH + 2
-    made = asked("everything", test_functions.inputs((rows,), name="softcap"), rows=rows)
+    shape, width, vocab = ((WIDTH + 2,), WIDTH, VOCAB) if extra else FEW
+    made = test_functions.inputs(shape, width, vocab, name="softcap")
+    made = asked("everything", made, rows=shape[0], vocab=vocab)
     budget = small_budget(made, float32_place, extra, linear_cross_entropy, reduction="none")
     compare(ours, formula, made | {"max_scratch_bytes": budget}, float32_place)
 

@@ -1,0 +1,313 @@
+"""QLoRA of Llama-3-8B on one GPU, beside PEFT and TRL on transformers: python -m benchmarks.qlora
+
+The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Each linear has a
+LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
+process. The time is the median of the steps, and the memory is the peak of allocated bytes.
+--dequantize times the conversion of one weight alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, table, write
+
+OURS, PEFT, LIGER = "ligermodels", "peft", "peft + liger"
+TRL = "trl + peft"
+# Name of a row -> the implementation, and what is recomputed: every block, or what the plan says.
+ROWS: dict[str, tuple[str, str]] = {
+    "ligermodels": (OURS, "plan"),
+    "ligermodels, every block recomputed": (OURS, "blocks"),
+    "ligermodels 8bit": (OURS, "plan"),
+    "peft + transformers, every block recomputed": (PEFT, "blocks"),
+    "peft + transformers + liger, every block recomputed": (LIGER, "blocks"),
+    "trl + peft + transformers, every block recomputed": (TRL, "blocks"),
+    "peft + transformers + liger": (LIGER, "nothing"),
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}
+
+
+def native(device: str, tiny: bool) -> Any:
+    """Return a random model in bfloat16, which is built on the device."""
+    from ligermodels import LigerLlama, LlamaConfig
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            changes: dict[str, Any] = TINY if tiny else {}
+            return LigerLlama(LlamaConfig.preset("llama-3-8b", **changes))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
+    from ligermodels.training.adapters import add_adapters, quantize
+    from ligermodels.training.lora_options import LoraOptions
+    from ligermodels.training.memory import planner
+
+    model = native(device, tiny)
+    quantize(model, 8 if "8bit" in row else 4, torch.device(device))
+    add_adapters(model, LoraOptions(16, 32.0))
+    if recomputes == "blocks":
+        model.activation_checkpointing_enable()
+    elif device == "cuda":
+        torch.cuda.empty_cache()
+        plan = planner(model, "auto", precision="bf16-mixed").plan(batch, seq)
+        print(plan, file=sys.stderr)
+        model.set_memory_plan(plan)
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return model(ids, labels=ids).loss
+
+    return model, loss
+
+
+def hf_model(device: str, tiny: bool) -> Any:
+    """Return transformers' model, whose linears bitsandbytes keeps in NF4 as its integration does.
+
+    Their scales are quantised, too.
+    """
+    import bitsandbytes as bnb
+    import transformers
+
+    from ligermodels.integrations.hf_model import LigerForCausalLM
+
+    with torch.device("meta"):
+        config = LigerForCausalLM.from_native(native("meta", tiny)).config
+    config._attn_implementation = "sdpa"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    kind = {"quant_type": "nf4", "compress_statistics": True}
+    for name, linear in [*model.model.layers.named_modules()]:
+        if isinstance(linear, torch.nn.Linear):
+            size = linear.in_features, linear.out_features
+            with torch.device("meta"):
+                made = bnb.nn.Linear4bit(*size, bias=False, compute_dtype=torch.bfloat16, **kind)
+            weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **kind)
+            made.weight = weight.to(device)  # quantises it
+            owner, _, last = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(owner), last, made)
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def lora_config() -> Any:
+    import peft
+
+    return peft.LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+
+def theirs(kind: str, recomputes: str, device: str, tiny: bool) -> Any:
+    import peft
+
+    if kind == LIGER:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    model = peft.get_peft_model(hf_model(device, tiny), lora_config())
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # as TRL does for models of 4 bits
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if recomputes == "blocks":
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    return model, loss
+
+
+def run_loop(
+    model: Any, loss_of: Callable[..., torch.Tensor], batch: int, seq: int, steps: int, device: str
+) -> tuple[list[float], float]:
+    """Return the milliseconds of each step after two, and the last loss."""
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    times = []
+    for step in range(steps + 2):
+        ids = torch.randint(1000, (batch, seq), device=device)
+        if step == 2 and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _wait(device)
+        start = time.perf_counter()
+        loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        _wait(device)
+        if step >= 2:
+            times.append(1e3 * (time.perf_counter() - start))
+    return times, loss.item()
+
+
+def run_trl(batch: int, seq: int, steps: int, device: str, tiny: bool) -> tuple[list[float], float]:
+    import transformers
+    import trl
+
+    from benchmarks.trl import data, tokenizer
+
+    times: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        last = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _wait(device)
+            now = time.perf_counter()
+            if state.global_step == 2 and device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            elif state.global_step > 2:
+                times.append(1e3 * (now - self.last))
+            self.last = now
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = trl.SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=batch,
+            max_steps=steps + 2,
+            max_length=seq,
+            learning_rate=1e-4,
+            optim="adamw_torch_fused",
+            bf16=True,
+            logging_steps=steps + 2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=device == "cpu",
+        )
+        trainer = trl.SFTTrainer(
+            model=hf_model(device, tiny),
+            args=arguments,
+            train_dataset=data("SFT", batch, seq, steps + 2),
+            processing_class=tokenizer(),
+            callbacks=[Clock()],
+            peft_config=lora_config(),
+        )
+        trainer.train()
+    return times, trainer.state.log_history[0]["loss"]
+
+
+def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool) -> dict[str, Any]:
+    kind, recomputes = ROWS[row]
+    torch.manual_seed(0)
+    if kind == TRL:
+        times, loss = run_trl(batch, seq, steps, device, tiny)
+    else:
+        if kind == OURS:
+            model, loss_of = ours(row, recomputes, batch, seq, device, tiny)
+        else:
+            model, loss_of = theirs(kind, recomputes, device, tiny)
+        times, loss = run_loop(model, loss_of, batch, seq, steps, device)
+    found = {"row": row, "ms": statistics.median(times), "ms spread": max(times) - min(times)}
+    found["tokens/s"] = batch * seq / found["ms"] * 1e3
+    if device == "cuda":
+        found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return found | {"last loss": loss}
+
+
+def dequantize_times(device: str) -> list[dict[str, Any]]:
+    """Time the conversion of gate_up's weight to bfloat16, by this library and by others."""
+    from benchmarks.common import device_times
+    from ligermodels.layers import QuantizedLinear
+
+    linear = torch.nn.Linear(4096, 28672, bias=False, device=device, dtype=torch.bfloat16)
+    layer = QuantizedLinear(linear, 4)
+    calls: dict[str, Callable[[], Any]] = {OURS: lambda: layer.dequantized(torch.bfloat16)}
+    try:
+        from bitsandbytes import functional as bnb
+
+        packed, state = bnb.quantize_nf4(linear.weight.data, compress_statistics=True)
+        calls["bitsandbytes"] = lambda: bnb.dequantize_4bit(packed, state)
+    except (ImportError, RuntimeError) as error:
+        print(f"bitsandbytes: {error}", file=sys.stderr)
+    try:
+        from torchao.dtypes.nf4tensor import to_nf4
+
+        weight = to_nf4(linear.weight.data)
+        calls["torchao"] = weight.get_original_weight
+    except (ImportError, RuntimeError) as error:
+        print(f"torchao: {error}", file=sys.stderr)
+    rows = []
+    for name, call in calls.items():
+        error = (call().float() - linear.weight.float()).norm() / linear.weight.float().norm()
+        milliseconds = statistics.median(device_times(call)) if device == "cuda" else 0.0
+        rows.append({"conversion": name, "ms": milliseconds, "relative error": error.item()})
+    return rows
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for qlora.json")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=120, help="seconds for each row")
+    parser.add_argument("--rows", nargs="+", type=int, default=[*range(len(ROWS))])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the code")
+    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--only")
+    given = parser.parse_args()
+    if given.dequantize:
+        print(table(dequantize_times(given.device), ["conversion", "ms", "relative error"]))
+        return
+    if given.only:
+        sizes = given.batch, given.seq, given.steps
+        print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
+        return
+    rows = []
+    for row in [list(ROWS)[index] for index in given.rows]:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.qlora",
+            "--only",
+            row,
+            "--device",
+            given.device,
+        ]
+        command += ["--batch", str(given.batch), "--seq", str(given.seq)]
+        command += ["--steps", str(given.steps), *(["--tiny"] if given.tiny else [])]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
+            said = "no time" if isinstance(error, subprocess.TimeoutExpired) else done.stderr
+            last = (said.strip().splitlines() or ["no output"])[-1][:160]
+            rows.append({"row": row, "ms": "failed", "why": last})
+        print(rows[-1], flush=True)
+        write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
+    columns = ["row", "ms", "ms spread", "tokens/s", "peak GiB", "last loss", "why"]
+    print(table(rows, columns))
+
+
+if __name__ == "__main__":
+    main()

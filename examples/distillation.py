@@ -1,0 +1,97 @@
+"""Teach a model of half the layers what the whole model says, beside training on text alone.
+
+    python examples/distillation.py build/smollm2 --output-dir runs/distillation
+
+The student begins with every second layer of its teacher. It is trained twice on a novel, with the
+same batches in the same order: on its text alone, and with the teacher. The run prints the held-out
+loss of the next token before, and after each.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+
+from ligermodels import AutoLiger
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.finetune import finetune
+
+DATA = Path(__file__).parent / "data"
+
+
+def make_student(teacher: str, folder: Path, every: int = 2) -> None:
+    """Write a model that has every `every`-th layer of the teacher, and all else of it."""
+    whole = AutoLiger.from_hf(teacher, dtype=torch.float32)
+    kept = [*range(0, len(whole.layers), every)]
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = len(kept)
+    student = type(whole)(config)
+    weights = whole.state_dict()
+    for name in student.state_dict():
+        room, _, rest = name.partition(".")
+        if room == "layers":
+            index, _, rest = rest.partition(".")
+            weights[name] = whole.state_dict()[f"layers.{kept[int(index)]}.{rest}"]
+    student.load_state_dict({name: weights[name] for name in student.state_dict()})
+    student.source_files = whole.source_files
+    student.save_hf(folder)
+
+
+def main(
+    model: str,
+    output_dir: Path,
+    *,
+    every: int = 2,
+    teacher_share: float = 0.8,
+    temperature: float = 1.0,
+    **options: object,
+) -> dict[str, float]:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    make_student(model, output_dir / "student", every)
+    settings: dict = {
+        "batch_size": 8,
+        "learning_rate": 2e-4,
+        "seq_len": 512,
+        "max_steps": 150,
+        "eval_steps": 1000,
+    }
+    settings |= options
+    taught = {"teacher": model, "beta": 0.0, "teacher_share": teacher_share}
+    taught |= {"temperature": temperature}
+    losses = {}
+    for name, extra in (("text alone", {}), ("with the teacher", taught)):
+        config = FinetuneConfig(
+            model=str(output_dir / "student"),
+            train_files=[str(DATA / "persuasion-train.txt")],
+            eval_files=[str(DATA / "persuasion-heldout.txt")],
+            output_dir=str(output_dir / name.replace(" ", "-")),
+            overwrite_output_dir=True,
+            save_steps=0,
+            **settings | extra,
+        )
+        result = finetune(config)
+        key = "eval_nll" if extra else "eval_loss"
+        losses |= {"before": result.eval_before[key], name: result.eval_after[key]}
+    for name, loss in losses.items():
+        print(f"held-out loss of the next token, {name}: {loss:.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="hub id or local folder of the teacher")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--max-steps", type=int, default=150)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--teacher-share", type=float, default=0.8)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    given = parser.parse_args()
+    main(
+        given.model,
+        given.output_dir,
+        teacher_share=given.teacher_share,
+        temperature=given.temperature,
+        max_steps=given.max_steps,
+        learning_rate=given.learning_rate,
+    )

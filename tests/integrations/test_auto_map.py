@@ -1,0 +1,78 @@
+"""A folder with an auto_map opens as a shell in AutoModelForCausalLM, and saves as HF's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from ligermodels.errors import CheckpointError
+from ligermodels.integrations.auto_map import write_auto_map
+from ligermodels.integrations.hf_model import LigerForCausalLM
+from tests.models import hf_models, zoo
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "modules"  # where transformers copies the code of checkpoints
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache))
+    monkeypatch.syspath_prepend(str(cache))
+    hf_models.build("llama", zoo.Feature()).save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_it_opens_as_a_shell_and_saves_as_transformers_does(folder: Path, tmp_path: Path) -> None:
+    before = json.loads((folder / "config.json").read_text())
+    write_auto_map(folder)
+    shell = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert isinstance(shell, LigerForCausalLM)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    assert type(theirs) is LlamaForCausalLM
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(shell.eval()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    config = AutoConfig.from_pretrained(folder)
+    random = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert isinstance(random, LigerForCausalLM)
+
+    shell.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert type(again) is LlamaForCausalLM
+    written = json.loads((folder / "config.json").read_text())
+    assert {name: written[name] for name in before} == before
+
+
+def test_adapters_of_tools_that_know_only_peft(folder: Path, tmp_path: Path) -> None:
+    write_auto_map(folder, split_projections=True)
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        for trust in (True, False)
+    ]
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
+    adapted = [peft.get_peft_model(model, config) for model in models]
+    ids, losses = torch.tensor([[3, 4, 5, 6]]), []
+    for model in adapted:
+        torch.manual_seed(0)
+        for name, weight in sorted(model.named_parameters()):
+            if "lora" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    adapted[0].merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    loss = merged(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: it is no config"):
+        write_auto_map(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    with pytest.raises(CheckpointError, match="model_type 'other' is not supported"):
+        write_auto_map(tmp_path)

@@ -1,0 +1,90 @@
+"""Shells with weights of few bits, by bitsandbytes and torchao: the same numbers as HF's model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from ligermodels.errors import SaveError
+from ligermodels.integrations.hf_model import LigerForCausalLM
+from ligermodels.integrations.peft_adapters import get_peft_model
+from tests.training.tiny_run import make_checkpoint
+
+transformers = pytest.importorskip("transformers")
+KINDS = ("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao-int8")
+IDS = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def quantization_config(kind: str):
+    if kind == "torchao-int8":
+        ao = pytest.importorskip("torchao.quantization")
+        return transformers.TorchAoConfig(ao.Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes")
+    if kind == "bitsandbytes-8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+    return make_checkpoint(tmp_path_factory.mktemp("quantised") / "tiny", **sizes)
+
+
+def loss_of(model) -> float:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, labels=IDS).loss.item()
+
+
+def opened(cls, folder, **options):
+    gc.collect()
+    return cls.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_shell(folder, kind, split) -> None:
+    config = quantization_config(kind)
+    theirs = opened(transformers.AutoModelForCausalLM, folder, quantization_config=config)
+    shell = opened(LigerForCausalLM, folder, quantization_config=config, split_projections=split)
+    assert loss_of(shell) == pytest.approx(loss_of(theirs), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_quantised_shell(folder, kind) -> None:
+    """On a CPU, bitsandbytes has no right gradients after a forward without them."""
+    peft, config = pytest.importorskip("peft"), quantization_config(kind)
+    shell = opened(LigerForCausalLM, folder, quantization_config=config, split_projections=True)
+    options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    adapted = get_peft_model(shell.train(), peft.LoraConfig(**options))
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    grads = [x.grad for name, x in adapted.named_parameters() if "lora_B" in name]
+    assert len(grads) == 14 and all(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_checkpoints_both_ways(folder, tmp_path, kind) -> None:
+    config = quantization_config(kind)
+    auto = transformers.AutoModelForCausalLM
+    opened(auto, folder, quantization_config=config).save_pretrained(tmp_path / "theirs")
+    assert loss_of(opened(LigerForCausalLM, tmp_path / "theirs")) == pytest.approx(
+        loss_of(opened(auto, tmp_path / "theirs")), rel=1e-5
+    )
+    shell = opened(LigerForCausalLM, folder, quantization_config=config, split_projections=True)
+    shell.save_pretrained(tmp_path / "ours")
+    for cls in (auto, LigerForCausalLM):
+        assert loss_of(opened(cls, tmp_path / "ours")) == pytest.approx(loss_of(shell), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_quantised_shell_is_not_saved(folder, tmp_path, kind) -> None:
+    """What would be written has tensors that transformers leaves out, some without a word."""
+    shell = opened(LigerForCausalLM, folder, quantization_config=quantization_config(kind))
+    with pytest.raises(SaveError, match=r"qkv_proj has .* cannot be saved under HF's names"):
+        shell.save_pretrained(tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()

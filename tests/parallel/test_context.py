@@ -1,0 +1,200 @@
+"""Models whose rows are split over processes compute what one process computes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligermodels import ConfigError, KVCache, MemoryPlan, shard
+from ligermodels.layers import Attention
+from ligermodels.layers.recompute import Keep
+from ligermodels.memory.simulate import simulate
+from tests import outside
+from tests.families import OWN, WINDOW
+from tests.parallel.ranks import Case, check, run_ranks
+from tests.parallel.test_shard import (
+    FLOAT32,
+    clipping,
+    differences,
+    gradients,
+    load,
+    make,
+    mesh_of,
+    save,
+    step,
+)
+from tests.parallel_worker import SIZES, StorageTracker, relative
+
+BATCH, SEQ = 2, 16
+# Of the families from outside, one has parallel blocks, and another one experts.
+OUTSIDE = ("cohere", "qwen3_moe", "olmo2")
+
+
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+
+@pytest.mark.long
+def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 4, tmp_path), subtests)
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    if ranks == 4:
+        layouts = {
+            "cp": mesh_of(cp=4),
+            "fsdp and cp": mesh_of(dp_shard=2, cp=2),
+            "cp before fsdp": mesh_of(cp=2, dp_shard=2),
+            "ddp and cp": mesh_of(dp_replicate=2, cp=2),
+            "cp and tp": mesh_of(cp=2, tp=2),
+        }
+    else:
+        layouts = {"cp": mesh_of(cp=2)}
+    found: dict[str, Case] = {"refused": partial(refused, layouts["cp"])}
+    for layout, mesh in layouts.items():
+        for number, family in enumerate(sorted(OWN)):
+            found[f"{layout}, {family}"] = partial(rows, mesh, family, number % 2 == 0)
+        for name, inputs in INPUTS.items():
+            found[f"{layout}, {name}"] = partial(rows, mesh, "mistral", False, inputs=inputs)
+        for keep in ("no_gate_up", "attention", "input"):
+            plan = MemoryPlan.of([keep, "all"], mlp_tile=5)
+            found[f"{layout}, keeps {keep}"] = partial(rows, mesh, "llama", True, plan=plan)
+        for name, options in OPTIONS.items():
+            found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)
+        for name in OUTSIDE if layout == "fsdp and cp" else OUTSIDE[:1]:
+            outside.family(name)
+            found[f"{layout}, {name}"] = partial(rows, mesh, name, False)
+        found[f"{layout}, load"] = partial(load, mesh, False)
+        if mesh["cp"].size() == 2:  # rows of 12 tokens
+            found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
+            found[f"{layout}, save"] = partial(save, mesh)
+            found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
+        for keep in ("all", "attention") if ranks == 2 else ():
+            found[f"{layout}, bytes with {keep}"] = partial(memory, mesh, keep)
+        if ranks == 4:
+            found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
+        for keep in ("attention", "input") if layout == "fsdp and cp" else ():
+            plan = MemoryPlan.uniform(2, keep)
+            found[f"{layout}, compiled, keeps {keep}"] = partial(
+                rows, mesh, "mistral", True, inputs=documents, plan=plan, compiles=True
+            )
+    return found
+
+
+def documents() -> dict[str, Any]:
+    positions = torch.cat([torch.arange(7), torch.arange(SEQ - 7)]).expand(BATCH, -1).clone()
+    positions[1] = torch.arange(SEQ)
+    return {"position_ids": positions}
+
+
+def padding() -> dict[str, Any]:
+    mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
+    mask[0, :3], mask[1, -5:] = 0, 0
+    return {"attention_mask": mask}
+
+
+INPUTS: dict[str, Any] = {
+    "documents": documents,
+    "padding": padding,
+    "prefixes": lambda: {"prefix_lengths": torch.tensor([9, 2])},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a normalizer": {"normalizer": 17.0, "z_loss": 0.01},
+    "class weights": {
+        "class_weights": torch.linspace(0.5, 2, SIZES["vocab_size"]),
+        "label_smoothing": 0.2,
+    },
+    "sum": {"reduction": "sum"},
+    "tokens": {"reduction": "none", "return_token_stats": True},
+}
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, SIZES["vocab_size"], (BATCH, SEQ), generator=torch.manual_seed(3))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return ids, labels
+
+
+def rows(
+    mesh: DeviceMesh,
+    family: str,
+    tied: bool,
+    rank: int,
+    folder: Path,
+    *,
+    inputs: Any = dict,
+    options: dict[str, Any] | None = None,
+    plan: MemoryPlan | None = None,
+    compiles: bool = False,
+) -> dict[str, float]:
+    """All ranks get the same rows, so each returns what one process returns."""
+    window = {"sliding_window": WINDOW} if family == "mistral" else {}
+    model = make(tied, family, **window)
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers if compiles else ():
+        layer.compile(backend="aot_eager")
+    shard(sharded, mesh, **FLOAT32)
+    sharded.set_memory_plan(plan)
+    (ids, labels), given = data(), inputs()
+    expected = model(ids, labels=labels, **given, **(options or {}))
+    out = sharded(ids, labels=labels, **given, **(options or {}))
+    upstream = torch.rand(expected.loss.shape, generator=torch.Generator().manual_seed(1))
+    (expected.loss * upstream).sum().backward()
+    (out.loss * upstream).sum().backward()
+    result = {"gradient": differences(gradients(sharded), gradients(model))}
+    for name, ours, theirs in zip(out._fields, out, expected):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert ours.dtype == theirs.dtype, name
+            result[name] = relative(ours, theirs)
+    with torch.no_grad():
+        mask = given.get("attention_mask", torch.ones_like(ids)).bool()
+        return result | {"hidden": relative(sharded(ids, **given)[mask], model(ids, **given)[mask])}
+
+
+def memory(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, float]:
+    """A simulation predicts the bytes that the step of a rank takes."""
+    model = shard(make(True), mesh)
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    ids = torch.ones(2, SEQ, dtype=torch.int64)
+    model(ids, labels=ids).loss.backward()  # the first step also allocates what stays
+    model.zero_grad()
+    gc.collect()
+    peaks = []
+    for _ in range(4):  # a thread of gloo may hold the tensors of a collective a moment longer
+        tracker = StorageTracker()
+        tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
+        tracker.hold([*model.buffers(), ids])
+        with tracker:
+            model(ids, labels=ids).loss.backward()
+        peaks.append(tracker.peak_now)
+        model.zero_grad()
+        gc.collect()
+    predicted = simulate(model, 2, SEQ, device=torch.device("cpu")).peak_bytes
+    return {"bytes": max(0.0, abs(predicted / min(peaks) - 1) - 0.02)}
+
+
+class OtherAttention(Attention):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+def refused(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    odd = make(True)
+    odd.layers[1].self_attn.__class__ = OtherAttention
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn is a OtherAttention"):
+        shard(odd, mesh)
+    model = shard(make(True), mesh)
+    with pytest.raises(ValueError, match=f"pad the rows to a multiple of {2 * mesh.size()}"):
+        model(torch.ones(1, SEQ + 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cache: "):
+        model(torch.ones(1, SEQ, dtype=torch.int64), cache=KVCache(model.config, 1, SEQ))
+    return {"refused": 0.0}
