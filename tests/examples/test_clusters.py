@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,102 @@ def test_the_command_of_the_manifest_trains_on_two_nodes(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(node, range(2))) == [0, 0]
     assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+@pytest.fixture
+def storage() -> Iterator[Any]:
+    """Empty storage in memory, by its file system."""
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    fs.rm("/", recursive=True) if fs.find("/") else None
+    yield fs
+    fs.store.clear()
+
+
+def test_an_upload_that_is_cut_short_leaves_the_checkpoint_before_it(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.clusters.object_storage import restore, upload
+
+    def write(step: int) -> None:
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        for name in ("part.distcp", "sha256.json"):
+            (folder / name).write_text(f"{name} of {step}")
+
+    def names(folder: Path) -> list[str]:
+        return sorted(path.name for path in (folder / "checkpoints").glob("*"))
+
+    write(1)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    upload(tmp_path / "run", "memory://bucket/run")
+    write(2)
+    whole = type(storage).put_file
+
+    def cut(self: Any, local: str, remote: str, **options: Any) -> None:
+        if remote.endswith("00000002/sha256.json"):
+            raise ConnectionError("the network is gone")
+        whole(self, local, remote, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(storage), "put_file", cut)
+        with pytest.raises(ConnectionError):
+            upload(tmp_path / "run", "memory://bucket/run")
+    restore("memory://bucket/run", tmp_path / "first")
+    assert names(tmp_path / "first") == ["step-00000001"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+    upload(tmp_path / "run", "memory://bucket/run")
+    restore("memory://bucket/run", tmp_path / "second")
+    assert names(tmp_path / "second") == ["step-00000002"]
+    assert len(storage.find("/bucket/run/checkpoints")) == 2
+
+
+@pytest.mark.long
+def test_a_run_in_storage_goes_on_on_another_machine(
+    tmp_path: Path, storage: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.clusters.object_storage import main
+
+    model, _, text, _, _, *options = arguments
+    storage.put(model, "/bucket/model", recursive=True)
+    storage.put_file(text, "/bucket/data.txt")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    files = ["--train-files", "memory://bucket/data.txt", "--output-dir", "memory://bucket/run"]
+    local = tmp_path / "local"
+    command = ["--local", str(local), "finetune", "memory://bucket/model", *files, *options]
+    assert main(command) == 0
+    weights = storage.cat("/bucket/run/model/model.safetensors")
+    metrics = storage.cat("/bucket/run/metrics.jsonl")
+    shutil.rmtree(local)  # The second machine has nothing, and finds a run that has ended.
+    storage.rm("/bucket/run/model", recursive=True)
+    assert main(command) == 0
+    assert storage.cat("/bucket/run/model/model.safetensors") == weights
+    assert storage.cat("/bucket/run/metrics.jsonl") == metrics
+
+
+def test_the_flyte_workflow_compiles() -> None:
+    pytest.importorskip("flytekit", reason=INSTALL)
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.tools.translator import get_serializable
+
+    from examples.clusters import flyte_workflow
+
+    image = ImageConfig(Image("default", "registry.example/ligermodels", "latest"))
+    settings = SerializationSettings(image, project="p", domain="d", version="1")
+    made: dict[Any, Any] = OrderedDict()
+    compiled = get_serializable(made, settings, flyte_workflow.train)
+    assert [node.id for node in compiled.template.nodes] == ["n0"]
+    assert set(compiled.template.interface.inputs) == {"model", "data", "options"}
+
+
+@pytest.mark.long
+def test_the_flyte_workflow_trains_with_two_workers(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flytekit", reason=INSTALL)
+    from examples.clusters import flyte_workflow
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    model, _, text, _, _, *options = arguments
+    out = flyte_workflow.train(model=model, data=text, options=options)
+    assert (Path(str(out)) / "config.json").is_file()
