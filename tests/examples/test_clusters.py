@@ -157,17 +157,38 @@ def test_the_command_of_the_manifest_trains_on_two_nodes(
 @pytest.fixture
 def storage() -> Iterator[Any]:
     """Empty storage in memory, by its file system."""
-    fsspec = pytest.importorskip("fsspec")
-    fs = fsspec.filesystem("memory")
-    fs.rm("/", recursive=True) if fs.find("/") else None
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    fs.store.clear()
     yield fs
     fs.store.clear()
 
 
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty bucket of a local server that speaks as S3 does, by its file system."""
+    server = pytest.importorskip("moto.server", reason=INSTALL)
+    s3fs = pytest.importorskip("s3fs", reason=INSTALL)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    s3fs.S3FileSystem.clear_instance_cache()  # one of another server
+    fs = s3fs.S3FileSystem()
+    fs.mkdir("bucket")
+    yield fs
+    running.stop()
+
+
+@pytest.mark.parametrize("kind", ["storage", "s3"])
 def test_an_upload_that_is_cut_short_leaves_the_checkpoint_before_it(
-    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from examples.clusters.object_storage import restore, upload
+    fs = request.getfixturevalue(kind)
+    url = f"{'s3' if kind == 's3' else 'memory'}://bucket/run"
+    from examples.clusters.object_storage import fetch, restore, upload
 
     def write(step: int) -> None:
         folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
@@ -180,26 +201,27 @@ def test_an_upload_that_is_cut_short_leaves_the_checkpoint_before_it(
 
     write(1)
     (tmp_path / "run" / "run.json").write_text("{}")
-    upload(tmp_path / "run", "memory://bucket/run")
+    upload(tmp_path / "run", url)
     write(2)
-    whole = type(storage).put_file
+    whole = fs.put_file
 
-    def cut(self: Any, local: str, remote: str, **options: Any) -> None:
+    def cut(local: str, remote: str) -> None:
         if remote.endswith("00000002/sha256.json"):
             raise ConnectionError("the network is gone")
-        whole(self, local, remote, **options)
+        whole(local, remote)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(storage), "put_file", cut)
+        patched.setattr(fs, "put_file", cut)
         with pytest.raises(ConnectionError):
-            upload(tmp_path / "run", "memory://bucket/run")
-    restore("memory://bucket/run", tmp_path / "first")
+            upload(tmp_path / "run", url)
+    restore(url, tmp_path / "first")
     assert names(tmp_path / "first") == ["step-00000001"]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
-    upload(tmp_path / "run", "memory://bucket/run")
-    restore("memory://bucket/run", tmp_path / "second")
+    upload(tmp_path / "run", url)
+    restore(url, tmp_path / "second")
     assert names(tmp_path / "second") == ["step-00000002"]
-    assert len(storage.find("/bucket/run/checkpoints")) == 2
+    assert len(fs.find("bucket/run/checkpoints")) == 2
+    assert (fetch(url, tmp_path / "copies") / "run.json").read_text() == "{}"
 
 
 @pytest.mark.long
