@@ -161,6 +161,16 @@ def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.
         del case
 
 
+def replaced(earlier: list[Row], rows: list[Row]) -> list[Row]:
+    """Return the rows, after those of an earlier run that were not measured again."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["op"], row["implementation"], str(row["sizes"])
+
+    again = {*map(key, rows)}
+    return [row for row in earlier if key(row) not in again] + rows
+
+
 def shown(row: Row) -> dict[str, Any]:
     """Return the cells of a row for the table that is printed."""
     cells = {"loss": row["op"], "implementation": row["implementation"], **row["sizes"]}
@@ -184,6 +194,11 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
     parser.add_argument("--limit", type=float, default=60, help="seconds for an implementation")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a loss")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="update the losses.json in --out, which must come from the same GPU and versions",
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     count = 1 if arguments.small else len(LOSSES[arguments.only[0]].sweep)
@@ -197,6 +212,12 @@ def main() -> None:
         parser.error("there is no GPU to measure on")
     command = [sys.executable, "-m", "benchmarks.losses", *sys.argv[1:]]
     rows: list[Row] = []
+    earlier: list[Row] = []
+    if arguments.again:
+        found = json.loads((arguments.out / "losses.json").read_text())
+        if found["environment"] != environment():
+            parser.error(f"{arguments.out}/losses.json comes from {found['environment']}")
+        earlier = found["rows"]
     with tempfile.TemporaryDirectory() as folder:
         parts = {loss: Path(folder) / f"{loss}.json" for loss in arguments.only}
         commands = {
@@ -204,7 +225,8 @@ def main() -> None:
         }
         for _, result in run_workers(commands, parts, arguments.timeout):
             rows += result["rows"]
-            write("losses.json", {"environment": environment(), "rows": rows}, arguments.out)
+            content = {"environment": environment(), "rows": replaced(earlier, rows)}
+            write("losses.json", content, arguments.out)
     print(table([shown(row) for row in rows], COLUMNS))
 
 

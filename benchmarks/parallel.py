@@ -47,6 +47,7 @@ from ligermodels import (
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.recompute import Keep
+from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.parts import whole_tensor
 
@@ -388,8 +389,21 @@ def parts(layers: int | None) -> list[Row]:
         if "ms" in alone and "ms" in split:
             split["of linear"] = alone["ms"] / split["ms"] / ranks
         rows += [alone, split]
+
+    def exchange() -> Row:
+        """Gather the keys and values of a layer, and reduce their gradients."""
+        sizes = config(layers)
+        group = mesh(cp=ranks).get_group()
+        part = SequenceShard(group, ranks, dist.get_rank())
+        shape = 2, 131072 // ranks, sizes.num_key_value_heads, sizes.head_dim
+        kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        upstream = torch.randn_like(part.whole(kv))
+        times = [milliseconds(lambda: part.whole(kv).backward(upstream)) for _ in range(5)]
+        return {"ms": min(times)}
+
     name = f"131072 split over {ranks}, keeps attention"
-    return [*rows, attempt(name, partial(steps, 131072, True, "attention"))]
+    rows.append(attempt(name, partial(steps, 131072, True, "attention")))
+    return [*rows, attempt("131072: exchange of keys and values of a layer", exchange)]
 
 
 def long(layers: int | None) -> list[Row]:

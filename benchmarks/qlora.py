@@ -244,7 +244,7 @@ def dequantize_times(device: str) -> list[dict[str, Any]]:
     except (ImportError, RuntimeError) as error:
         print(f"bitsandbytes: {error}", file=sys.stderr)
     try:
-        from torchao.dtypes.nf4tensor import to_nf4
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
         weight = to_nf4(linear.weight.data)
         calls["torchao"] = weight.get_original_weight
@@ -265,7 +265,7 @@ def _wait(device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for qlora.json")
+    parser.add_argument("--out", type=Path, help="folder for qlora.json or dequantize.json")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
@@ -277,7 +277,9 @@ def main() -> None:
     parser.add_argument("--only")
     given = parser.parse_args()
     if given.dequantize:
-        print(table(dequantize_times(given.device), ["conversion", "ms", "relative error"]))
+        found = dequantize_times(given.device)
+        write("dequantize.json", {"environment": environment(), "rows": found}, given.out)
+        print(table(found, ["conversion", "ms", "relative error"]))
         return
     if given.only:
         sizes = given.batch, given.seq, given.steps

@@ -2,9 +2,9 @@
 
     python examples/distillation.py build/smollm2 --output-dir runs/distillation
 
-The student begins with every second layer of its teacher. It is trained twice on a novel, with the
-same batches in the same order: on its text alone, and with the teacher. The run prints the held-out
-loss of the next token before, and after each.
+The student begins with every second layer of its teacher. It is trained twice on a part of a novel,
+with the same batches in the same order: on the text alone, which it soon knows by heart, and with
+the teacher. The run prints the held-out loss of the next token before, and after each.
 """
 
 import argparse
@@ -43,12 +43,15 @@ def main(
     output_dir: Path,
     *,
     every: int = 2,
+    characters: int = 60_000,
     teacher_share: float = 0.8,
     temperature: float = 1.0,
     **options: object,
 ) -> dict[str, float]:
     output_dir.mkdir(parents=True, exist_ok=True)
     make_student(model, output_dir / "student", every)
+    text = (DATA / "persuasion-train.txt").read_text(encoding="utf-8")[:characters]
+    (output_dir / "train.txt").write_text(text, encoding="utf-8")
     settings: dict = {
         "batch_size": 8,
         "learning_rate": 2e-4,
@@ -63,7 +66,7 @@ def main(
     for name, extra in (("text alone", {}), ("with the teacher", taught)):
         config = FinetuneConfig(
             model=str(output_dir / "student"),
-            train_files=[str(DATA / "persuasion-train.txt")],
+            train_files=[str(output_dir / "train.txt")],
             eval_files=[str(DATA / "persuasion-heldout.txt")],
             output_dir=str(output_dir / name.replace(" ", "-")),
             overwrite_output_dir=True,
@@ -82,6 +85,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="hub id or local folder of the teacher")
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--characters", type=int, default=60_000, help="length of the text")
     parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--teacher-share", type=float, default=0.8)
@@ -90,6 +94,7 @@ if __name__ == "__main__":
     main(
         given.model,
         given.output_dir,
+        characters=given.characters,
         teacher_share=given.teacher_share,
         temperature=given.temperature,
         max_steps=given.max_steps,

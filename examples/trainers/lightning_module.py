@@ -74,7 +74,6 @@ if __name__ == "__main__":
     model = AutoLiger.from_hf(name)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     strategy = fsdp2(processes) if processes > 1 else "auto"
-    print(
-        train(NextToken(model), read_rows(name, Path(text)), strategy=strategy, devices=processes)
-    )
+    options = {"strategy": strategy, "devices": processes, "default_root_dir": out}
+    print(train(NextToken(model), read_rows(name, Path(text)), **options))
     model.save_hf(out)

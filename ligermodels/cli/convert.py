@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
-    from ligermodels.converters.checkpoint_files import CONFIG_NAME
+    from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
@@ -97,6 +97,11 @@ def run(given: argparse.Namespace) -> None:
         _write(given, model if dtype is None else model.to(dtype), target)
         return
     source = resolve(given.source, revision=given.revision)
+    if (source / ADAPTER_CONFIG_NAME).exists() and not (source / CONFIG_NAME).exists():
+        if target is None or given.verify:
+            raise LigerError("convert: an adapter needs TARGET, and cannot be verified")
+        _write(given, AutoLiger.from_hf(source, **loading_options(given)), target)
+        return
     family = family_of(source)
     if target is None:
         with raise_on_interrupt():  # It removes its temporary folder.

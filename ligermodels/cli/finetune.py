@@ -22,27 +22,29 @@ OUT_OF_MEMORY = (
 
 # --help shows the options of FinetuneConfig in these groups.
 GROUPS = {
-    "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len",
+    "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len "
+    "stream data_weights",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
     "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
     "max_completion_length temperature epsilon_high",
     "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
     "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
-    "optimizer": "optimizer learning_rate lr_scheduler_type min_lr_rate warmup_steps weight_decay "
+    "optimizer": "optimizer learning_rate schedule min_lr_rate warmup_steps weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm freeze train_only seed",
     "machine": "device precision memory activation_checkpointing compile context_parallel "
     "rank_timeout",
     "run": "output_dir resume overwrite_output_dir save_steps save_total_limit logging_steps "
-    "report_to sample_prompts sample_tokens sample_chat "
+    "report_to sample_prompts sample_tokens sample_chat profile "
     "export_dtype max_shard_size quiet",
-    "hub": "revision",
+    "hub": "revision push_to_hub hub_private_repo",
     "several GPUs": "gpus max_restarts",
 }
 OPTIONS = (FinetuneConfig, launch.LaunchOptions)
 METAVARS = {
     "freeze": "NAME",
     "sample_prompts": "TEXT",
+    "push_to_hub": "OWNER/NAME",
     "train_only": "NAME",
     "lora": "r=N[,...]",
     "lora_targets": "NAME",

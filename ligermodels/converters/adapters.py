@@ -14,11 +14,15 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
@@ -134,6 +138,59 @@ def unpack_adapter(
                 ranks[part.hf], alphas[part.hf] = rank, _alpha(config, module)
     _move_others(left, made, weight_map, to_hf=True)
     return made, _new_config(config, made, ranks, alphas)
+
+
+def read_adapter(folder: Path) -> tuple[Weights, Config] | None:
+    """Return the tensors and the config of an adapter in PEFT's format; None if there is none.
+
+    Raises:
+        CheckpointError: one of its two files is missing or damaged.
+    """
+    config = read_json_if_present(folder / ADAPTER_CONFIG_NAME, CheckpointError)
+    if config is None:
+        return None
+    file = SafetensorsFile(folder / ADAPTER_WEIGHTS_NAME)
+    weights = {}
+    for name, info in file.tensors.items():
+        weights[name] = torch.cat([piece.clone() for piece in file.read(name)]).view(info.shape)
+    file.close()
+    return weights, config
+
+
+@torch.no_grad()
+def add_lora(
+    parameters: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    weight_map: WeightMap,
+) -> None:
+    """Add the LoRA of HF's model to the parameters of a native one, in float32 and rounded once.
+
+    Args: as in `pack_adapter`; parameters, those of the native model, by name.
+    Raises:
+        CheckpointError: a tensor or a key of the config is not part of a LoRA on linears. Nothing
+            was changed.
+    """
+    _check_config(config)
+    left, found = dict(weights), []
+    for module, parts in linears(weight_map).items():
+        for part in parts:
+            if taken := _take(left, part.hf):
+                if odd := sorted(taken.keys() ^ {_A, _B}):
+                    raise CheckpointError(
+                        f"adapter: {part.hf}.{odd[0]}: only a plain LoRA is added to weights; "
+                        "merge the adapter with PEFT's merge_and_unload"
+                    )
+                found.append((module, part, taken))
+    if left:
+        raise CheckpointError(
+            f"adapter: {min(left)!r} is no part of a LoRA on a linear, and would be left out (this "
+            f"is so for {len(left)} tensors)\n{listing(sorted(left))}"
+        )
+    for module, part, taken in found:
+        rows = parameters[f"{module}.weight"][part.row : part.row + part.rows]
+        a, b = (taken[end].to(rows.device, torch.float32) for end in (_A, _B))
+        rows.copy_(rows.float() + _scaling(config, part.hf, len(a)) * (b @ a))
 
 
 def adapter_of_hf(

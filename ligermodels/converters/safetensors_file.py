@@ -23,6 +23,8 @@ from ligermodels.converters.files import open_regular, parse_json
 from ligermodels.errors import CheckpointError, shown
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
+# What can be read: an optimizer's state in 8 bits, too.
+READABLE = DTYPES | {"U8": torch.uint8}
 # Dtypes that the format defines but no model here uses for weights, with their bits per value.
 # Quantised checkpoints hold integers, and floats of at most 8 bits.
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
@@ -98,7 +100,7 @@ class SafetensorsFile:
         rows, *width = info.shape or (1,)
         last = rows if last is None else last
         file = self._opened = self._opened or _OpenFile(self.path)
-        dtype = DTYPES[info.dtype]
+        dtype = READABLE[info.dtype]
         row_bytes = math.prod(width) * dtype.itemsize
         per_piece = max(1, _PIECE // max(1, row_bytes))
         if out is None:
@@ -129,7 +131,7 @@ class SafetensorsFile:
         last = rows if last is None else last
         begin, end = columns
         file = self._opened = self._opened or _OpenFile(self.path)
-        dtype = DTYPES[info.dtype]
+        dtype = READABLE[info.dtype]
         row_bytes, size = width * dtype.itemsize, (end - begin) * dtype.itemsize
         per_piece = min(last - first, max(1, _PIECE // max(1, size)))
         buffer = torch.empty(per_piece, end - begin, dtype=dtype)

@@ -123,6 +123,8 @@ class WeightMap:
             shape = tuple(parameters[entry.name])
             if entry.shape != shape:
                 yield f"entry {entry.name!r} has shape {entry.shape}, but the parameter has {shape}"
+            if not shape:
+                yield f"entry {entry.name!r}: its parameter has no dimension; give it shape (1,)"
             rows = [(span.row, span.rows, f"span of {span.source!r}") for span in entry.spans]
             if fault := _gap(rows, entry.shape[0]):
                 yield f"entry {entry.name!r}: its spans must fill each row once, but {fault}"

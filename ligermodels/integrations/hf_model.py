@@ -45,11 +45,18 @@ from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
 MINIMUM = (5, 16)
-if tuple(map(int, transformers.__version__.split(".")[:2])) < MINIMUM:
-    raise ConfigError(
-        f"transformers {transformers.__version__}: it would leave packed projections unread, "
-        f"without an error; install transformers {MINIMUM[0]}.{MINIMUM[1]} or newer"
-    )
+
+
+def check_version(version: str) -> None:
+    """Raise ConfigError if a version of transformers is too old for the shells."""
+    if tuple(map(int, version.split(".")[:2])) < MINIMUM:
+        raise ConfigError(
+            f"transformers {version}: it would leave packed projections unread, without an error; "
+            f"install transformers {MINIMUM[0]}.{MINIMUM[1]} or newer"
+        )
+
+
+check_version(transformers.__version__)
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -143,6 +150,13 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     gradient_checkpointing_disable = activation_checkpointing_disable
     is_gradient_checkpointing = is_activation_checkpointing
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
+        """Do what LLaMA-Factory calls; its function that computes a block again is not needed."""
+        if enable:
+            self.activation_checkpointing_enable()
+        else:
+            self.activation_checkpointing_disable()
 
 
 class LigerModel(LigerPreTrainedModel):

@@ -108,6 +108,11 @@ class CrossAttention(Planned, nn.Module):
                 f"{self.memory_size}), or set memory_size"
             )
         q, total = norm_then_linear(x, self.q_proj)
+        if memory.shape[0] not in (1, q.shape[0]):
+            raise ValueError(
+                f"CrossAttention: memory has shape {tuple(memory.shape)}, but x has {q.shape[0]} "
+                "rows; pass the memory of each row"
+            )
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = self.kv_proj(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
         q = q if self.q_norm is None else self.q_norm(q)

@@ -157,7 +157,8 @@ def _check_output(layer: nn.Module, out: Any, x: Tensor) -> None:
     parts = [*out] if isinstance(out, (tuple, list)) else [out]
     if len(parts) in (2, 3) and isinstance(out, (tuple, list)):
         summands = parts[:1] if parts[1] is None else parts[:2]
-        if all(isinstance(each, Tensor) and each.shape == x.shape for each in summands):
+        good = all(isinstance(each, Tensor) and each.shape == x.shape for each in summands)
+        if good and all(isinstance(each, Tensor) for each in parts[2:]):
             return
     shown = ", ".join(
         f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
@@ -166,7 +167,7 @@ def _check_output(layer: nn.Module, out: Any, x: Tensor) -> None:
     raise ValueError(
         f"{type(layer).__name__} returned {shown or 'nothing'}; a block returns a pair "
         f"(x, residual) of tensors {tuple(x.shape)}, whose sum is its output; the residual may be "
-        "None"
+        "None, and a third tensor is for the model's auxiliary_loss"
     )
 
 

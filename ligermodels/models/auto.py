@@ -6,12 +6,16 @@ import os
 import pkgutil
 import warnings
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ligermodels import models
-from ligermodels.converters import hf_config, hub
+from ligermodels.converters import adapters, hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
-from ligermodels.errors import ConfigError, LigerError, first_line, shown
+from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import check_class
@@ -128,8 +132,15 @@ class AutoLiger:
     def from_hf(
         path: str | os.PathLike[str], *, revision: str | None = None, **options: Any
     ) -> DecoderModel:
-        """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
+        """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors.
+
+        A local folder may hold a LoRA in PEFT's format instead of a model. Then the model that its
+        config names is loaded, and the adapter is added to the weights.
+        """
         folder = hub.resolve(path, revision=revision)
+        local = Path(folder)
+        if not (local / CONFIG_NAME).exists() and (adapter := adapters.read_adapter(local)):
+            return _with_adapter(local, *adapter, options)
         cls = read_one_version(folder, family_of)
         while True:
             try:
@@ -139,6 +150,27 @@ class AutoLiger:
                 if now is cls:
                     raise
                 cls = now  # A save has just replaced the checkpoint by one of another family.
+
+
+def _with_adapter(
+    folder: Path, weights: adapters.Weights, config: adapters.Config, options: dict[str, Any]
+) -> DecoderModel:
+    """Return the model of an adapter with the adapter added to its weights."""
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_NAME}: base_model_name_or_path is {shown(base)}, but must "
+            "name the model that the adapter belongs to"
+        )
+    if torch.device(options.get("device", "cpu")).type == "meta":
+        raise CheckpointError(
+            f"{folder}: an adapter cannot be added to weights that are read later; load it on "
+            "another device, or convert it to a whole checkpoint first (ligermodels convert)"
+        )
+    model = AutoLiger.from_hf(base, revision=config.get("revision"), **options)
+    weight_map = model.weight_map(model.built_from)
+    adapters.add_lora(dict(model.named_parameters()), weights, config, weight_map)
+    return model
 
 
 def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:

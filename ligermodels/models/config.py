@@ -34,15 +34,6 @@ _SMALL: dict[str, Any] = {
 _LONGEST_WINDOW = 2**40
 _DERIVED = ("num_key_value_heads", "head_dim")
 
-# HF's name of the MLP's activation -> the name in `GatedMLP`.
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-
 
 @dataclass(kw_only=True)
 class ModelConfig:
@@ -60,6 +51,15 @@ class ModelConfig:
     # The name of transformers' model class. None means the capitalised model_type + "ForCausalLM".
     architecture: ClassVar[str | None] = None
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
+    # HF's name of each activation that the family computes -> the name in `GatedMLP`. A family with
+    # an MLP of its own lists what that MLP computes, under any names.
+    activations: ClassVar[dict[str, str]] = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+    }
     # Name of a published size -> the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # The model_type of a multimodal config.json whose text_config is a config of this family.
@@ -153,8 +153,8 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """The MLP's activation by its name in `GatedMLP`: "silu", "gelu_tanh" or "gelu"."""
-        return _ACTIVATIONS[getattr(self, self.activation_field)]
+        """The MLP's activation by its name in `activations`: "silu", "gelu_tanh" or "gelu"."""
+        return self.activations[getattr(self, self.activation_field)]
 
     @property
     def sliding_windows(self) -> list[int | None]:
@@ -260,6 +260,11 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
     A check may rely on the checks before it, so the caller reads only the first description.
     """
+    if getattr(config, "model_type", None) is None:
+        yield (
+            f"{type(config).__name__} has no model_type; set this class attribute to the "
+            "model_type in the family's config.json"
+        )
     for name, largest in config.largest.items():
         value = getattr(config, name)
         if name == "head_dim" and value is None:
@@ -280,8 +285,8 @@ def _faults(config: ModelConfig) -> Iterator[str]:
             f"partial_rotary_factor {getattr(config, 'partial_rotary_factor', 1.0)} of head_dim "
             f"{config.head_dim} is {config.rotary_dim}; expected an even number from 2 to head_dim"
         )
-    if (name := getattr(config, config.activation_field)) not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
+    if (name := getattr(config, config.activation_field)) not in config.activations:
+        known = ", ".join(config.activations)
         yield f"{config.activation_field} {shown(name)} is not implemented; expected one of {known}"
     if config.attention_dropout:
         yield f"attention_dropout {config.attention_dropout} is not implemented; set it to 0"

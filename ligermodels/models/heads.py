@@ -285,7 +285,7 @@ class MedusaModel(nn.Module):
             Freeze the parameters too, `model.requires_grad_(False)`, before DDP or an optimizer
             gets them: a projection that the heads share would learn, and DDP would wait for the
             others. Without it, the second stage: the loss is that of the body and heads_weight
-            times the heads'.
+            times the heads'. What the body's layers add to a loss is not part of it.
         heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
     """
 

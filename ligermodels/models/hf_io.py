@@ -109,6 +109,11 @@ class HFModel(nn.Module):
         """
         check_class(cls)
         weight_map = cls.weight_map(config)
+        if not isinstance(weight_map, WeightMap):
+            raise ConfigError(
+                f"{cls.__name__}: weight_map returns {type(weight_map).__name__}; return a "
+                "WeightMap(tuple of entries)"
+            )
         with torch.device("meta"), _WithoutInitialValues():
             model = cls(config)
         _check_buffers(model)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ligermodels.converters.files import names_if_present, parse_json
-from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
+from ligermodels.converters.safetensors_file import READABLE, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, shown
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
@@ -294,7 +294,7 @@ def _match(
 ) -> None:
     """Raise CheckpointError unless a file has exactly the expected tensors with that prefix."""
     held = {
-        name: (DTYPES.get(info.dtype), info.shape)
+        name: (READABLE.get(info.dtype), info.shape)
         for name, info in file.tensors.items()
         if name.startswith(prefix)
     }

@@ -104,6 +104,16 @@ class FinetuneConfig:
         "line that separates the documents of a text file; '' splits at blank lines "
         "(default: each file is one document)",
     )
+    stream: bool = _option(
+        False,
+        "keep the tokens on the disk (in HF_HOME), for data that is larger than memory; .jsonl "
+        "files are read line by line",
+    )
+    data_weights: list[float] | None = _option(  # noqa: RUF009
+        None,
+        "the share of each training file in the rows, in any unit, as in 3 1; sets stream",
+        more_than=0,
+    )
     revision: str | None = _free_option(None, "branch, tag or commit of a hub checkpoint")
 
     loss: str = _option(
@@ -253,7 +263,7 @@ class FinetuneConfig:
         choices=OPTIMIZERS,
     )
     learning_rate: float = _option(2e-5, "peak learning rate", more_than=0)
-    lr_scheduler_type: str = _option(
+    schedule: str = _option(
         "cosine",
         "how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps",
         choices=SCHEDULES,
@@ -325,6 +335,13 @@ class FinetuneConfig:
     sample_chat: bool = _free_option(
         False, "take each of these texts as the message of a user, for the chat template"
     )
+    profile: bool = _free_option(
+        False, "profile three steps, into DIR/profile: a trace and a table of the slowest ops"
+    )
+    push_to_hub: str | None = _free_option(
+        None, "id of a repository on the hub that gets the export; it is created if needed"
+    )
+    hub_private_repo: bool = _free_option(False, "create that repository as a private one")
     export_dtype: str | None = _free_option(
         None,
         "dtype of the export (default: the dtype of the trained weights)",
@@ -359,6 +376,13 @@ class FinetuneConfig:
             )
         self._check_loss()
         self._check_lora()
+        if self.data_weights and len(self.data_weights) != len(self.train_files):
+            raise ConfigError(
+                f"data_weights: there are {len(self.data_weights)}, but train_files has "
+                f"{len(self.train_files)}; give one weight for each file"
+            )
+        if (self.stream or self.data_weights) and self.loss != "sft":
+            raise ConfigError(f"stream and data_weights: only for the loss sft, not {self.loss}")
         chosen = [
             name for name in ("lora", "freeze", "train_only", "medusa_heads") if getattr(self, name)
         ]
@@ -430,6 +454,8 @@ class FinetuneConfig:
             raise ConfigError(f"{' and '.join(both)}: choose one of them")
         if self.teacher is not None and self.beta is not None and self.beta > 1:
             raise ConfigError(f"beta: must be at most 1 for a teacher, not {self.beta}")
+        if self.teacher is not None and self.context_parallel > 1:
+            raise ConfigError("context_parallel: not with a teacher, which reads whole rows")
         if self.teacher is None and self.teacher_share != 1:
             raise ConfigError("teacher_share: only with a teacher")
         if self.medusa_heads is None:

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -97,29 +97,36 @@ def read_documents(
     A file named .jsonl or .ndjson holds one object per line, and one named .json a list of objects.
     An object has `text`, or `prompt` and `completion`, or `messages` (a list of role and content,
     which the chat template formats), or is a record that `formats` knows. Any other file is UTF-8
-    text. It is one document, or several if lines that equal `separator`
-    separate them ("" splits at blank lines).
+    text. It is one document, or several if lines that equal `separator` separate them ("" splits at
+    blank lines).
 
     Every document except a conversation ends with the tokenizer's end-of-text token. The targets
     are all tokens of a text except the first, a completion with its end token, and the assistant's
     turns of a conversation. Raises DataError, which names file and line.
     """
     files = check_files(paths)
-    encoder = Encoder(tokenizer)
-    documents = []
-    for file in files:
-        if file.suffix.lower() in RECORD_SUFFIXES:
-            documents += list(_read_jsonl(file, encoder))
-            continue
-        text = _read_text(file)
-        if "\0" in text:
-            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
-        documents += [encoder.text(each) for each in split_text(text, separator)]
-    documents = [document for document in documents if document.num_targets]
+    documents = [each for file in files for each in iter_documents(file, tokenizer, separator)]
     if not documents:
         names = ", ".join(str(file) for file in files)
         raise DataError(f"{names}: there is nothing to train on, because every document is empty")
     return documents
+
+
+def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
+    """Yield the documents of a file that have a target, as `read_documents`.
+
+    Of a file of JSON lines only one line is in memory.
+    """
+    encoder = Encoder(tokenizer)
+    found: Iterable[Document | None]
+    if file.suffix.lower() in RECORD_SUFFIXES:
+        found = (_record_document(*each, encoder) for each in read_records(file))
+    else:
+        text = _read_text(file)
+        if "\0" in text:
+            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
+        found = (encoder.text(each) for each in split_text(text, separator))
+    yield from (each for each in found if each is not None and each.num_targets)
 
 
 def split_text(text: str, separator: str | None) -> list[str]:
@@ -145,28 +152,34 @@ def _read_text(file: Path) -> str:
         raise DataError(f"{file}:{line}: the line is not UTF-8 text") from None
 
 
-def _read_jsonl(file: Path, encoder: Encoder) -> Iterator[Document]:
-    for record, where in read_records(file):
-        document = _record_document(record, where, encoder)
-        if document is not None:
-            yield document
-
-
 def read_records(file: Path) -> Iterator[tuple[Any, str]]:
     """Yield each value of a file of JSON lines or of one JSON list, and its place for messages.
 
     Raises:
         DataError: the file cannot be read, or is not JSON.
     """
-    text = _read_text(file)
-    if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
-        for number, record in enumerate(_json(text, str(file), "file"), start=1):
-            yield record, f"{file}: object {number}"
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
+    if file.suffix.lower() == ".json":
+        text = _read_text(file)
+        if text.lstrip().startswith("["):
+            for number, record in enumerate(_json(text, str(file), "file"), start=1):
+                yield record, f"{file}: object {number}"
+            return
+    for number, line in enumerate(_lines(file), start=1):
         if line.strip():
             where = f"{file}:{number}"
             yield _json(line, where), where
+
+
+def _lines(file: Path) -> Iterator[str]:
+    number = 1
+    try:
+        with open_regular(file, DataError) as opened:
+            for number, line in enumerate(io.BufferedReader(opened), start=1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: the file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file}:{number}: the line is not UTF-8 text") from None
 
 
 def _json(text: str, where: str, what: str = "line") -> Any:

@@ -28,7 +28,8 @@ from ligermodels.training.processes import (
     local_device,
     losing_ranks,
 )
-from ligermodels.training.run import NOT_KEPT, FinetuneResult, Run
+from ligermodels.training.result import FinetuneResult
+from ligermodels.training.run import NOT_KEPT, Run
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
+from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME, copied_files
 from ligermodels.errors import CheckpointError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
@@ -16,7 +16,16 @@ from ligermodels.training.data import file_hash
 
 
 def file_hashes(source: Path) -> dict[str, str]:
-    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name."""
+    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the folder holds an adapter instead of a model.
+    """
+    if (source / ADAPTER_CONFIG_NAME).exists() and not (source / CONFIG_NAME).exists():
+        raise CheckpointError(
+            f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
+            "convert'), or train on with --resume and the folder of its run"
+        )
     names = [CONFIG_NAME, *copied_files(source)]
     return {name: file_hash(source / name) for name in names}
 

@@ -66,7 +66,7 @@ def hold_out(
             held.append(Document(document.ids[end - 1 :], tail))
     else:
         count = max(1, round(len(documents) * fraction))
-        chosen = set(_generator(seed, 1).permutation(len(documents))[:count].tolist())
+        chosen = set(generator(seed, 1).permutation(len(documents))[:count].tolist())
         train = [document for i, document in enumerate(documents) if i not in chosen]
         held = [document for i, document in enumerate(documents) if i in chosen]
     if not train or not held:
@@ -77,7 +77,8 @@ def hold_out(
     return train, held
 
 
-def _generator(*key: int) -> np.random.Generator:
+def generator(*key: int) -> np.random.Generator:
+    """Return a random generator that depends only on the key."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
@@ -176,6 +177,10 @@ class PackedRows:
                 digest.update(np.ascontiguousarray(self.pieces[i].loss_mask).tobytes())
         return digest.hexdigest()
 
+    def documents(self, index: int) -> list[Document]:
+        """Return the documents of a row."""
+        return [self.pieces[i] for i in self.rows[index]]
+
     def batch(self, indices: Iterable[int]) -> Batch:
         """Return the rows with these indices, on the CPU.
 
@@ -190,8 +195,7 @@ class PackedRows:
         num_tokens = num_targets = 0
         for at, index in enumerate(indices):
             end = 0
-            for i in self.rows[index]:
-                piece = self.pieces[i]
+            for piece in self.documents(index):
                 start, end = end, end + len(piece)
                 input_ids[at, start:end] = torch.from_numpy(piece.ids)
                 targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
@@ -203,14 +207,15 @@ class PackedRows:
         return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
 
 
-def row_order(num_rows: int, seed: int) -> Callable[[int], int]:
+def row_order(num_rows: int, seed: int, *key: int) -> Callable[[int], int]:
     """Return a function from a running count to a row index; each epoch has its own order.
 
-    The function has no state: the row depends only on `seed` and the count, so resuming is exact.
+    The function has no state: the row depends only on `seed`, `key` and the count, so resuming is
+    exact.
     """
 
     @lru_cache(maxsize=2)
     def permutation(epoch: int) -> np.ndarray:
-        return _generator(seed, 0, epoch).permutation(num_rows)
+        return generator(seed, 0, epoch, *key).permutation(num_rows)
 
     return lambda count: int(permutation(count // num_rows)[count % num_rows])

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics for loggers, and samples."""
+"""What a run tells while it trains: metrics for loggers, samples, and a profile."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.files import writing
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.samples import Sampler
 
@@ -87,3 +89,35 @@ def sampling(
             tqdm.write(f"step {step}: {each['prompt']} -> {each['text']}", file=sys.stderr)
 
     return sample
+
+
+@contextlib.contextmanager
+def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Profile the steps 3 to 5 within the context; yield what is to be called after each step.
+
+    `trace.json.gz` is for https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
+
+    Args: folder, or None if nothing is profiled.
+    Raises:
+        SaveError: the files cannot be written.
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    on_gpu = torch.cuda.is_available()
+
+    def write(profiler: torch.profiler.profile) -> None:
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+            order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=order, row_limit=40)
+            (folder / "table.txt").write_text(table, encoding="utf-8")
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    with torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=write
+    ) as profiler:
+        yield profiler.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,14 @@ from ligermodels.training.objectives import JudgedObjective, Objective, PairObje
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet, num_row_ranks
-from ligermodels.training.reports import logged, logger_openers, sampling
+from ligermodels.training.push import check_login, push
+from ligermodels.training.reports import logged, logger_openers, profiled, sampling
+from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.streaming import stored_rows
 from ligermodels.training.teacher import TeacherObjective
 from ligermodels.training.trained_model import load_model
-from ligermodels.training.trainer import Trainer, perplexity
+from ligermodels.training.trainer import Trainer
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
 OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
@@ -68,48 +71,6 @@ def objective_of(config: FinetuneConfig) -> Objective:
     if config.medusa_heads is not None:
         return MedusaObjective(config)
     return OBJECTIVES.get(config.loss, PairObjective)(config)
-
-
-@dataclass(kw_only=True)
-class FinetuneResult:
-    """The result of a run. Losses are per token, in nats; perplexity is their exponential.
-
-    `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
-    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
-    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
-    """
-
-    output_dir: Path
-    model_dir: Path
-    steps: int
-    loss: float | None
-    eval_before: dict[str, float]
-    eval_after: dict[str, float]
-    shown: tuple[str, str]
-    metrics: list[dict[str, Any]] = field(repr=False)
-    model: DecoderModel = field(repr=False)
-    notes: list[str] = field(default_factory=list, repr=False)
-
-    @property
-    def eval_loss_before(self) -> float | None:
-        """Held-out loss of the original checkpoint."""
-        return self.eval_before.get("eval_loss")
-
-    @property
-    def eval_loss_after(self) -> float | None:
-        """Held-out loss of the trained weights."""
-        return self.eval_after.get("eval_loss")
-
-    @property
-    def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the original checkpoint."""
-        return None if self.eval_loss_before is None else perplexity(self.eval_loss_before)
-
-    @property
-    def perplexity_after(self) -> float | None:
-        """Held-out perplexity of the trained weights."""
-        return None if self.eval_loss_after is None else perplexity(self.eval_loss_after)
 
 
 class Run:
@@ -136,6 +97,8 @@ class Run:
         self.notes: list[str] = []
         self.train_files: list[Path] = []
         self.objective = objective_of(config)
+        if config.push_to_hub is not None:
+            check_login()
         self.openers = [] if rank() else logger_openers(config.report_to)
         if is_distributed() and config.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
@@ -199,7 +162,11 @@ class Run:
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
                 last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
-                with logged(self.run_dir, self.openers, self.saved["settings"], last):
+                profile = self.run_dir.profile_dir if config.profile and not rank() else None
+                with (
+                    logged(self.run_dir, self.openers, self.saved["settings"], last),
+                    profiled(profile) as after_step,
+                ):
                     sample = sampling(
                         config,
                         self.run_dir,
@@ -214,6 +181,7 @@ class Run:
                         self.checkpoints,
                         check=check,
                         sample=sample,
+                        after_step=after_step,
                         progress=self.progress,
                     )
                 with error_on_all_ranks():
@@ -265,20 +233,40 @@ class Run:
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
         self.train_files = local_files(config.train_files)
+        eval_files = local_files(config.eval_files or [])
+        if config.stream or config.data_weights:
+            stored, stored_eval = stored_rows(
+                self.train_files,
+                eval_files,
+                tokenizer,
+                source,
+                separator=config.separator,
+                seq_len=config.seq_len,
+                eval_fraction=config.eval_fraction,
+                seed=config.seed,
+            )
+            for what, each in (("training", stored), ("held-out", stored_eval)):
+                if each is not None:
+                    self._describe(what, each)
+            return stored, stored_eval
         train = objective.read(self.train_files, tokenizer)
-        if config.eval_files:
-            held_out = objective.read(local_files(config.eval_files), tokenizer)
+        if eval_files:
+            held_out = objective.read(eval_files, tokenizer)
         else:
             train, held_out = hold_out(train, config.eval_fraction, config.seed)
         rows = self._made("training", train)
         return rows, self._made("held-out", held_out) if held_out else None
 
     def _made(self, what: str, items: list[Any]) -> Rows:
-        seq_len = self.config.seq_len
         rows = self.objective.rows(items)
         noun = "document" if self.config.loss == "sft" else "example"
+        self._describe(what, rows, f"{_count(len(items), noun)}, ")
+        return rows
+
+    def _describe(self, what: str, rows: Rows, items: str = "") -> None:
+        seq_len = self.config.seq_len
         self._note(
-            f"{what} data: {_count(len(items), noun)}, "
+            f"{what} data: {items}"
             f"{_count(rows.num_tokens, 'token')}, "
             f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
@@ -287,7 +275,6 @@ class Run:
                 f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "
                 f"dropped {rows.num_dropped:,} of these because no target is left"
             )
-        return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
@@ -387,7 +374,8 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
-        gpus = {"gpus": self.ranks} if self.ranks > 1 else {}
+        ranks = self.ranks * self.config.context_parallel
+        gpus = {"gpus": ranks} if ranks > 1 else {}
         self.run_dir.write_config(config_text(settings | gpus))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
@@ -424,6 +412,13 @@ class Run:
             )
         if not config.save_steps and rank() == 0:  # An interruption may have written some.
             self.checkpoints.clear()
+        if config.push_to_hub is not None:
+            with error_on_all_ranks():
+                if rank() == 0:
+                    url = push(
+                        self.run_dir.model_dir, config.push_to_hub, private=config.hub_private_repo
+                    )
+                    self._note(f"pushed to {url}")
         losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
         evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
         last = trainer.total_steps

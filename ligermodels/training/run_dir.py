@@ -8,6 +8,8 @@
     reference/      log-probabilities of the reference model
     model/          the export
     loss.png        the loss curve
+    profile/        a trace of some steps
+    tensorboard/    event files of TensorBoard
 
 A file is written beside its final name, flushed to the disk and renamed. A reader therefore finds
 the old file or the new file, and never a part. Only metrics.jsonl grows in place. On resume it is
@@ -57,10 +59,13 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOSS_PLOT = "loss.png"
 REFERENCE = "reference"
+PROFILE = "profile"
+TENSORBOARD = "tensorboard"
+WANDB_ID = "wandb_id"
 LOCK_FILE = ".lock"
 OWNED = (
     *(RUN_FILE, CONFIG_FILE, METRICS_FILE, SAMPLES_FILE),
-    *(CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT),
+    *(CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE, TENSORBOARD, WANDB_ID),
 )
 
 # run.json has these keys, with values of these types.
@@ -94,6 +99,7 @@ class RunDir:
         self.loss_plot = self.path / LOSS_PLOT
         self.checkpoint_dir = self.path / CHECKPOINTS
         self.reference_dir = self.path / REFERENCE
+        self.profile_dir = self.path / PROFILE
 
     def existing(self) -> list[str]:
         """Return the names of a run's files that exist already."""
@@ -219,6 +225,9 @@ class RunDir:
             for folder in (self.model_dir / CHAT_TEMPLATE_DIR, self.model_dir):
                 with contextlib.suppress(OSError):  # It is absent, or something else is in it.
                     folder.rmdir()
+        _remove_files(self.profile_dir, "t[ra]*")
+        _remove_files(self.path / TENSORBOARD, "events.out.tfevents.*")
+        _remove(self.path / WANDB_ID)
         _remove(self.path / RUN_FILE)
 
     def _exported(self) -> list[str]:
@@ -364,6 +373,17 @@ def _is_within(path: Path, folder: Path) -> bool:
     real = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(path))
     return path == real or real in path.parents
+
+
+def _remove_files(folder: Path, pattern: str) -> None:
+    """Remove the files of a folder whose names match, and the folder if it is empty then."""
+    if folder.is_symlink():
+        _remove(folder)
+        return
+    for path in folder.glob(pattern):
+        _remove(path)
+    with contextlib.suppress(OSError):  # It is absent, or something else is in it.
+        folder.rmdir()
 
 
 def _write_text(path: Path, text: str) -> None:

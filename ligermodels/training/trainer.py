@@ -41,6 +41,7 @@ from ligermodels.training.processes import (
 )
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
+from ligermodels.training.streaming import MixedOrder, StoredRows
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
@@ -126,7 +127,10 @@ class Trainer:
         self.done = 0
         self._between_steps = True
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
-        self._row = row_order(len(rows), config.seed)
+        self._row: Callable[[int], int] = row_order(len(rows), config.seed)
+        if config.data_weights:
+            assert isinstance(rows, StoredRows)
+            self._row = MixedOrder(rows.sources, config.data_weights, config.seed)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""
@@ -183,7 +187,7 @@ class Trainer:
             config.learning_rate,
             self.warmup,
             config.min_lr_rate,
-            config.lr_scheduler_type,
+            config.schedule,
         )
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -277,13 +281,15 @@ class Trainer:
         *,
         check: Callable[[], None] = lambda: None,
         sample: Callable[[int], None] = lambda step: None,
+        after_step: Callable[[], None] = lambda: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped. sample is called with the step at each evaluation.
+            if it had not been stopped. sample is called with the step at each evaluation, and
+            after_step after each optimizer step.
         Raises:
             CheckpointError: the last checkpoint or the metrics cannot be resumed from.
             LigerError: a loss or a weight is no longer finite.
@@ -330,6 +336,7 @@ class Trainer:
                 batches = self.micro_batches(step)
                 made = self.step(step, batches)
                 self.done += 1
+                after_step()
                 self._waiting.append(
                     {
                         "step": step + 1,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -90,8 +92,26 @@ def main() -> int:
             if outcome is not None:
                 counts[number].add(seed, outcome)
 
-    rows = []
-    for number, count in sorted(counts.items(), key=lambda item: _key(item[0])):
+    report(counts, options.groups, options.out)
+    return int(any(count.faults for count in counts.values()))
+
+
+def report(counts: dict[int, Count], groups: Sequence[str], out: Path | None) -> None:
+    """Write the counts to `out` as JSON, and print them.
+
+    The JSON comes first, so that a printer that fails does not lose it. Examples have text that is
+    not Unicode, which is printed with escapes.
+    """
+    ordered = sorted(counts.items(), key=lambda item: _key(item[0]))
+    if out:
+        keys = ("group", "fault", "attack")
+        rows = [
+            dict(zip(keys, _key(number), strict=True)) | vars(count) for number, count in ordered
+        ]
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for number, count in ordered:
         group, fault, name = _key(number)
         skipped = f"{count.skipped:6} impossible on this machine" if count.skipped else ""
         print(f"{group} {fault:>2} {name:50} {count.runs:6} runs {count.faults:6} faults{skipped}")
@@ -100,13 +120,9 @@ def main() -> int:
         for label, example in list(count.examples.items())[:3]:
             text = example.strip().replace("\n", "\n      ")
             print(f"      {label}: {text}")
-        rows.append({"group": group, "fault": fault, "attack": name, **vars(count)})
-    for group in options.groups:
-        of = [count for number, count in counts.items() if ATTACKS[number].group == group]
+    for group in groups:
+        of = [count for number, count in ordered if ATTACKS[number].group == group]
         print(f"group {group}: {sum(c.runs for c in of)} runs, {sum(c.faults for c in of)} faults")
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(count.faults for count in counts.values()))
 
 
 def _key(number: int) -> tuple[str, int, str]:

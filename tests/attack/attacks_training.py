@@ -812,7 +812,10 @@ def messages_name_the_way_out(case: Case) -> None:
         tiny.resume("--eval-fraction", "0.5").one_line("--eval-fraction")
     elif kind == "hub":
         name = draw.choice(["tatsu-lab/alpaca", "HuggingFaceH4/ultrachat_200k", "a/b"])
-        tiny.start(train_files=name).one_line(name)
+        result = tiny.start(train_files=name)
+        result.one_line(name)
+        if not re.search("data ?set", result.err):
+            raise Fault(f"a data set is called a file: {result.err}")
     else:
         file = case.folder / "a.jsonl"
         turns = [

@@ -2,10 +2,11 @@
 
     python -m tests.attack A B C D E --runs 1000 --out new.json
     python -m tests.attack A B C D E --runs 1000 --out old.json --package FOLDER --limit 8
-    python -m tests.attack.table --before old.json --after new.json --out attacks
+    python -m tests.attack.table --before 4595bb5=old.json --after COMMIT=new.json --out attacks
 
-This writes attacks.json and attacks.md. Several files of counts are added up. The exit code is 1 if
-the older version passed an attack that should find a fault in it, or if the newer one broke.
+This writes attacks.json and attacks.md. Each file of counts comes with the commit that was
+attacked; several are added up. The exit code is 1 if the older version passed an attack that should
+find a fault in it, or if the newer one broke.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -208,20 +208,29 @@ FOUND = [
 
 
 class Tally(dict[str, Any]):
-    """Counts of one version: attack -> its group, runs, faults, and those of each label."""
+    """Counts of one version: attack -> its group, runs, faults, and those of each label.
+
+    `counted` has, for each commit that was attacked, its runs and faults by group.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: dict[str, dict[str, list[int]]] = {}
 
     @classmethod
-    def read(cls, files: Sequence[Path]) -> Tally:
+    def read(cls, files: Sequence[tuple[str, Path]]) -> Tally:
+        """Add up files of counts, each of them with the commit that was attacked."""
         tally = cls()
-        for file in files:
+        for commit, file in files:
+            groups = tally.counted.setdefault(commit, {})
             for row in json.loads(file.read_text()):
                 fresh = {"group": row["group"], "runs": 0, "faults": 0, "skipped": 0}
                 found = tally.setdefault(row["attack"], {**fresh, "by_label": {}})
                 for key in ("runs", "faults", "skipped"):
                     found[key] += row[key]
-                for label, (runs, faults) in row["by_label"].items():
-                    was = found["by_label"].get(label, [0, 0])
-                    found["by_label"][label] = [was[0] + runs, was[1] + faults]
+                _add(groups, row["group"], (row["runs"], row["faults"]))
+                for label, count in row["by_label"].items():
+                    _add(found["by_label"], label, count)
         return tally
 
     def of(self, fault: Found) -> list[int]:
@@ -235,17 +244,23 @@ class Tally(dict[str, Any]):
         return [sum(runs for runs, _ in matching), sum(faults for _, faults in matching)]
 
     def by_group(self) -> dict[str, list[int]]:
-        groups: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        groups: dict[str, list[int]] = {}
         for found in self.values():
-            groups[found["group"]][0] += found["runs"]
-            groups[found["group"]][1] += found["faults"]
+            _add(groups, found["group"], (found["runs"], found["faults"]))
         return dict(sorted(groups.items()))
+
+
+def _add(counts: dict[str, list[int]], name: str, more: Sequence[int]) -> None:
+    """Add runs and faults to those of a name."""
+    runs, faults = counts.get(name, (0, 0))
+    counts[name] = [runs + more[0], faults + more[1]]
 
 
 def compare(before: Tally, after: Tally) -> dict[str, Any]:
     """Return the counts of both versions by group and by fault, as [runs, faults]."""
     groups_before, groups_after = before.by_group(), after.by_group()
     return {
+        "counted": {"before": before.counted, "after": after.counted},
         "groups": [
             {"group": g, "before": groups_before.get(g, [0, 0]), "after": groups_after[g]}
             for g in groups_after
@@ -275,9 +290,9 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Counts of the attacks, before and after",
         "",
-        "Before is commit 4595bb5, in which these faults were found; after is the version that",
-        "this page came with. Each cell says in how many of the runs a promise was broken.",
-        "`python -m tests.attack.table --help` says how to count again.",
+        "Before is the version in which these faults were found; after is the one that this page",
+        "came with, with runs of its latest commits. Each cell says in how many of the runs a",
+        "promise was broken. `python -m tests.attack.table --help` says how to count again.",
         "",
         "| group | before | after |",
         "| --- | --- | --- |",
@@ -285,6 +300,17 @@ def markdown(found: dict[str, Any]) -> str:
     for row in found["groups"]:
         what = GROUPS[row["group"]]
         lines.append(f"| {row['group']}: {what} | {_cell(row['before'])} | {_cell(row['after'])} |")
+    lines += [
+        "",
+        "The commits whose runs are added up above:",
+        "",
+        f"| | commit | {' | '.join(GROUPS)} |",
+        "| --- | --- |" + " --- |" * len(GROUPS),
+    ]
+    for when, commits in found["counted"].items():
+        for commit, groups in commits.items():
+            cells = [_cell(groups.get(group, [0, 0])) for group in GROUPS]
+            lines.append(f"| {when} | {commit} | {' | '.join(cells)} |")
     lines += ["", "| | fault | attack | before | after |", "| --- | --- | --- | --- | --- |"]
     for row in found["faults"]:
         attack = f"`{row['attack']}`" + (f" ({row['label']})" if row["label"] != "*" else "")
@@ -306,11 +332,18 @@ def _cell(count: list[int]) -> str:
     return f"{faults} of {runs}" if runs else "not run"
 
 
+def _source(text: str) -> tuple[str, Path]:
+    commit, equals, file = text.partition("=")
+    if not (commit and equals and file):
+        raise argparse.ArgumentTypeError(f"{text!r} is not COMMIT=FILE")
+    return commit, Path(file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.table", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
-    parser.add_argument("--before", type=Path, nargs="+", required=True)
-    parser.add_argument("--after", type=Path, nargs="+", required=True)
+    parser.add_argument("--before", type=_source, nargs="+", required=True, metavar="COMMIT=FILE")
+    parser.add_argument("--after", type=_source, nargs="+", required=True, metavar="COMMIT=FILE")
     parser.add_argument("--out", type=Path, required=True, help="the files without their endings")
     options = parser.parse_args()
     found = compare(Tally.read(options.before), Tally.read(options.after))

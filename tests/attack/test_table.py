@@ -27,7 +27,7 @@ def test_counts_are_added_up(tmp_path: Path) -> None:
     }
     file = tmp_path / "counts.json"
     file.write_text(json.dumps([row | labels]))
-    tally = Tally.read([file, file])
+    tally = Tally.read([("1234567", file), ("89abcde", file)])
     assert tally.by_group() == {"A": [6, 2]}
     assert tally.of(Found(1, "", name)) == [6, 2]
     assert tally.of(Found(1, "", name, "a save*")) == [2, 0]
@@ -35,6 +35,7 @@ def test_counts_are_added_up(tmp_path: Path) -> None:
     found = compare(tally, tally)
     assert found["skipped"] == {name: [4, 4]}
     page = markdown(found)
+    assert f"| after | 89abcde | 1 of 3 |{' not run |' * 4}" in page
     assert f"| 1 | {FOUND[0].fault} | `{name}` (each save succeeds) | 2 of 4 | 2 of 4 |" in page
 
 

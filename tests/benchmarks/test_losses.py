@@ -18,6 +18,7 @@ from benchmarks.losses import (
     longest_kernels,
     measure_loss,
     product_share,
+    replaced,
     shown,
     time_limit,
 )
@@ -55,6 +56,11 @@ def test_a_row_of_the_table() -> None:
     assert shown(row | {"error": "absent"})["ms"] == "absent"
     assert shown(row | {MODE: {"ms": 2.0, "of floor": 0.5}})["of floor"] == 0.5
     assert {"loss", "rows", "vocab", "implementation"} <= set(COLUMNS) and PRODUCTS["jsd"][0] == 2
+
+
+def test_rows_that_are_measured_again() -> None:
+    one, other = ({"op": "dpo", "sizes": {"rows": n}, "implementation": "eager"} for n in (1, 2))
+    assert replaced([one, other], [one | {"error": "absent"}]) == [other, one | {"error": "absent"}]
 
 
 def test_the_kernels_of_a_row() -> None:

@@ -10,7 +10,10 @@ from safetensors import safe_open
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.cli.options import byte_size
+from ligermodels.layers import LoraLinear
 from ligermodels.models.base import DecoderModel
+from ligermodels.training.adapters import add_adapters, export_adapter, merged
+from ligermodels.training.lora_options import LoraOptions
 from tests.cli.helpers import SMALL, assert_one_line
 
 
@@ -143,3 +146,17 @@ def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
     assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the file")
     assert_one_line(call("convert", run / "checkpoint-7", tmp_path / "x"), "step 7; it has 1, 2")
     assert_one_line(call("convert", run / "checkpoint-2", "--verify"), "needs TARGET")
+
+
+def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_path):
+    model = AutoLiger.from_hf(checkpoint)
+    add_adapters(model, LoraOptions(2, 4.0))
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            torch.nn.init.normal_(module.lora_b)
+    export_adapter(model, tmp_path / "adapter", str(checkpoint), None)
+    assert call("convert", tmp_path / "adapter", tmp_path / "out")[0] == 0
+    expected = merged(model).state_dict()
+    for name, value in AutoLiger.from_hf(tmp_path / "out").state_dict().items():
+        assert torch.equal(value, expected[name])
+    assert_one_line(call("convert", tmp_path / "adapter", "--verify"), "an adapter needs TARGET")

@@ -166,3 +166,48 @@ def test_a_tensor_that_would_be_left_out_is_refused(name: str, folders: dict[str
     weights = {f"base_model.model.{name}": torch.zeros(2, 2)}
     with pytest.raises(CheckpointError, match=name.rpartition(".layers.")[2].split(".")[-3]):
         pack_adapter(weights, {"peft_type": "LORA"}, native.weight_map(native.config))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path) -> None:
+    options = {
+        "r": 3,
+        "target_modules": "all-linear",
+        "use_rslora": family == "qwen2",
+        "rank_pattern": {"v_proj": 5},
+        "alpha_pattern": {"layers.0.mlp.up_proj": 2},
+    }
+    _, _, logits = published(folders[family], tmp_path, **options)
+    model = AutoLiger.from_hf(tmp_path)
+    found = model.head.logits(model(IDS))
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    assert type(model) is type(AutoLiger.from_hf(folders[family]))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"use_dora": True}, r"q_proj\.lora_magnitude_vector: only a plain LoRA is added"),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens\.\S+: only a plain LoRA is added"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.\S+: only a plain LoRA is added"),
+    ],
+)
+def test_other_adapters_do_not_load_with_their_model(options, message, folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, **({"target_modules": ["q_proj"]} | options))
+    with pytest.raises(CheckpointError, match=message):
+        AutoLiger.from_hf(tmp_path)
+
+
+def test_an_adapter_without_its_tensors_or_its_model_is_refused(folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(CheckpointError, match="base_model_name_or_path is None, but must name"):
+        AutoLiger.from_hf(tmp_path)
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot be added to weights that are read later"):
+        AutoLiger.from_hf(tmp_path, device="meta")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        AutoLiger.from_hf(tmp_path)

@@ -80,6 +80,9 @@ def test_a_map_that_does_not_tile_is_refused_by_family_and_entry(subtests):
     wide = Entry("b", (2, 5), (Span("s", 4, 0, 2),))
     with pytest.raises(ConfigError, match=r"'b' takes rows of shape \(5,\) from 's', but .* 'a'"):
         WeightMap((GOOD[0], wide)).check("Family", SHAPES | {"b": (2, 5)})
+    single = Entry("b", (), (Span("u", 0, 0, 1),))
+    with pytest.raises(ConfigError, match=r"'b': its parameter has no dimension; give it shape"):
+        WeightMap((GOOD[0], single)).check("Family", SHAPES | {"b": ()})
     for aliases in ({"t": "s"}, {"u": "v"}):
         with pytest.raises(ConfigError, match="alias"):
             WeightMap(GOOD, aliases=aliases).check("Family", SHAPES)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ligermodels.models.auto import AutoLiger
+from tests import markdown
 from tests.examples.trainer_cases import ALL, INSTALL, RANKS, TOOLS
 from tests.parallel.ranks import run_ranks
 
@@ -29,3 +34,31 @@ def test_two_processes(
             if find_spec(module) is None:
                 pytest.skip(INSTALL)
             assert any(name.startswith(tool) for name in report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "tool"),
+    [
+        ("accelerate_loop", "accelerate"),
+        ("lightning_module", "lightning"),
+        ("deepspeed_zero", "deepspeed"),
+    ],
+)
+def test_the_scripts_run(module: str, tool: str, smollm2: Path, tmp_path: Path) -> None:
+    pytest.importorskip(tool, reason=INSTALL)
+    model = markdown.small_checkpoint(smollm2, tmp_path / "model")
+    text = tmp_path / "text.txt"
+    novel = markdown.ROOT / "examples" / "data" / "persuasion-heldout.txt"
+    text.write_text(novel.read_text(encoding="utf-8")[:10_000])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [str(model), str(text), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", f"examples.trainers.{module}", *arguments],
+        cwd=markdown.ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert AutoLiger.from_hf(tmp_path / "out").config.vocab_size > 0

@@ -26,12 +26,20 @@ RANKS, STEPS, BATCH, RATE = 2, 3, 4, 1e-3
 TOOLS = {"accelerate": "accelerate", "Lightning": "lightning", "DeepSpeed": "deepspeed"}
 FEATURES = ("accelerate, DDP", "accelerate, FSDP2", "Lightning, FSDP2")
 FEATURES += tuple(f"DeepSpeed, ZeRO-{stage}" for stage in range(4))
-WHOLE = [(feature, tied) for feature in FEATURES for tied in (False, True)]
+# A feature, a family, and whether its head is tied.
+FAMILIES = [family for family in zoo.FAMILIES if family != "gemma3"]  # it has other towers
+WHOLE = [(feature, "llama", tied) for feature in FEATURES for tied in (False, True)]
+WHOLE += [
+    (feature, family, "gemma" in family)
+    for feature in ("accelerate, FSDP2", "Lightning, FSDP2", "DeepSpeed, ZeRO-3")
+    for family in FAMILIES
+    if family != "llama"
+]
 SAMPLE = [
-    ("accelerate, FSDP2", False),
-    ("Lightning, FSDP2", True),
-    ("DeepSpeed, ZeRO-0", True),
-    ("DeepSpeed, ZeRO-3", False),
+    ("accelerate, FSDP2", "llama", False),
+    ("Lightning, FSDP2", "gemma2", True),
+    ("DeepSpeed, ZeRO-0", "llama", True),
+    ("DeepSpeed, ZeRO-3", "qwen2", False),
 ]
 ALL = "LIGERMODELS_ALL_TRAINERS"  # an environment variable that asks for WHOLE
 
@@ -46,18 +54,18 @@ def make_rows() -> Rows:
     return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
 
 
-def checkpoint(folder: Path, tied: bool) -> Path:
+def checkpoint(folder: Path, tied: bool, family: str = "llama") -> Path:
     """Save a model that transformers has made."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         feature = zoo.Feature(config={"tie_word_embeddings": tied})
-        hf_models.build("llama", feature).save_pretrained(folder)
+        hf_models.build(family, feature).save_pretrained(folder)
     if dist.is_initialized():
         dist.barrier()
     return folder
 
 
 def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 def in_one_process(model: nn.Module, shuffled: bool = False) -> list[float]:
@@ -140,9 +148,14 @@ def with_deepspeed(model: Any, native: bool, stage: int) -> list[float]:
 
 
 def compare(
-    tool: Callable[..., list[float]], tied: bool, save: Callable[..., None], rank: int, place: Path
+    tool: Callable[..., list[float]],
+    family: str,
+    tied: bool,
+    save: Callable[..., None],
+    rank: int,
+    place: Path,
 ) -> dict[str, float]:
-    folder = checkpoint(place / "checkpoint", tied)
+    folder = checkpoint(place / "checkpoint", tied, family)
     model = AutoLiger.from_hf(folder)
     losses = tool(model, native=True)
     save(model, place / "saved")
@@ -179,7 +192,7 @@ def cases(ranks: int) -> dict[str, Case]:
     }
 
     made: dict[str, Case] = {}
-    for name, tied in WHOLE if os.environ.get(ALL) else SAMPLE:
+    for name, family, tied in WHOLE if os.environ.get(ALL) else SAMPLE:
         tool, _, feature = name.partition(", ")
         if find_spec(TOOLS[tool]) is None:
             continue
@@ -192,5 +205,5 @@ def cases(ranks: int) -> dict[str, Case]:
 
             train = partial(with_deepspeed, stage=int(feature[-1]))
         head = "tied" if tied else "untied"
-        made[f"{name}, {head}"] = partial(compare, train, tied, save)
+        made[f"{name}, {family}, {head}"] = partial(compare, train, family, tied, save)
     return made

@@ -1,5 +1,6 @@
 """What a GPU does with ids, labels and positions of any value, without a synchronisation."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ try:
     call(ids, **options)
     torch.cuda.synchronize()
 except RuntimeError as error:
-    print("refused" if "assert" in str(error) else error)
+    print("failed:", error)
 else:
     print("a result came")
 """
@@ -42,7 +43,11 @@ CASES = [
 @pytest.mark.skipif(torch.version.hip is not None, reason="ROCm builds have no device assertions")
 @pytest.mark.parametrize(("outside", "kind"), CASES)
 def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
-    """After the device-side assertion, a process cannot use the GPU, so each try has its own."""
+    """After the device-side assertion, a process cannot use the GPU, so each try has its own.
+
+    The error that Python sees first need not name the assertion: it may come from a library that
+    finds the GPU unusable, as cuBLAS does in code that torch.compile made.
+    """
     done = subprocess.run(
         [sys.executable, "-c", OUTSIDE, str(outside), kind],
         capture_output=True,
@@ -50,7 +55,9 @@ def test_an_id_outside_the_vocabulary_gives_no_result(outside, kind):
         cwd=Path(__file__).parents[2],
         timeout=300,
     )
-    assert done.stdout.strip() == "refused", done.stdout + done.stderr[-2000:]
+    said = done.stdout + done.stderr[-2000:]
+    assert done.stdout.startswith("failed: "), said
+    assert "assert" in done.stdout or re.search(r"Assertion `.*` failed", done.stderr), said
 
 
 @pytest.mark.parametrize("outside", [-1, VOCAB, 2**31, 2**40, 2**32 + 5, -(2**40)])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ligermodels import AutoLiger
+from ligermodels.generation import generate_ahead
 from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
 from ligermodels.losses.preference import DPO_LOSS_TYPES
+from ligermodels.models.heads_file import load_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from tests.gpu.synchronisation import no_synchronisation
 from tests.losses.batches import gradients, masks, random_tokens
 from tests.losses.test_policy import GRPO_OPTIONS, ours, some_advantages
-from tests.training.tiny_run import make_checkpoint
+from tests.training.tiny_run import make_checkpoint, make_text, run
 
 pytestmark = pytest.mark.gpu
 
@@ -90,3 +94,23 @@ def test_a_short_run(loss: str, tmp_path: Path) -> None:
     assert result.shown[0] in result.eval_after
     if loss != "grpo":
         assert result.eval_loss_after < result.eval_loss_before
+
+
+@pytest.mark.parametrize("kind", ["teacher", "medusa", "tied medusa"])
+def test_a_short_run_with_another_model(kind: str, tmp_path: Path) -> None:
+    """In mixed precision, with a plan for what is left of the memory beside a teacher."""
+    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "teacher", hidden_size=128)
+    make_text(tmp_path / "text.txt")
+    changes: dict[str, Any] = {"medusa_heads": 2, "medusa_tied": kind == "tied medusa"}
+    if kind == "teacher":
+        changes = {"teacher": str(tmp_path / "teacher"), "beta": 0.0, "teacher_share": 0.5}
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    result = run(folder, text, tmp_path / "out", device="cuda", **changes)
+    key = result.shown[0]
+    assert result.eval_after[key] < result.eval_before[key]
+    if kind != "teacher":
+        model = AutoLiger.from_hf(result.model_dir, dtype=torch.float32, device="cuda")
+        heads = load_heads(model, result.model_dir)
+        made = generate_ahead(model, heads, [1, 2, 3], max_new_tokens=16, eos_token_id=[])
+        assert torch.equal(made.ids, model.generate([1, 2, 3], max_new_tokens=16, eos_token_id=[]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
     LigerForSequenceClassification,
     LigerModel,
+    check_version,
 )
 from ligermodels.models import auto
 from ligermodels.models.auto import AutoLiger
@@ -183,13 +183,20 @@ def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
         model(ids(), attention_mask=torch.ones(2, 1, 9, 9))
 
 
-def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_transformers_is_refused() -> None:
     """It reads HF's names, but not into packed projections, which would stay random."""
-    monkeypatch.setattr(transformers, "__version__", "5.6.0")
-    found = importlib.util.find_spec("ligermodels.integrations.hf_model")
-    assert found is not None and found.loader is not None
     with pytest.raises(ConfigError, match=r"transformers 5\.6\.0: .*install transformers 5\.16"):
-        found.loader.exec_module(importlib.util.module_from_spec(found))
+        check_version("5.6.0")
+    check_version("5.16.1")
+
+
+def test_the_older_way_to_recompute_blocks(folders: dict[str, Path]) -> None:
+    """LLaMA-Factory calls a private method of transformers' models."""
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda *_: None)
+    assert model.is_gradient_checkpointing
+    model._set_gradient_checkpointing(enable=False)
+    assert not model.is_gradient_checkpointing
 
 
 def test_continuous_batching_is_refused(folders: dict[str, Path]) -> None:
@@ -388,7 +395,7 @@ def test_accumulation_equals_one_batch(folders: dict[str, Path], tmp_path: Path)
     for batch, steps in ((2, 4), (8, 1)):
         model = LigerForCausalLM.from_pretrained(folders["llama"])
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        made.append(train(model, tmp_path, rows, lr_scheduler_type="constant", **options))
+        made.append(train(model, tmp_path, rows, schedule="constant", **options))
     assert made[0] == pytest.approx(made[1], rel=1e-6)
 
 

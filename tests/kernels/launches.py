@@ -23,6 +23,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
     torch.bool: "*i1",
 }
 

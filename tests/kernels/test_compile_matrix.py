@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import autocast
+from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.launch import Launches
 from tests.kernels import ops_table
 from tests.kernels.checks import as_tuple
@@ -128,6 +129,14 @@ def every_length(dtype: torch.dtype) -> None:
                 launch(case, dtype, size | flags)
 
 
+def conversions(dtype: torch.dtype) -> None:
+    """Launch `dequantize`, which has no gradient and therefore no case in the table."""
+    for columns in (4096, 14336):
+        codes = torch.empty(8, columns // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(8, columns // 64, dtype=torch.bfloat16, device="meta")
+        dequantize(codes, scales, torch.empty(16, device="meta"), dtype)
+
+
 def every_flag(dtype: torch.dtype) -> None:
     """Vary what else changes a kernel, at the size where a program holds most.
 
@@ -183,6 +192,7 @@ def record(vendor: str, full: bool) -> Recording:
             every_flag(torch.bfloat16)
         for dtype in DTYPES:
             every_length(dtype)
+            conversions(dtype)
     return recording
 
 

@@ -12,11 +12,13 @@ from ligermodels.kernels.simulation import simulating
 from ligermodels.layers import attention_backend, attention_mask
 from ligermodels.layers.attention_backend import (
     attend,
+    attend_in_parts,
     choose_backend,
     heads_for_sdpa,
     prepare,
 )
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
+from ligermodels.layers.sequence_shard import SequenceShard
 from tests.gpu.synchronisation import no_synchronisation
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
@@ -235,6 +237,98 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int) -> None:
             assert relative(grad, want) <= bound, name
         else:  # in a window of one, the only weight is 1 for any score
             assert grad.norm() < 1e-2, name
+
+
+PART_CASES = {name: case for name, case in CASES.items() if "past" not in case} | {
+    "known documents": {"ends": (0, 30, 31, 77, 80)},
+    "known documents, window": {"ends": (0, 30, 31, 77, 80), "window": 37},
+    "known documents, cap": {"ends": (0, 30, 31, 77, 80), "softcap": 2.0},
+}
+
+
+@pairwise(
+    lambda place, head_dim: place[0] == "cuda" or head_dim == 24,
+    place=PLACES,
+    case=PART_CASES,
+    head_dim=[24, 128],
+)
+def test_parts_of_rows(place: Any, case: str, head_dim: int) -> None:
+    """The outputs of two ranks' parts, and the sums of their gradients, are those of whole rows."""
+    device, dtype = place
+    scale, times = 1.7 * head_dim**-0.5, 4 if device == "cuda" else 1
+    keys, heads, groups, options = 80 * times, 4, 2, dict(PART_CASES[case])
+    packed, padded = options.pop("packed", False), options.pop("padded", False)
+    prefix, ends = options.pop("prefix", None), options.pop("ends", None)
+    causal, window, softcap = options.get("causal", True), *map(options.get, ("window", "softcap"))
+    batch = 2 if ends is None else 1
+    given: dict[str, Any] = {}
+    if prefix is not None:
+        given["prefix_lengths"] = torch.tensor(prefix, device=device)
+    if packed:
+        positions = (torch.arange(keys, device=device) % 41)[None]
+        given["document_ids"] = document_ids_from_positions(positions)
+    if padded:
+        given["padding_mask"] = torch.ones(batch, keys, dtype=torch.bool, device=device)
+        given["padding_mask"][0, :20] = given["padding_mask"][1, -15:] = False
+    if ends is not None:
+        cu_seqlens = times * torch.tensor(ends, device=device)
+        places = torch.searchsorted(cu_seqlens, torch.arange(keys, device=device), right=True)
+        given = {"document_ids": places[None], "cu_seqlens": cu_seqlens}
+        given["max_seqlen"] = int(cu_seqlens.diff().max())
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int) -> Tensor:
+        made = torch.randn(batch, keys, rows, head_dim, generator=generator)
+        return made.to(device, dtype).transpose(1, 2).requires_grad_()
+
+    q, k, v, upstream = random(heads), random(groups), random(groups), random(heads).detach()
+    outs, sums = [], [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+    shards = [SequenceShard(None, 2, rank) for rank in range(2)]
+    for shard in shards:
+        mask = AttentionMask(keys // 2, keys, shard=shard, **given)
+        prepare(mask, window, softcap, batch, heads, q.device, dtype, head_dim, causal)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, part: AttentionMask) -> Tensor:
+            return attend(q, k, v, part, scale=scale, **options)
+
+        out = attend_in_parts(attention, shard.split(q, 2), k, v, mask, causal)
+        outs.append(out.detach())
+        for total, grad in zip(sums, torch.autograd.grad(out, (q, k, v), shard.split(upstream, 2))):
+            total += grad
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    sees = AttentionMask(keys, **given).dense(window, q.device, causal=causal)
+    expected = formula(*wide, sees, scale, softcap)
+    bound = 1.5e-2 if dtype == torch.bfloat16 else 2e-6
+    for out, shard in zip(outs, shards):
+        assert relative(out, shard.split(expected, 2)) <= bound
+    for name, total, want in zip(
+        "qkv", sums, torch.autograd.grad(expected, wide, upstream.double())
+    ):
+        if want.norm() > 1e-9:
+            assert relative(total, want) <= bound, name
+        else:  # in a window of one, the only weight is 1 for any score
+            assert total.norm() < 1e-2, name
+
+
+def test_choice_of_the_backend_for_parts() -> None:
+    shard, low = SequenceShard(None, 2, 1), torch.bfloat16
+    for given, window, softcap, dtype, head_dim, expected in (
+        ({}, None, None, low, 128, "suffix"),
+        ({}, None, None, low, 256, "varlen"),
+        ({}, None, None, torch.float32, 128, "flex"),
+        ({}, 100, None, low, 128, "varlen"),
+        ({}, None, 50.0, low, 128, "flex"),
+        (ENDS, None, None, low, 128, "varlen"),
+        (PADDING, None, None, low, 128, "flex"),
+        (PREFIX, None, None, low, 128, "flex"),
+        (BOTH, None, None, low, 128, "sdpa"),
+        (BOTH, 100, None, low, 128, "flex"),
+    ):
+        causal = given.get("causal", True)
+        options = {k: x for k, x in given.items() if k != "causal"}
+        for part in AttentionMask(300, 600, shard=shard, **options).parts(causal):
+            rest = (window, softcap, GPU, dtype, head_dim, 8, causal)
+            assert choose_backend(part, *rest) == expected, (given, window, softcap, head_dim)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

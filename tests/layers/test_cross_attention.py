@@ -122,3 +122,5 @@ def test_a_memory_of_another_shape_is_refused() -> None:
     for shape in ((BATCH, KEYS, HIDDEN), (KEYS, MEMORY)):
         with pytest.raises(ValueError, match=r"expected \(batch, keys, 20\), or set memory_size"):
             layer(x, torch.randn(shape))
+    with pytest.raises(ValueError, match=rf"memory has shape .*, but x has {BATCH} rows"):
+        layer(x, torch.randn(BATCH + 1, KEYS, MEMORY))

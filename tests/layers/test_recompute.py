@@ -274,6 +274,7 @@ def test_a_block_that_returns_no_pair_is_told_what_to_return(keep: Any) -> None:
         (lambda x: (x, 3.0), r"a tensor \(2, 3, 4\), float; a block returns a pair"),
         (lambda x: (x, x[:, :1]), r"a tensor \(2, 1, 4\); .* of tensors \(2, 3, 4\)"),
         (lambda x: None, "NoneType; a block returns"),
+        (lambda x: (x, None, 0.5), "NoneType, float; .* and a third tensor is for the model's aux"),
         (lambda x: (), r"Returns returned nothing; a block returns"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.teacher import Teacher
 from ligermodels.losses.distillation import distillation
-from tests.losses.test_distillation import BATCH, SEQ, heads, states
+from tests.losses.test_distillation import BATCH, SEQ, VOCAB, heads, states
 from tests.models.pairs import relative
 
 
@@ -51,3 +52,6 @@ def test_what_a_teacher_of_a_head_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             student(hidden, targets, **{"teacher": given} | options)
+    student.vocab_shard = VocabShard(None, 0, VOCAB)  # of a rank of tensor parallelism
+    with pytest.raises(ValueError, match="vocabulary of head is split over ranks"):
+        student(hidden, targets, teacher=given)

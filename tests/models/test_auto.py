@@ -152,6 +152,12 @@ def test_a_class_that_lacks_something_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Method: weight_map is called with the config alone"):
         register(Method)
 
+    class Listed(LigerOutside):
+        weight_map = staticmethod(lambda config: [])  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"Listed: weight_map returns list; return a WeightMap"):
+        register(Listed)
+
 
 def test_a_checkpoint_that_becomes_one_of_another_family_is_loaded(tmp_path, monkeypatch):
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}

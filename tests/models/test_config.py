@@ -3,8 +3,9 @@
 import copy
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -108,6 +109,24 @@ def test_the_activation() -> None:
         (Gemma3Config(hidden_activation="gelu"), "gelu"),
     ):
         assert config.activation == activation, config
+
+
+def test_a_family_computes_activations_of_its_own() -> None:
+    @dataclass(kw_only=True)
+    class Own(ModelConfig):
+        model_type: ClassVar[str] = "own"
+        activations: ClassVar[dict[str, str]] = {"relu2": "squared"}
+
+        hidden_act: str = "relu2"
+
+    assert Own().activation == "squared"
+    with pytest.raises(ConfigError, match=r"hidden_act 'silu' .*; expected one of relu2"):
+        Own(hidden_act="silu")
+
+
+def test_a_config_without_a_model_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ModelConfig has no model_type; set this class attr"):
+        ModelConfig()
 
 
 def test_impossible_layers_are_refused_by_name() -> None:

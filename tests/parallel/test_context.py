@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from examples.shared_keys import SharedKeys, SharedKeysConfig
 from ligermodels import ConfigError, KVCache, MemoryPlan, shard
 from ligermodels.layers import Attention
 from ligermodels.layers.recompute import Keep
 from ligermodels.memory.simulate import simulate
+from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
 from tests.parallel.ranks import Case, check, run_ranks
@@ -71,13 +74,18 @@ def cases(ranks: int) -> dict[str, Case]:
         for name in OUTSIDE if layout == "fsdp and cp" else OUTSIDE[:1]:
             outside.family(name)
             found[f"{layout}, {name}"] = partial(rows, mesh, name, False)
+        for build in (both_directions, shared_keys):
+            for keep in ("all", "attention"):
+                found[f"{layout}, {build.__name__}, keeps {keep}"] = partial(
+                    rows, mesh, build, True, inputs=padding, plan=MemoryPlan.uniform(2, keep)
+                )
         found[f"{layout}, load"] = partial(load, mesh, False)
         if mesh["cp"].size() == 2:  # rows of 12 tokens
             found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
             found[f"{layout}, save"] = partial(save, mesh)
             found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
-        for keep in ("all", "attention") if ranks == 2 else ():
-            found[f"{layout}, bytes with {keep}"] = partial(memory, mesh, keep)
+        if ranks == 2:
+            found["bytes"] = partial(memory, mesh, "attention")
         if ranks == 4:
             found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
         for keep in ("attention", "input") if layout == "fsdp and cp" else ():
@@ -86,6 +94,19 @@ def cases(ranks: int) -> dict[str, Case]:
                 rows, mesh, "mistral", True, inputs=documents, plan=plan, compiles=True
             )
     return found
+
+
+def both_directions() -> DecoderModel:
+    model = make(True)
+    for layer, window in zip(model.layers, (None, WINDOW)):
+        layer.self_attn.causal, layer.self_attn.sliding_window = False, window
+    return model
+
+
+def shared_keys() -> DecoderModel:
+    torch.manual_seed(7)
+    sizes = {**SIZES, "intermediate_size": 28, "num_key_value_heads": 2, "sliding_window": WINDOW}
+    return SharedKeys(SharedKeysConfig(**sizes, tie_word_embeddings=True, initializer_range=0.3))
 
 
 def documents() -> dict[str, Any]:
@@ -125,7 +146,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows(
     mesh: DeviceMesh,
-    family: str,
+    family: str | Callable[[], DecoderModel],
     tied: bool,
     rank: int,
     folder: Path,
@@ -137,7 +158,7 @@ def rows(
 ) -> dict[str, float]:
     """All ranks get the same rows, so each returns what one process returns."""
     window = {"sliding_window": WINDOW} if family == "mistral" else {}
-    model = make(tied, family, **window)
+    model = make(tied, family, **window) if isinstance(family, str) else family()
     sharded = copy.deepcopy(model)
     for layer in sharded.layers if compiles else ():
         layer.compile(backend="aot_eager")
@@ -169,7 +190,7 @@ def memory(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, f
     model.zero_grad()
     gc.collect()
     peaks = []
-    for _ in range(4):  # a thread of gloo may hold the tensors of a collective a moment longer
+    for _ in range(3):  # a thread of gloo may hold the tensors of a collective a moment longer
         tracker = StorageTracker()
         tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
         tracker.hold([*model.buffers(), ids])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import LoraLinear, QuantizedLinear
+from ligermodels.models.auto import families
 from ligermodels.training.adapters import add_adapters, factors_of, merged, quantize
 from ligermodels.training.lora_options import LoraOptions
+from tests.tiny_models import VOCAB, random_model
 from tests.training.tiny_run import make_checkpoint, run, same, tensors, timeless, tiny_config
 
 LORA = "r=4,alpha=8,dropout=0.1"
@@ -74,6 +77,9 @@ def test_an_adapter_export_opens_in_peft(checkpoint, text, tmp_path):
         name for name, _ in theirs.named_parameters() if "lora_" in name
     }
     torch.testing.assert_close(loss_of(whole.model), loss_of(theirs), rtol=1e-5, atol=0)
+    assert same(tensors(alone.model_dir), tensors(whole.model_dir))
+    with pytest.raises(CheckpointError, match="this is an adapter; make a whole checkpoint of it"):
+        run(alone.model_dir, text, tmp_path / "again", **options)
     torch.testing.assert_close(loss_of(whole.model), loss_of(alone.model), rtol=1e-5, atol=0)
 
 
@@ -184,3 +190,23 @@ def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, bi
     save_file(changes, file)
     with pytest.raises(CheckpointError, match="was changed while the run was using it"):
         merged(model)
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_family_takes_adapters_on_quantised_linears(family):
+    """With adapters on all linears, a model equals one with the sums as its weights."""
+    torch.manual_seed(0)
+    model = random_model(family)
+    whole = copy.deepcopy(model)
+    ids = torch.randint(VOCAB, (2, 9))
+    add_adapters(model, LoraOptions(2, 4.0))
+    adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+    linears = {name for name, m in whole.layers.named_modules() if type(m) is torch.nn.Linear}
+    assert {f"layers.{name}" for name in linears} == adapters.keys()
+    for name, adapter in adapters.items():
+        torch.nn.init.normal_(adapter.lora_b)
+        adapter.add_to(whole.get_submodule(name).weight)
+    torch.testing.assert_close(model(ids), whole(ids), rtol=1e-4, atol=1e-4)
+    quantize(whole, 8, torch.device("cpu"))
+    assert all(type(whole.get_submodule(name)) is QuantizedLinear for name in adapters)
+    assert torch.isfinite(whole(ids)).all()

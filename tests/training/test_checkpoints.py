@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 
@@ -195,3 +196,17 @@ def test_values_too_large_for_a_dtype_are_found():
     assert first_not_finite(tensors.items(), torch.float16) == "b"
     assert first_not_finite(tensors.items(), torch.bfloat16) is None
     assert first_not_finite([]) is None
+
+
+def test_states_of_eight_bits_are_kept(folder):
+    """An optimizer may keep whole numbers, as those of torchao do."""
+    model, optimizer = make_model()
+    take_steps(model, optimizer, range(1))
+    for state in optimizer.state.values():
+        state["codes"] = (state["exp_avg"] * 1000).to(torch.uint8)
+    folder.save(1, model, optimizer)
+    tensors, _ = content(folder.files()[1])
+    assert tensors["optimizer.codes.0.weight"].dtype == torch.uint8
+    file = SafetensorsFile(folder.files()[1])
+    (read,) = file.read("optimizer.codes.0.weight")
+    assert torch.equal(read, tensors["optimizer.codes.0.weight"])

@@ -81,6 +81,7 @@ def test_options_that_exclude_each_other(folder: Path, tmp_path: Path) -> None:
         ({"loss": "dpo"}, "medusa_heads: only for the losses sft"),
         ({"medusa_heads": None, "teacher": "x", "beta": 1.5}, "at most 1 for a teacher"),
         ({"medusa_heads": None, "teacher_share": 0.5}, "only with a teacher"),
+        ({"medusa_heads": None, "teacher": "x", "context_parallel": 2}, "not with a teacher"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(folder, tmp_path, **changes)

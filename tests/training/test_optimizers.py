@@ -138,3 +138,20 @@ def test_what_is_frozen_stays_as_it_was(checkpoint, text, tmp_path, changes):
     (done.output_dir / "checkpoints/step-00000004.safetensors").unlink()
     again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
     assert same(tensors(again.model_dir), done.model.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_a_gpu_every_optimizer_trains_and_goes_on(checkpoint, text, tmp_path, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    given = {"optimizer": name, "max_steps": 8, "save_steps": 4, "eval_steps": 8, "device": "cuda"}
+    if name == "adafactor":
+        given["learning_rate"] = 0.05
+    straight = run(checkpoint, text, tmp_path / "a", **given)
+    assert straight.perplexity_after < 0.8 * straight.perplexity_before
+    assert 0 < straight.metrics[-2]["mfu"] < 1
+    (straight.output_dir / "checkpoints/step-00000008.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
+    # Some kernels add in an order that changes between runs.
+    assert again.eval_loss_after == pytest.approx(straight.eval_loss_after, rel=1e-2)

@@ -116,6 +116,8 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     )
     finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
     shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
+    make_checkpoint(tmp_path / "teacher", hidden_size=32)
+    finetune(taught(tmp_path, "taught alone", gradient_accumulation_steps=2), progress=False)
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
@@ -124,7 +126,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo"):
+    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught"):
         with subtests.test(loss):
             one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
             logged = metrics(one)
@@ -242,16 +244,23 @@ def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     """Return a run whose steps sample four completions of each of two prompts."""
     sampling = {"num_generations": 4, "max_completion_length": 6, "reward_function": REWARDS}
     common = {"batch_size": 4, "beta": 0.1, "reference": "float32", "max_steps": 2}
+    common |= {"eval_steps": 2}
     return pairs(folder, name, "grpo", **{"save_steps": 0} | sampling | common | changes)
 
 
+def taught(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
+    teacher = {"teacher": str(folder / "teacher"), "teacher_share": 0.7}
+    return options(folder, name, max_steps=2, eval_steps=2, save_steps=0, **teacher, **changes)
+
+
 def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
-    """A frozen copy gives what the file gives, and two ranks sample what one samples."""
+    """A frozen copy gives what the file gives, and two ranks sample and learn as one does."""
     root = folder.parent
     copied = {"reference": "float32", "gradient_accumulation_steps": 1, "save_steps": 0}
     config = grpo(root, "grpo two", gradient_accumulation_steps=1, max_eval_rows=3)
     results = [finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)]
     results += [finetune(config, progress=False)]
+    finetune(taught(root, "taught two"), progress=False)
     return {"rewards": float(not 0 <= results[1].eval_after["eval_reward"] <= 1)}
 
 

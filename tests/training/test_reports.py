@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
-from ligermodels.training.reports import logged, logger_openers
+import torch
+
+from ligermodels.training.reports import logged, logger_openers, profiled
 from ligermodels.training.run_dir import RunDir
+from tests.training.tiny_run import run
 
 
 class Remembers:
@@ -24,6 +29,26 @@ class Remembers:
 
 
 opened: list[Remembers] = []
+
+
+def test_a_profile_has_three_steps(tmp_path: Path) -> None:
+    with profiled(None) as after_step:
+        after_step()
+    with profiled(tmp_path / "profile") as after_step:
+        for _ in range(7):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            after_step()
+    with gzip.open(tmp_path / "profile" / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(each["name"] == "aten::mm" for each in events) == 3
+    assert "aten::mm" in (tmp_path / "profile" / "table.txt").read_text()
+
+
+def test_a_run_is_profiled(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    done = run(checkpoint, text, tmp_path / "run", max_steps=6, profile=True)
+    assert (done.output_dir / "profile" / "trace.json.gz").is_file()
+    run(checkpoint, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
+    assert not (done.output_dir / "profile").exists()
 
 
 def test_loggers_get_each_line_within_the_context(tmp_path: Path) -> None:

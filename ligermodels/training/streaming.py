@@ -1,0 +1,319 @@
+"""Training data that is larger than memory: tokens in files, which are mapped into memory.
+
+The first run tokenizes a file once, into HF_HOME. Of a JSONL file only a line is in memory then,
+and afterwards only the places of the documents. Rows are packed as in `packing`, but not across
+files, and the best fit is looked for among 65536 documents at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import constants
+
+from ligermodels.converters.files import is_int, read_json
+from ligermodels.errors import DataError, LigerError
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.checkpoints import fingerprint
+from ligermodels.training.data import Document, file_hash, iter_documents
+from ligermodels.training.files import writing
+from ligermodels.training.inputs import file_hashes
+from ligermodels.training.packing import PackedRows, best_fit, generator, row_order
+
+_WINDOW = 2**16  # documents that are packed together
+_CYCLE = 1000  # rows in which the sources have their shares
+_FACTS = "facts.json"
+
+
+class TokenStore:
+    """The documents of a file, as tokens on the disk.
+
+    Attributes:
+        ids, loss_mask: of all documents, one after the other; int32 and bool, mapped into memory.
+        ends: (documents,) int64, where each one ends.
+        divisible: (documents,) bool, as in `Document`.
+        digest: a hash of all of these.
+        max_id: the largest token id.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        facts = read_json(folder / _FACTS, DataError)
+        if not (is_int(facts.get("max_id")) and isinstance(facts.get("digest"), str)):
+            raise DataError(f"{folder / _FACTS}: this is not what a run writes; remove the folder")
+        self.digest: str = facts["digest"]
+        self.max_id: int = facts["max_id"]
+        try:
+            self.ids: np.ndarray = np.memmap(folder / "ids.bin", np.int32, "r")
+            self.loss_mask: np.ndarray = np.memmap(folder / "loss_mask.bin", np.bool_, "r")
+            self.ends = np.fromfile(folder / "ends.bin", np.int64)
+            self.divisible = np.fromfile(folder / "divisible.bin", np.bool_)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder}: cannot be read: {error}; remove the folder") from None
+        if not len(self.ids) == len(self.loss_mask) == self.ends[-1]:
+            raise DataError(f"{folder}: a file is cut short; remove the folder")
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+
+def token_store(
+    file: Path, tokenizer: Tokenizer, source: Path, *, separator: str | None = None
+) -> TokenStore:
+    """Return the documents of a file as tokens on the disk, written if they are not there yet.
+
+    Args: source, the folder of the tokenizer.
+    Raises:
+        DataError: the file cannot be read, a line is wrong, or there is nothing to train on.
+        SaveError: the tokens cannot be written.
+    """
+    facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
+    key = fingerprint(facts | {"tokenizer": file_hashes(source)})
+    folder = Path(constants.HF_HOME) / "ligermodels" / "tokens" / key
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_suffix(".lock")):
+        if not (folder / _FACTS).is_file():
+            _write(folder, iter_documents(file, tokenizer, separator), file)
+    return TokenStore(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let other processes wait until this one has written the tokens."""
+    with open(path, "w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except ImportError:  # Windows has no such lock.
+            pass
+        yield
+
+
+def _write(folder: Path, documents: Iterator[Document], file: Path) -> None:
+    aside = folder.with_suffix(".part")
+    shutil.rmtree(aside, ignore_errors=True)
+    digest, end, max_id = hashlib.sha256(), 0, -1
+    names = ("ids", "loss_mask", "ends", "divisible")
+    try:
+        with contextlib.ExitStack() as stack, writing(folder):
+            aside.mkdir()
+            files = [stack.enter_context(open(aside / f"{name}.bin", "wb")) for name in names]
+            for document in documents:
+                end += len(document)
+                max_id = max(max_id, int(document.ids.max()))
+                values = (document.ids, document.loss_mask, [end], [document.divisible])
+                for out, value, kind in zip(
+                    files, values, (np.int32, np.bool_, np.int64, np.bool_)
+                ):
+                    raw = np.ascontiguousarray(value, dtype=kind).tobytes()
+                    out.write(raw)
+                    digest.update(raw)
+        if max_id < 0:
+            raise DataError(f"{file}: there is nothing to train on: every document is empty")
+        with writing(folder):
+            facts = {"digest": digest.hexdigest(), "max_id": max_id}
+            (aside / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def held_out(store: TokenStore, fraction: float, seed: int, number: int) -> np.ndarray:
+    """Return which documents of a store are held out for evaluation, as in `packing.hold_out`.
+
+    None are, if the store has too few. Args: number, of the store.
+    """
+    chosen: np.ndarray = np.zeros(len(store), dtype=np.bool_)
+    if len(store) * fraction >= 1:
+        count = max(1, round(len(store) * fraction))
+        # The first store has the choice of a run that holds its data in memory.
+        order = generator(seed, 1, *([number] if number else [])).permutation(len(store))
+        chosen[order[:count]] = True
+    return chosen
+
+
+class StoredRows(PackedRows):
+    """Documents on the disk packed into rows; see `PackedRows`.
+
+    Args:
+        stores: the sources of the documents.
+        chosen: for each store, (documents,) bool: the documents that are taken.
+        seq_len: tokens per row.
+    Raises:
+        DataError: no document has a target within a row.
+
+    Attributes:
+        sources: how many rows each store has. They follow one another.
+    """
+
+    def __init__(
+        self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray], seq_len: int
+    ) -> None:
+        self.stores = stores
+        self.num_truncated = self.num_dropped = 0
+        self._pieces: list[np.ndarray] = []  # of each store: (pieces, 2), in the order of the rows
+        self._ends: list[np.ndarray] = []  # of each store: where each row ends in the pieces
+        for store, mask in zip(stores, chosen):
+            pieces = self._cut(store, np.flatnonzero(mask), seq_len)
+            rows: list[list[int]] = []
+            for start in range(0, len(pieces), _WINDOW):
+                lengths = np.diff(pieces[start : start + _WINDOW]).ravel().tolist()
+                rows += [[start + i for i in row] for row in best_fit(lengths, seq_len)]
+            order = np.fromiter(chain.from_iterable(rows), np.int64)
+            self._pieces.append(pieces[order])
+            self._ends.append(np.cumsum([len(row) for row in rows], dtype=np.int64))
+        self.sources = [len(ends) for ends in self._ends]
+        if not sum(self.sources):
+            raise DataError(
+                f"no document has a target within the first {seq_len} tokens; use longer rows "
+                "(--seq-len)"
+            )
+        lengths = [np.diff(pieces).ravel() for pieces in self._pieces]
+        self.width = max(
+            int(np.add.reduceat(each, [0, *ends[:-1]]).max())
+            for each, ends in zip(lengths, self._ends)
+            if len(ends)
+        )
+        self.num_tokens = sum(int(each.sum()) for each in lengths)
+        self.num_targets = sum(
+            int(store.loss_mask[start + 1 : stop].sum())
+            for store, pieces in zip(stores, self._pieces)
+            for start, stop in pieces
+        )
+
+    def _cut(self, store: TokenStore, documents: np.ndarray, seq_len: int) -> np.ndarray:
+        """Return (start, stop) of the pieces of documents, as `packing.cut` makes them."""
+        stops = store.ends[documents]
+        starts = np.where(documents > 0, store.ends[documents - 1], 0)
+        if not (stops - starts > seq_len).any():
+            return np.stack([starts, stops], axis=1)
+        pieces: list[tuple[int, int]] = []
+        for start, stop, divisible in zip(starts, stops, store.divisible[documents]):
+            long = stop - start > seq_len
+            last = start + 1 if long and not divisible else max(start + 1, stop - 1)
+            found = [
+                (at, min(at + seq_len, stop))
+                for at in range(start, last, seq_len - 1)
+                if store.loss_mask[at + 1 : min(at + seq_len, stop)].any()
+            ]
+            pieces += found
+            if long and not divisible:
+                self.num_truncated += 1
+                self.num_dropped += not found
+        return np.array(pieces, dtype=np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return sum(self.sources)
+
+    @property
+    def max_id(self) -> int:
+        """The largest token id in the stores."""
+        return max(store.max_id for store in self.stores)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the tokens and targets of all rows, in order."""
+        digest = hashlib.sha256()
+        for store, pieces, ends in zip(self.stores, self._pieces, self._ends):
+            digest.update(store.digest.encode())
+            digest.update(pieces.tobytes())
+            digest.update(ends.tobytes())
+        return digest.hexdigest()
+
+    def documents(self, index: int) -> list[Document]:
+        """Return the documents of a row."""
+        source = 0
+        while index >= self.sources[source]:
+            index -= self.sources[source]
+            source += 1
+        ends, store = self._ends[source], self.stores[source]
+        found = []
+        for start, stop in self._pieces[source][ends[index - 1] if index else 0 : ends[index]]:
+            loss_mask = np.array(store.loss_mask[start:stop])
+            loss_mask[0] = False
+            found.append(Document(np.array(store.ids[start:stop]), loss_mask))
+        return found
+
+
+class MixedOrder:
+    """The index of the row for a running count, when sources are mixed by weights.
+
+    Of every 1000 rows in a row each source has its share, in an order of its own; each source goes
+    through its rows in epochs, as `row_order`. The index depends only on the seed and the count, so
+    that a resumed run goes on with the same rows.
+
+    Args: sizes, the rows of each source; weights, their shares, in any unit.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        shares = np.array(weights) / sum(weights) * _CYCLE
+        self._counts = np.maximum(1, shares.round()).astype(np.int64)
+        self._offsets = np.cumsum([0, *sizes])
+        self._orders = [row_order(size, seed, number) for number, size in enumerate(sizes)]
+        self._seed = seed
+        self._cycle = lru_cache(maxsize=2)(self._new_cycle)
+
+    def _new_cycle(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each count of a cycle, and how often it came before in the cycle."""
+        sources: np.ndarray = np.repeat(np.arange(len(self._counts)), self._counts)
+        sources = generator(self._seed, 2, number).permutation(sources)
+        before = np.zeros_like(sources)
+        for source, count in enumerate(self._counts):
+            before[sources == source] = np.arange(count)
+        return sources, before
+
+    def __call__(self, count: int) -> int:
+        """Return the index of a row."""
+        cycle, at = divmod(count, int(self._counts.sum()))
+        sources, before = self._cycle(cycle)
+        source = int(sources[at])
+        within = cycle * int(self._counts[source]) + int(before[at])
+        return int(self._offsets[source]) + self._orders[source](within)
+
+
+def stored_rows(
+    files: Sequence[Path],
+    eval_files: Sequence[Path],
+    tokenizer: Tokenizer,
+    source: Path,
+    *,
+    separator: str | None,
+    seq_len: int,
+    eval_fraction: float,
+    seed: int,
+) -> tuple[StoredRows, StoredRows | None]:
+    """Return the rows for training, and for evaluation if there are any.
+
+    Args: source, the folder of the tokenizer; the others are options of a run.
+    Raises:
+        DataError: a file or a line is wrong, or a file has too little data.
+    """
+    stores = [token_store(file, tokenizer, source, separator=separator) for file in files]
+    if eval_files:
+        others = [token_store(file, tokenizer, source, separator=separator) for file in eval_files]
+        held: StoredRows | None = StoredRows(
+            others, [np.ones(len(each), np.bool_) for each in others], seq_len
+        )
+        taken: list[np.ndarray] = [np.zeros(len(each), np.bool_) for each in stores]
+    else:
+        fraction = eval_fraction
+        taken = [held_out(store, fraction, seed, i) for i, store in enumerate(stores)]
+        if fraction and not any(each.any() for each in taken):
+            raise DataError(
+                "the training data is too small to hold out a part of it for evaluation; give "
+                "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
+            )
+        held = StoredRows(stores, taken, seq_len) if fraction else None
+    rows = StoredRows(stores, [~each for each in taken], seq_len)
+    if empty := [str(file) for file, size in zip(files, rows.sources) if not size]:
+        raise LigerError(f"{empty[0]}: no row is left to train on; leave the file out")
+    return rows, held

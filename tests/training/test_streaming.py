@@ -1,0 +1,141 @@
+"""Data on the disk: the same rows as in memory, mixed by weights, resumed in order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+
+from ligermodels.errors import ConfigError, DataError
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training import streaming
+from ligermodels.training.data import Document, read_documents
+from ligermodels.training.packing import PackedRows
+from ligermodels.training.streaming import MixedOrder, StoredRows, stored_rows, token_store
+from tests.training.tiny_run import make_text, run, same, tensors
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "ligermodels" / "tokens"
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Texts and examples of unequal lengths, some longer than a row."""
+    draw = np.random.default_rng(0)
+    lines = []
+    for i in range(60):
+        words = "the cat saw a dog " * int(draw.integers(1, 12))
+        lines.append({"text": words} if i % 3 else {"prompt": words, "completion": " and ran"})
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def everything(store):
+    return np.ones(len(store), np.bool_)
+
+
+@pytest.mark.parametrize("window", [2**16, 7])
+def test_the_rows_are_those_in_memory(checkpoint, records, window, monkeypatch):
+    monkeypatch.setattr(streaming, "_WINDOW", window)
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    plain = PackedRows(read_documents([records], tokenizer), 64)
+    store = token_store(records, tokenizer, checkpoint)
+    rows = StoredRows([store], [everything(store)], 64)
+    for name in ("num_tokens", "num_targets", "num_truncated", "num_dropped", "max_id"):
+        assert getattr(rows, name) == getattr(plain, name), name
+    if window == 7:
+        assert len(rows) >= len(plain) and rows.width <= 64
+        return
+    assert (len(rows), rows.width) == (len(plain), plain.width)
+    for index in range(len(rows)):
+        ours, theirs = rows.batch([index]), plain.batch([index])
+        for name in ("input_ids", "labels", "position_ids"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+        assert (ours.num_tokens, ours.num_targets) == (theirs.num_tokens, theirs.num_targets)
+
+
+def test_tokens_are_written_once_and_not_half(checkpoint, records, cache, monkeypatch):
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    first = token_store(records, tokenizer, checkpoint)
+    monkeypatch.setattr(streaming, "iter_documents", None)
+    with pytest.raises(TypeError):
+        token_store(records, tokenizer, checkpoint, separator="other")
+    assert token_store(records, tokenizer, checkpoint).digest == first.digest
+
+    def breaks(*_):
+        yield Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
+        raise DataError("line 2 is wrong")
+
+    monkeypatch.setattr(streaming, "iter_documents", breaks)
+    before = sorted(cache.iterdir())
+    with pytest.raises(DataError, match="line 2 is wrong"):
+        token_store(records, tokenizer, checkpoint, separator="x")
+    assert {path.suffix for path in {*cache.iterdir()} - {*before}} == {".lock"}
+    (folder,) = (path for path in before if path.is_dir())
+    with open(folder / "ids.bin", "ab") as file:
+        file.write(b"1234")
+    with pytest.raises(DataError, match="a file is cut short; remove the folder"):
+        token_store(records, tokenizer, checkpoint)
+
+
+def test_a_streamed_run_is_the_same_run(checkpoint, records, tmp_path):
+    given = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
+    plain = run(checkpoint, records, tmp_path / "a", **given)
+    streamed = run(checkpoint, records, tmp_path / "b", **given, stream=True)
+    assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
+    assert streamed.eval_loss_after == plain.eval_loss_after
+    (tmp_path / "b/checkpoints/step-00000004.safetensors").unlink()
+    again = run(checkpoint, records, tmp_path / "b", **given, stream=True, resume=True)
+    assert same(tensors(again.model_dir), tensors(plain.model_dir))
+
+
+def test_every_source_has_its_share_and_goes_through_its_rows():
+    sizes, weights = [10, 300, 5], [3.0, 6.0, 1.0]
+    order = MixedOrder(sizes, weights, seed=1)
+    counts = [order(i) for i in range(2000)]
+    again = MixedOrder(sizes, weights, seed=1)
+    assert [again(i) for i in (1999, 3, 1000, 0)] == [counts[i] for i in (1999, 3, 1000, 0)]
+    bounds = np.cumsum([0, *sizes])
+    for source, weight in enumerate(weights):
+        rows = [i for i in counts if bounds[source] <= i < bounds[source + 1]]
+        assert len(rows) == 200 * weight
+        size = sizes[source]
+        assert {*Counter(rows[: len(rows) // size * size]).values()} == {len(rows) // size}
+        assert sorted(rows[:size]) == list(range(bounds[source], bounds[source + 1]))
+    shares = [sum(i < 10 for i in counts[at : at + 100]) for at in range(0, 2000, 100)]
+    assert min(shares) > 10 and max(shares) < 50
+
+
+def test_a_mixed_run_resumes_in_order(checkpoint, text, records, tmp_path):
+    other = make_text(tmp_path / "other.txt", seed=3)
+    given = {"max_steps": 6, "save_steps": 3, "eval_steps": 6, "data_weights": [1, 3]}
+    given |= {"train_files": [other, records]}
+    done = run(checkpoint, text, tmp_path / "run", **given)
+    (tmp_path / "run/checkpoints/step-00000006.safetensors").unlink()
+    again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    assert same(tensors(again.model_dir), done.model.state_dict())
+    assert done.eval_loss_after < done.eval_loss_before
+
+
+def test_what_makes_no_sense_is_refused(checkpoint, text, tmp_path):
+    with pytest.raises(ConfigError, match=r"data_weights: there are 2, but train_files has 1"):
+        run(checkpoint, text, tmp_path / "a", data_weights=[1, 2])
+    with pytest.raises(ConfigError, match="only for the loss sft, not dpo"):
+        run(checkpoint, text, tmp_path / "a", stream=True, loss="dpo")
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    options = {"separator": None, "seq_len": 64, "eval_fraction": 0.1, "seed": 0}
+    with pytest.raises(DataError, match="too small to hold out"):
+        stored_rows([short], [], tokenizer, checkpoint, **options)
+    short.write_text(" ")
+    with pytest.raises(DataError, match=r"short\.txt: there is nothing to train on"):
+        stored_rows([short], [], tokenizer, checkpoint, **options)
