@@ -390,6 +390,11 @@ class FinetuneConfig:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
         if self.context_parallel > 1 and self.loss != "sft":
             raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
+        if self.context_parallel > 1 and self.lora is not None:
+            raise ConfigError(
+                "context_parallel: not with lora, which holds a whole model and whole rows on each "
+                "GPU; leave one out"
+            )
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:

@@ -93,8 +93,13 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
+        return PackedRows(items, self.config.seq_len, self.row_multiple)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the width of rows is a multiple of: ranks that share a row cut it into chunks."""
         ranks = self.config.context_parallel
-        return PackedRows(items, self.config.seq_len, 1 if ranks == 1 else 2 * ranks)
+        return 1 if ranks == 1 else 2 * ranks
 
     def load(self, model: DecoderModel) -> int:
         """Load what the run needs beside the model, which has its first weights.

@@ -244,6 +244,7 @@ class Run:
                 seq_len=config.seq_len,
                 eval_fraction=config.eval_fraction,
                 seed=config.seed,
+                multiple=objective.row_multiple,
             )
             for what, each in (("training", stored), ("held-out", stored_eval)):
                 if each is not None:

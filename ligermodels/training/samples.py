@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.errors import ConfigError
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 
@@ -19,6 +20,7 @@ class Sampler:
         chat: whether a prompt is the message of a user, which the chat template formats.
     Raises:
         CheckpointError: there is no chat template.
+        ConfigError: a prompt has no tokens.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class Sampler:
         self.prompts = prompts
         self.max_new_tokens = max_new_tokens
         self.ids = [self._encode(prompt, chat) for prompt in prompts]
+        if [] in self.ids:
+            raise ConfigError("sample_prompts: a prompt is empty, so that nothing can be continued")
 
     def _encode(self, prompt: str, chat: bool) -> list[int]:
         if not chat:

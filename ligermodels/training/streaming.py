@@ -149,6 +149,7 @@ class StoredRows(PackedRows):
         stores: the sources of the documents.
         chosen: for each store, (documents,) bool: the documents that are taken.
         seq_len: tokens per row.
+        multiple: the width of rows is a multiple of this.
     Raises:
         DataError: no document has a target within a row.
 
@@ -157,7 +158,11 @@ class StoredRows(PackedRows):
     """
 
     def __init__(
-        self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray], seq_len: int
+        self,
+        stores: Sequence[TokenStore],
+        chosen: Sequence[np.ndarray],
+        seq_len: int,
+        multiple: int = 1,
     ) -> None:
         self.stores = stores
         self.num_truncated = self.num_dropped = 0
@@ -179,11 +184,12 @@ class StoredRows(PackedRows):
                 "(--seq-len)"
             )
         lengths = [np.diff(pieces).ravel() for pieces in self._pieces]
-        self.width = max(
+        longest = max(
             int(np.add.reduceat(each, [0, *ends[:-1]]).max())
             for each, ends in zip(lengths, self._ends)
             if len(ends)
         )
+        self.width = -(-longest // multiple) * multiple
         self.num_tokens = sum(int(each.sum()) for each in lengths)
         self.num_targets = sum(
             int(store.loss_mask[start + 1 : stop].sum())
@@ -290,10 +296,12 @@ def stored_rows(
     seq_len: int,
     eval_fraction: float,
     seed: int,
+    multiple: int = 1,
 ) -> tuple[StoredRows, StoredRows | None]:
     """Return the rows for training, and for evaluation if there are any.
 
-    Args: source, the folder of the tokenizer; the others are options of a run.
+    Args: source, the folder of the tokenizer; multiple, as in `StoredRows`; the others are options
+        of a run.
     Raises:
         DataError: a file or a line is wrong, or a file has too little data.
     """
@@ -301,7 +309,7 @@ def stored_rows(
     if eval_files:
         others = [token_store(file, tokenizer, source, separator=separator) for file in eval_files]
         held: StoredRows | None = StoredRows(
-            others, [np.ones(len(each), np.bool_) for each in others], seq_len
+            others, [np.ones(len(each), np.bool_) for each in others], seq_len, multiple
         )
         taken: list[np.ndarray] = [np.zeros(len(each), np.bool_) for each in stores]
     else:
@@ -312,8 +320,8 @@ def stored_rows(
                 "the training data is too small to hold out a part of it for evaluation; give "
                 "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
             )
-        held = StoredRows(stores, taken, seq_len) if fraction else None
-    rows = StoredRows(stores, [~each for each in taken], seq_len)
+        held = StoredRows(stores, taken, seq_len, multiple) if fraction else None
+    rows = StoredRows(stores, [~each for each in taken], seq_len, multiple)
     if empty := [str(file) for file, size in zip(files, rows.sources) if not size]:
         raise LigerError(f"{empty[0]}: no row is left to train on; leave the file out")
     return rows, held

@@ -53,6 +53,7 @@ def test_values_that_make_no_sense_are_refused(subtests):
             {"batch_size": 2**11, "gradient_accumulation_steps": 2**11},
             "batch_size and gradient_accumulation_steps: their product must be at most 1048576",
         ),
+        ({"lora": "r=4", "context_parallel": 2}, "context_parallel: not with lora"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
     ):
         with subtests.test(message):

@@ -42,6 +42,13 @@ def everything(store):
     return np.ones(len(store), np.bool_)
 
 
+def test_ranks_that_share_rows_can_cut_them(checkpoint, records):
+    given = {"separator": None, "seq_len": 62, "eval_fraction": 0.2, "seed": 0, "multiple": 4}
+    made = stored_rows([records], [], Tokenizer.from_hf(checkpoint), checkpoint, **given)
+    for rows in made:
+        assert rows.width == 64 and rows.batch([0]).input_ids.shape == (1, 64)
+
+
 @pytest.mark.parametrize("window", [2**16, 7])
 def test_the_rows_are_those_in_memory(checkpoint, records, window, monkeypatch):
     monkeypatch.setattr(streaming, "_WINDOW", window)
