@@ -28,7 +28,9 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        self._writer = _summary_writer()(str(folder / "tensorboard"), purge_step=start or None)
+        # TensorBoard hides what older files have from this step on: of another run, all.
+        purge = start + 1 if start else 0
+        self._writer = _summary_writer()(str(folder / "tensorboard"), purge_step=purge)
         if not start:
             lines = (f"    {name}: {value}" for name, value in settings.items())
             self._writer.add_text("settings", "\n".join(lines))

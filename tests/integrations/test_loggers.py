@@ -62,6 +62,7 @@ def test_a_run_tells_both_what_it_measures(checkpoint, text, tmp_path, board, mo
     done = run(checkpoint, text, tmp_path / "run", **given)
     written, sent = board.made
     assert written.given == (str(tmp_path / "run" / "tensorboard"),) and written.closed
+    assert written.options == {"purge_step": 0}  # another run may have been in the folder
     assert ("loss", done.metrics[1]["loss"], 1) in written.entries
     assert [entry["step"] for entry in done.metrics] == [step for _, step in sent.entries]
     assert sent.entries[0][0] == {k: v for k, v in done.metrics[0].items() if k != "step"}
@@ -71,7 +72,7 @@ def test_a_run_tells_both_what_it_measures(checkpoint, text, tmp_path, board, mo
     (tmp_path / "run/checkpoints/step-00000002.safetensors").unlink()
     run(checkpoint, text, tmp_path / "run", **given, resume=True)
     _, _, written, sent = board.made
-    assert written.options == {"purge_step": 1}
+    assert written.options == {"purge_step": 2}  # what step 1 wrote is not written again
     assert sent.options["id"] == "new" and sent.options["resume"] == "allow"
     assert {step for _, step in sent.entries} == {2}
 
