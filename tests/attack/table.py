@@ -290,9 +290,9 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Counts of the attacks, before and after",
         "",
-        "Before is the version in which these faults were found; after is the one that this page",
-        "came with, with runs of its latest commits. Each cell says in how many of the runs a",
-        "promise was broken. `python -m tests.attack.table --help` says how to count again.",
+        "Before is the version in which these faults were found; after are the mended versions, of",
+        "which the second table has the commits. Each cell says in how many of the runs a promise",
+        "was broken. `python -m tests.attack.table --help` says how to count again.",
         "",
         "| group | before | after |",
         "| --- | --- | --- |",

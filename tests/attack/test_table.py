@@ -43,4 +43,4 @@ def test_the_page_is_that_of_the_committed_counts() -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     found = json.loads((results / "attacks.json").read_text())
     assert markdown(found) == (results / "attacks.md").read_text()
-    assert not any(row["after"][1] for row in found["groups"])
+    assert all(row["before"][1] and row["after"][0] for row in found["faults"])
