@@ -49,7 +49,7 @@ def test_accumulation_equals_one_batch(folder: Path, tmp_path: Path) -> None:
     for batch, steps in ((2, 4), (8, 1)):
         model = AutoLiger.from_hf(folder)
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        losses = train(model, tmp_path, rows, max_steps=3, schedule="constant", **options)
+        losses = train(model, tmp_path, rows, max_steps=3, lr_scheduler_type="constant", **options)
         made.append((losses, model.state_dict()))
     assert made[0][0] == pytest.approx(made[1][0], rel=1e-6)
     for name, weight in made[0][1].items():

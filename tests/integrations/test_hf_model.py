@@ -395,7 +395,7 @@ def test_accumulation_equals_one_batch(folders: dict[str, Path], tmp_path: Path)
     for batch, steps in ((2, 4), (8, 1)):
         model = LigerForCausalLM.from_pretrained(folders["llama"])
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        made.append(train(model, tmp_path, rows, schedule="constant", **options))
+        made.append(train(model, tmp_path, rows, lr_scheduler_type="constant", **options))
     assert made[0] == pytest.approx(made[1], rel=1e-6)
 
 
