@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -59,6 +60,9 @@ def main() -> int:
     options = parser.parse_args()
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A shell starts background jobs with SIGINT ignored, and each program that is attacked would
+    # inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not survive a fork.
     import torch
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
