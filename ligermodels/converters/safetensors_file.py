@@ -62,6 +62,15 @@ class TensorInfo:
     begin: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file holds it: the format's name of its dtype, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
 class SafetensorsFile:
     """A safetensors file. The constructor opens it, and reads the header and nothing else.
 
@@ -118,6 +127,14 @@ class SafetensorsFile:
             offset = self._data + info.begin + row * row_bytes
             self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
             yield piece
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a whole tensor as it is, of any dtype of the format."""
+        info = self.tensors[name]
+        file = self._opened = self._opened or _OpenFile(self.path)
+        data = bytearray(info.nbytes)
+        self._fill(file, name, self._data + info.begin, memoryview(data))
+        return StoredTensor(info.dtype, info.shape, bytes(data))
 
     def read_columns(
         self, name: str, first: int, last: int | None, columns: tuple[int, int]
