@@ -167,7 +167,8 @@ class DecoderModel(HFModel, PlannedModel):
             labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
             inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
-                for tokens, and anything else in the place of others, such as parts of images.
+                for tokens, and anything else in the place of others, such as parts of images. It
+                has the dtype of the weights, or one that autocast casts.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
                 positions restart, and attention stays inside each document. Positions are numbers
                 and may have any value; from 2^24 on, float32 cannot tell all of them apart. The
@@ -290,7 +291,7 @@ class DecoderModel(HFModel, PlannedModel):
             vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
             return check_ids(input_ids, vocab)
         assert inputs_embeds is not None
-        check_embeds(inputs_embeds, self.embed_tokens.embedding_dim)
+        check_embeds(inputs_embeds, self.embed_tokens, self.parameters())
         return inputs_embeds
 
     def _hidden(

@@ -1,9 +1,12 @@
 """What a forward is given: checks of the tensors, the mask of the rows, and the targets."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.checks import check_token_ids
 from ligermodels.layers.attention_mask import (
     AttentionMask,
@@ -11,6 +14,7 @@ from ligermodels.layers.attention_mask import (
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.sequence_shard import SequenceShard
 
@@ -156,13 +160,26 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
     return ids
 
 
-def check_embeds(inputs_embeds: Tensor, hidden_size: int) -> None:
-    """Raise ValueError unless embeddings are floating point numbers (batch, seq, hidden)."""
-    shape = tuple(inputs_embeds.shape)
+def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]) -> None:
+    """Raise ValueError unless embeddings (batch, seq, hidden) are such as `embedding` returns.
+
+    Args: weights, the model's. The embeddings may have the dtype of any of them, and any that
+        autocast casts. Those of sharded weights are not known: FSDP2 may cast them.
+    """
+    shape, hidden_size = tuple(inputs_embeds.shape), embedding.embedding_dim
     if inputs_embeds.dim() != 3 or shape[-1] != hidden_size:
         raise ValueError(f"inputs_embeds has shape {shape}; expected (batch, seq, {hidden_size})")
     if not inputs_embeds.is_floating_point() or 0 in shape:
         raise ValueError(
             f"inputs_embeds is {inputs_embeds.dtype} of shape {shape}; expected floating point "
             "numbers, and at least one token per row"
+        )
+    dtype = inputs_embeds.dtype
+    if autocast_dtype(inputs_embeds) is None and not any(
+        weight.dtype == dtype or is_sharded(weight) for weight in weights
+    ):
+        expected = embedding.weight.dtype
+        raise ValueError(
+            f"inputs_embeds is {dtype}, but the model's weights are {expected}; pass "
+            f"inputs_embeds.to({expected})"
         )

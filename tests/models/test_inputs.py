@@ -59,6 +59,23 @@ def test_embeddings_of_another_shape_or_dtype_are_refused(subtests: pytest.Subte
                 model(**inputs)
 
 
+def test_embeddings_of_another_dtype_than_the_weights_are_refused() -> None:
+    model = tiny_model()
+    embeds = model.embed_tokens(tokens(2, 8)[0]).detach()
+    for dtype in (torch.float64, torch.bfloat16):
+        message = f"inputs_embeds is {dtype}, but the model's weights are torch.float32; pass"
+        with pytest.raises(ValueError, match=message):
+            model(inputs_embeds=embeds.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(inputs_embeds=embeds.bfloat16()).isfinite().all()
+        with pytest.raises(ValueError, match=r"inputs_embeds is torch\.float64, but"):
+            model(inputs_embeds=embeds.double())
+    model.layers.bfloat16()  # such as a frozen body below a float32 embedding
+    assert model(inputs_embeds=embeds.bfloat16()).isfinite().all()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert compiled(inputs_embeds=embeds.bfloat16()).isfinite().all()
+
+
 def test_label_outside_the_vocabulary_is_refused() -> None:
     ids, labels = tokens(1, 8)
     labels[0, 4] = 131
