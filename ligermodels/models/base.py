@@ -33,6 +33,7 @@ from ligermodels.models.inputs import (
     check_embeds,
     check_ids,
     check_labels,
+    check_memory,
     check_tensors,
     hiding,
     next_token_targets,
@@ -395,10 +396,7 @@ class DecoderModel(HFModel, PlannedModel):
                 f"memory: no layer of {type(self).__name__} attends to one; leave it out, or use "
                 "layers with CrossAttention"
             )
-        if memory.dim() != 3 or memory.shape[0] != batch:
-            raise ValueError(
-                f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
-            )
+        check_memory(memory, memory_mask, batch, self.embed_tokens, self.parameters())
         padding = hiding(memory_mask, inputs.device)
         ranks = 1 if self.sequence_shard is None else self.sequence_shard.ranks
         mask = AttentionMask(seq // ranks, memory.shape[1], padding_mask=padding)
