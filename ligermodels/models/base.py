@@ -223,8 +223,10 @@ class DecoderModel(HFModel, PlannedModel):
             self._add_memory(contexts, memory, memory_mask, inputs)
         shard = self.sequence_shard
         inputs = inputs if shard is None else shard.split(inputs)
-        embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
-        hidden, extras = self._hidden(embeds, contexts)
+        # No variable here names the embeddings: it would hold them until the end of the head.
+        hidden, extras = self._hidden(
+            self.embed_tokens(inputs) if inputs_embeds is None else inputs, contexts
+        )
         fault = next(iter(contexts.values())).mask.fault
         if fault is not None:
             hidden = hidden + fault.to(hidden.device)
@@ -295,10 +297,13 @@ class DecoderModel(HFModel, PlannedModel):
         return inputs_embeds
 
     def _hidden(
-        self, embeds: Tensor, contexts: dict[str, AttentionContext]
+        self, x: Tensor, contexts: dict[str, AttentionContext]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm, and the third tensors of the layers."""
-        x, residual = embeds, None
+        """Return the hidden states after the final norm, and the third tensors of the layers.
+
+        Args: x: the embeddings.
+        """
+        residual = None
         extras: list[Tensor] = []
         extra: list[Tensor]
         store = self._offloader(x.device, contexts)
