@@ -35,7 +35,8 @@ _MAX_DIMS = 64  # torch sets this limit.
 # `read` yields this many bytes at a time. They fit in a core's L2 cache, so that the caller finds
 # them there: a second pass over them costs a quarter of a pass over memory.
 _PIECE = 1 << 19
-_MADV_POPULATE_WRITE = 23  # from Linux's include/uapi/asm-generic/mman-common.h
+# From Linux's include/uapi/asm-generic/mman-common.h.
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _LFS_POINTER = b"version https://git-lfs"
 # The first bytes of other formats: the two formats of torch.save, and GGUF.
 _OTHER_FORMATS = {
@@ -215,15 +216,28 @@ def _linux_madvise() -> Any:
 _madvise = _linux_madvise()
 
 
+def _advise(out: Tensor, advice: int) -> None:
+    if _madvise is not None:
+        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(begin, out.data_ptr() + out.nbytes - begin, advice)
+
+
+def ask_for_huge_pages(out: Tensor) -> None:
+    """Have Linux provide the memory of a new CPU tensor in pages of 2 MiB where they fit in.
+
+    This takes less than half of the time that pages of 4 KiB take. Where the administrator has
+    disabled such pages, nothing changes.
+    """
+    _advise(out, _MADV_HUGEPAGE)
+
+
 def _populate(out: Tensor) -> None:
     """Have Linux provide the memory of a tensor before it is written; no value changes.
 
     Otherwise the first write to each page interrupts the read, which takes longer than the copy.
     Other systems, and kernels before 5.14, provide the memory during the read.
     """
-    if _madvise is not None:
-        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
+    _advise(out, _MADV_POPULATE_WRITE)
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
