@@ -235,6 +235,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "a budget": {"max_scratch_bytes": 12000},
     "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
+    "tokens in chunks": {"reduction": "none", "return_token_stats": True, "chunk_size": 7},
     "sum": {"reduction": "sum"},
 }
 
