@@ -268,7 +268,7 @@ class HFModel(nn.Module):
 
         Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
         Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
-        whole parameter.
+        whole parameter. (With tensor parallelism over FSDP2: and its part of it.)
 
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
