@@ -119,6 +119,23 @@ class SafetensorsFile:
             self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
             yield piece
 
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in its stored dtype, as a new tensor.
+
+        Raises:
+            CheckpointError: as `read`, or the dtype is none that this library reads.
+        """
+        info = self.tensors[name]
+        if info.dtype not in READABLE:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} has the dtype {info.dtype}; expected one of "
+                f"{', '.join(DTYPES)}"
+            )
+        out = torch.empty(info.shape, dtype=READABLE[info.dtype])
+        for _ in self.read(name, out=out):
+            pass
+        return out
+
     def read_columns(
         self, name: str, first: int, last: int | None, columns: tuple[int, int]
     ) -> Iterator[Tensor]:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -74,9 +73,7 @@ def _read(path: Path, count: int) -> Tensor:
             f"{path}: the file holds {info.dtype} of shape {tuple(info.shape)}; expected F32 of "
             f"shape ({count},); remove it, and it is computed again"
         )
-    values = torch.empty(count)
-    for _ in file.read(_NAME, out=values):
-        pass
+    values = file.tensor(_NAME)
     if file.metadata.get(_SHA256) != _digest(values):
         raise CheckpointError(
             f"{path}: the content does not match its checksum; remove the file, and it is computed "
