@@ -235,8 +235,8 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        self.train_files = local_files(config.train_files)
-        eval_files = local_files(config.eval_files or [])
+        self.train_files = local_files(config.train_files, progress=self.progress)
+        eval_files = local_files(config.eval_files or [], progress=self.progress)
         if config.stream or config.data_weights:
             stored, stored_eval = stored_rows(
                 self.train_files,
@@ -394,6 +394,11 @@ class Run:
     def _check_same(self, source: Path, saved: dict[str, Any], facts: dict[str, Any]) -> None:
         """Raise LigerError if a run is resumed with another model, other data or other steps."""
         where = self.run_dir.path
+        if saved["base"].get("reward_function") != facts["base"].get("reward_function"):
+            raise LigerError(
+                f"{where}: the run was started with another content of "
+                f"{shown(self.config.reward_function)}; restore the file, or start another run"
+            )
         if other := changed(saved["base"], facts["base"]):
             raise LigerError(
                 f"{source}: this is not the model that the run in {where} was started with: "

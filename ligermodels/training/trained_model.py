@@ -93,7 +93,12 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
     known_options = {each.name for each in fields(FinetuneConfig)}
     config = FinetuneConfig(**{k: v for k, v in saved["settings"].items() if k in known_options})
     source = Path(resolve(config.model, revision=config.revision))
-    of_weights = ("weights", "teacher", "heads")  # The other hashes are those of files.
+    of_weights = (
+        "weights",
+        "teacher",
+        "heads",
+        "reward_function",
+    )  # The other hashes are those of files.
     check_unchanged(source, {k: v for k, v in saved["base"].items() if k not in of_weights})
     precision = config.precision or "float32"
     model, stored = load_model(source, config, precision, torch.device("cpu"))
