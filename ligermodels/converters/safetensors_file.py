@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligermodels.converters.dtypes import FLOAT_DTYPES
-from ligermodels.converters.files import open_regular, parse_json
+from ligermodels.converters.files import OpenFile, parse_json
 from ligermodels.errors import CheckpointError, shown
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
@@ -90,7 +89,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # It stays open: if a save replaces the checkpoint, this is still the file of the header.
-        self._opened: _OpenFile | None = _OpenFile(path)
+        self._opened: OpenFile | None = OpenFile(path, CheckpointError)
         self._identity = self._opened.identity()
         self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
@@ -109,7 +108,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         rows, *width = info.shape or (1,)
         last = rows if last is None else last
-        file = self._opened = self._opened or _OpenFile(self.path)
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         dtype = READABLE[info.dtype]
         row_bytes = math.prod(width) * dtype.itemsize
         per_piece = max(1, _PIECE // max(1, row_bytes))
@@ -137,6 +136,23 @@ class SafetensorsFile:
         self._fill(file, name, self._data + info.begin, memoryview(data))
         return StoredTensor(info.dtype, info.shape, bytes(data))
 
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in its stored dtype, as a new tensor.
+
+        Raises:
+            CheckpointError: as `read`, or the dtype is none that this library reads.
+        """
+        info = self.tensors[name]
+        if info.dtype not in READABLE:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} has the dtype {info.dtype}; expected one of "
+                f"{', '.join(DTYPES)}"
+            )
+        out = torch.empty(info.shape, dtype=READABLE[info.dtype])
+        for _ in self.read(name, out=out):
+            pass
+        return out
+
     def read_columns(
         self, name: str, first: int, last: int | None, columns: tuple[int, int]
     ) -> Iterator[Tensor]:
@@ -148,7 +164,7 @@ class SafetensorsFile:
         rows, width = info.shape
         last = rows if last is None else last
         begin, end = columns
-        file = self._opened = self._opened or _OpenFile(self.path)
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         dtype = READABLE[info.dtype]
         row_bytes, size = width * dtype.itemsize, (end - begin) * dtype.itemsize
         per_piece = min(last - first, max(1, _PIECE // max(1, size)))
@@ -162,7 +178,7 @@ class SafetensorsFile:
                 self._fill(file, name, offset, memory[at * size : (at + 1) * size])
             yield buffer[:count]
 
-    def _fill(self, file: "_OpenFile", name: str, offset: int, rest: memoryview) -> None:
+    def _fill(self, file: OpenFile, name: str, offset: int, rest: memoryview) -> None:
         try:
             while rest and (count := file.read_at(offset, rest)):
                 rest, offset = rest[count:], offset + count
@@ -180,29 +196,6 @@ class SafetensorsFile:
     def close(self) -> None:
         """Close the file once no other thread reads it. A later read opens it again."""
         self._opened = None
-
-
-class _OpenFile:
-    """An open file that several threads may read. It is closed when nothing refers to it."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = open_regular(path, CheckpointError)
-        self._lock = Lock()
-
-    def read_at(self, offset: int, buffer: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self.file.fileno(), [buffer], offset)
-        with self._lock:
-            self.file.seek(offset)
-            return self.file.readinto(buffer) or 0
-
-    def identity(self) -> tuple[int, ...]:
-        status = os.fstat(self.file.fileno())
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            self.file.close()
 
 
 def _linux_madvise() -> Any:

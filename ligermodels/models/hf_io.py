@@ -19,7 +19,11 @@ from typing_extensions import Self
 from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+)
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import WeightMap, packed_entry
@@ -174,6 +178,11 @@ class HFModel(nn.Module):
             warnings.warn(
                 f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=2
             )
+        if os.path.lexists(folder / ADAPTER_CONFIG_NAME):
+            warnings.warn(
+                f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
+                stacklevel=2,
+            )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
         weights: dict[str, Tensor] = {
@@ -258,6 +267,7 @@ class HFModel(nn.Module):
         max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
+        write_heads: Callable[[Path], None] | None = None,
     ) -> None:
         """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
 
@@ -274,6 +284,8 @@ class HFModel(nn.Module):
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
+            write_heads: called with the new folder before it gets its name, to write Medusa's heads
+                into it (`heads_file.save_heads`). With it, heads in the old folder do not stay.
         Raises:
             ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
@@ -311,6 +323,7 @@ class HFModel(nn.Module):
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
+                write_heads=write_heads,
             )
 
         def whole(name: str) -> Tensor:
