@@ -131,7 +131,7 @@ class SafetensorsFile:
     def stored(self, name: str) -> StoredTensor:
         """Return a whole tensor as it is, of any dtype of the format."""
         info = self.tensors[name]
-        file = self._opened = self._opened or OpenFile(self.path)
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         data = bytearray(info.nbytes)
         self._fill(file, name, self._data + info.begin, memoryview(data))
         return StoredTensor(info.dtype, info.shape, bytes(data))
