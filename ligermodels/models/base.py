@@ -181,7 +181,8 @@ class DecoderModel(HFModel, PlannedModel):
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens. A mask that is on the CPU, also for a model on a GPU,
                 costs nothing if it is all ones. What padding computes is not specified. In 16 bit
-                on a GPU, padding between tokens makes all hidden states NaN.
+                and with the mask on a GPU, padding between tokens makes all hidden states NaN,
+                because that is found out without a look at the mask: pass such a mask on the CPU.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
             memory: (batch, keys, memory size), for layers with `CrossAttention`: what they attend

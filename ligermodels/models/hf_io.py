@@ -44,7 +44,7 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
-        source_constants: HF name -> a tensor of the checkpoint that the weight map ignores.
+        source_constants: HF name -> a tensor of the checkpoint that the model does not need.
             `save_hf` writes it as it was.
         source_files: name -> content of the tokenizer and generation files that were in
             source_folder when the weights were loaded. `save_hf` writes them.
@@ -311,13 +311,16 @@ class HFModel(nn.Module):
         _check_buffers(self, f"{Path(folder)}: ", SaveError)
         _check_tied(self, folder)
 
+        constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
+        constants |= self.source_constants
+
         def save(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
                 folder,
                 hf_config.to_hf(config),
                 weight_map,
                 get_tensor,
-                constants=self.source_constants,
+                constants=constants,
                 source_files=self.source_files,
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
