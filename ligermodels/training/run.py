@@ -26,7 +26,6 @@ from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
     is_distributed,
-    num_ranks,
     rank,
 )
 from ligermodels.parallel.shard import shard
@@ -107,11 +106,8 @@ class Run:
                 f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
                 "with several GPUs"
             )
-        if is_distributed() and (reason := self.objective.one_process):
-            raise ConfigError(
-                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
-                "one process (without --gpus)"
-            )
+        # Several processes hold a part of the model each, or the whole of one that hardly learns.
+        self.shards = is_distributed() and config.lora is None and not self.objective.whole_model
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -126,7 +122,7 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed() and config.lora is None:
+        if self.shards:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
@@ -278,9 +274,8 @@ class Run:
             )
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
-        # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        meta = is_distributed() and self.config.lora is None
-        model = load_model(source, self.config, self.precision, self.device, meta=meta)
+        # Sharding reads each rank's part onto its device.
+        model = load_model(source, self.config, self.precision, self.device, meta=self.shards)
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -472,9 +467,13 @@ class Run:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(folder, max_shard_size=shard_size)
-        if rank() == 0:
-            self.objective.export(self.run_dir.model_dir)
+        if self.shards:  # all ranks together, which have a part each
+            model.save_hf(folder, max_shard_size=shard_size)
+        with error_on_all_ranks(SaveError):
+            if rank() == 0 and not self.shards:
+                model.save_hf(folder, max_shard_size=shard_size)
+            if rank() == 0:
+                self.objective.export(folder)
         return model
 
     def _note(self, text: str) -> None:
