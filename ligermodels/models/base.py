@@ -154,6 +154,7 @@ class DecoderModel(HFModel, PlannedModel):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_hidden: bool = False,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Return hidden states after the final norm, or the head's output if labels are given.
@@ -189,6 +190,7 @@ class DecoderModel(HFModel, PlannedModel):
                 to, such as the output of an encoder.
             memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
+            return_hidden: whether an output for labels has the hidden states, too.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
@@ -241,6 +243,8 @@ class DecoderModel(HFModel, PlannedModel):
             output = self.head(hidden, targets, **loss_options)
         else:
             output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+        if return_hidden:
+            output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
         auxiliary = self._auxiliary(extras, attention_mask)
         return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
 

@@ -21,7 +21,7 @@ class MedusaObjective(Objective):
     """The losses of heads for the tokens after the next one, and in the second stage of that."""
 
     shown = ("eval_head_1_loss", "loss of the first head")
-    one_process = "Medusa's heads are trained in one process"
+    whole_model = True  # the heads start as copies of its projection, or share it
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)

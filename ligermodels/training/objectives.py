@@ -68,13 +68,13 @@ class Objective:
         shown: the metric of an evaluation that tells how good the model is, and its name.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
-        one_process: why a run must have one process, or None if it may have several.
+        whole_model: whether each of several processes holds the whole model, not a part of it.
     """
 
     shown = ("eval_perplexity", "perplexity")
     evaluates_loss = True
     rows_per_item = 1
-    one_process: str | None = None
+    whole_model = False
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config

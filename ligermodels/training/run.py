@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
     is_distributed,
-    num_ranks,
     rank,
 )
 from ligermodels.parallel.shard import shard
@@ -109,11 +109,8 @@ class Run:
                 f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
                 "with several GPUs"
             )
-        if is_distributed() and (reason := self.objective.one_process):
-            raise ConfigError(
-                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
-                "one process (without --gpus)"
-            )
+        # Several processes hold a part of the model each, or the whole of one that hardly learns.
+        self.shards = is_distributed() and config.lora is None and not self.objective.whole_model
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -128,7 +125,7 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed() and config.lora is None:
+        if self.shards:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
@@ -282,9 +279,8 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        meta = is_distributed() and self.config.lora is None
         model, self.stored_hash = load_model(
-            source, self.config, self.precision, self.device, meta=meta
+            source, self.config, self.precision, self.device, meta=self.shards
         )
         if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
             self._note(
@@ -487,7 +483,15 @@ class Run:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(folder, max_shard_size=shard_size, write_heads=self.objective.export)
+        save = partial(
+            model.save_hf, folder, max_shard_size=shard_size, write_heads=self.objective.export
+        )
+        if self.shards:  # all ranks together, which have a part each
+            save()
+        else:
+            with error_on_all_ranks(SaveError):
+                if rank() == 0:
+                    save()
         return model
 
     def _note(self, text: str) -> None:
