@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
