@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ligermodels.converters.checkpoint_files import (
     SHARD_NAME,
 )
 from ligermodels.converters.files import read_json, sync_file, sync_folder, write_json
-from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError, shown
 
@@ -38,13 +39,31 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class _Plan:
     """The HF tensors of an export: their shapes, dtypes and the native rows that fill them."""
 
-    def __init__(self, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.shapes = weight_map.source_shapes()
+    def __init__(
+        self,
+        weight_map: WeightMap,
+        dtypes: Mapping[str, torch.dtype],
+        constants: Mapping[str, StoredTensor],
+    ) -> None:
+        self.constants = constants
+        self.shapes = weight_map.source_shapes() | {k: v.shape for k, v in constants.items()}
         self.parts = weight_map.parts()
         self.dtypes = {name: dtypes[parts[0][0].name] for name, parts in self.parts.items()}
 
     def nbytes(self, name: str) -> int:
+        if name in self.constants:
+            return len(self.constants[name].data)
         return prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+    def itemsize(self, name: str) -> int:
+        if name in self.constants:
+            return self.nbytes(name) // max(1, prod(self.shapes[name]))
+        return self.dtypes[name].itemsize
+
+    def dtype_name(self, name: str) -> str:
+        if name in self.constants:
+            return self.constants[name].dtype
+        return _DTYPE_NAMES[self.dtypes[name]]
 
     def shards(self, max_size: int) -> list[list[str]]:
         """Return the names of each file, in export order. A tensor too large for the current file
@@ -67,6 +86,7 @@ def save(
     weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
+    constants: Mapping[str, StoredTensor] | None = None,
     source_files: Mapping[str, bytes] | None = None,
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -83,6 +103,7 @@ def save(
     Args:
         config_dict: the content of config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
+        constants: HF name -> a further tensor, which is written as it is.
         source_files: name -> content of the tokenizer and generation files to write.
         max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
@@ -100,7 +121,7 @@ def save(
     source_files = source_files or {}
     if dtypes is None:
         dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
-    plan = _Plan(weight_map, dtypes)
+    plan = _Plan(weight_map, dtypes, constants or {})
     for name, dtype in plan.dtypes.items():
         if dtype not in _DTYPE_NAMES:
             raise SaveError(
@@ -261,28 +282,34 @@ def _write_shard(
     The format: https://github.com/huggingface/safetensors#format
     """
     # The widest dtype comes first. This aligns every tensor to its item size.
-    names = sorted(names, key=lambda name: -plan.dtypes[name].itemsize)
+    names = sorted(names, key=lambda name: -plan.itemsize(name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         begin, end = end, end + plan.nbytes(name)
         header[name] = {
-            "dtype": _DTYPE_NAMES[plan.dtypes[name]],
+            "dtype": plan.dtype_name(name),
             "shape": list(plan.shapes[name]),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts = [(*part, plan.dtypes[name]) for name in names for part in plan.parts[name]]
+    parts = {name: plan.parts.get(name, []) for name in names}  # a constant has none
+    pieces = _rows(
+        [(*part, plan.dtypes[name]) for name in names for part in parts[name]], get_tensor
+    )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for rows, entry, span in _rows(parts, get_tensor):
-            if not allow_nonfinite and not is_finite(rows):
-                raise SaveError(
-                    f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
-                    "infinite values; pass allow_nonfinite=True to save them"
-                )
-            file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
+        for name in names:
+            if name in plan.constants:
+                file.write(plan.constants[name].data)
+            for rows, entry, span in islice(pieces, len(parts[name])):
+                if not allow_nonfinite and not is_finite(rows):
+                    raise SaveError(
+                        f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
+                        "infinite values; pass allow_nonfinite=True to save them"
+                    )
+                file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 

@@ -34,7 +34,8 @@ _MAX_DIMS = 64  # torch sets this limit.
 # `read` yields this many bytes at a time. They fit in a core's L2 cache, so that the caller finds
 # them there: a second pass over them costs a quarter of a pass over memory.
 _PIECE = 1 << 19
-_MADV_POPULATE_WRITE = 23  # from Linux's include/uapi/asm-generic/mman-common.h
+# From Linux's include/uapi/asm-generic/mman-common.h.
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _LFS_POINTER = b"version https://git-lfs"
 # The first bytes of other formats: the two formats of torch.save, and GGUF.
 _OTHER_FORMATS = {
@@ -59,6 +60,15 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file holds it: the format's name of its dtype, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
 
 
 class SafetensorsFile:
@@ -117,6 +127,14 @@ class SafetensorsFile:
             offset = self._data + info.begin + row * row_bytes
             self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
             yield piece
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a whole tensor as it is, of any dtype of the format."""
+        info = self.tensors[name]
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
+        data = bytearray(info.nbytes)
+        self._fill(file, name, self._data + info.begin, memoryview(data))
+        return StoredTensor(info.dtype, info.shape, bytes(data))
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in its stored dtype, as a new tensor.
@@ -191,15 +209,28 @@ def _linux_madvise() -> Any:
 _madvise = _linux_madvise()
 
 
+def _advise(out: Tensor, advice: int) -> None:
+    if _madvise is not None:
+        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(begin, out.data_ptr() + out.nbytes - begin, advice)
+
+
+def ask_for_huge_pages(out: Tensor) -> None:
+    """Have Linux provide the memory of a new CPU tensor in pages of 2 MiB where they fit in.
+
+    This takes less than half of the time that pages of 4 KiB take. Where the administrator has
+    disabled such pages, nothing changes.
+    """
+    _advise(out, _MADV_HUGEPAGE)
+
+
 def _populate(out: Tensor) -> None:
     """Have Linux provide the memory of a tensor before it is written; no value changes.
 
     Otherwise the first write to each page interrupts the read, which takes longer than the copy.
     Other systems, and kernels before 5.14, provide the memory during the read.
     """
-    if _madvise is not None:
-        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
+    _advise(out, _MADV_POPULATE_WRITE)
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:

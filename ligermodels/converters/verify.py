@@ -26,8 +26,8 @@ class Report:
     """The result of a comparison. `ok` is True if nothing differs.
 
     Attributes:
-        tensors: how many HF tensors were compared bitwise, those of Medusa's heads included. A
-            stored tied head is not counted.
+        tensors: how many HF tensors were compared bitwise: those that the weight map ignores and
+            those of Medusa's heads are among them. A stored tied head is not counted.
         nbytes: the size of these tensors.
         config_keys: how many keys of config.json were compared.
         files: the tokenizer and generation files that were compared.
@@ -96,6 +96,7 @@ def verify(
             to_hf(config),
             weight_map,
             get_tensor,
+            constants=original.constants(),
             source_files=copied_files(folder),
             max_shard_size=max_shard_size,
             dtypes=dtypes,
@@ -126,6 +127,7 @@ def compare(
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
+    constants, found = original.constants(), exported.constants()
     raw = text_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
@@ -136,9 +138,11 @@ def compare(
             for name, other in pairs
             if not _same_tensor(original, name, exported, other, dtype)
         ),
+        *(f"{name}: differs" for name in constants if found.get(name) != constants[name]),
         *_config_differences(compared, read_config(copy)),
         *(f"{name}: differs" for name in files if files_of_copy.get(name) != files[name]),
     ]
+    names += constants
     held = [original.tensors[name].nbytes for name in names]
     if (folder / HEADS_NAME).exists():
         heads = SafetensorsFile(folder / HEADS_NAME)

@@ -64,7 +64,8 @@ class WeightMap:
         entries: every native parameter, in the order in which an export writes them.
         aliases: HF name of a tensor that a checkpoint may hold as a copy -> HF name of its
             original. Both must be equal.
-        ignored: name endings of HF tensors that the model does not need.
+        ignored: name endings of HF tensors that the model does not need, such as constants that it
+            computes itself. A load keeps them, and a save writes them back as they were.
         towers: the other towers that a checkpoint of the family may hold. None if it has none.
     """
 

@@ -11,7 +11,6 @@ from torch import nn
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
-from ligermodels.layers.attention import Attention
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -127,8 +126,7 @@ class Planner:
         """The rates of the device."""
         if self._given_rates is not None:
             return self._given_rates
-        head_dims = [m.head_dim for m in self.model.modules() if isinstance(m, Attention)]
-        return rates_of(self.device, self._dtype, *head_dims[:1])
+        return rates_of(self.device, self._dtype)
 
     def plan(self, batch: int, seq: int) -> MemoryPlan:
         """Return the fastest plan that fits the budget.

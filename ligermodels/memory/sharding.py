@@ -155,7 +155,7 @@ class Sharding:
     def _forward(self, group: Group) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._gather(group)
-            self.last_buffer = None
+            # FSDP2 forgets the buffer before this one when it has copied this one out.
             self.last_buffer = self._copy_out(group)
             leaves, spec = tree_flatten((args, kwargs))
             needed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]

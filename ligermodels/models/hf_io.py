@@ -25,7 +25,7 @@ from ligermodels.converters.checkpoint_files import (
     copied_files,
 )
 from ligermodels.converters.files import read_json_if_present
-from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import LossHead, RotaryEmbedding
@@ -44,6 +44,8 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
+        source_constants: HF name -> a tensor of the checkpoint that the weight map ignores.
+            `save_hf` writes it as it was.
         source_files: name -> content of the tokenizer and generation files that were in
             source_folder when the weights were loaded. `save_hf` writes them.
         source_generation_config: the content of generation_config.json when the weights were
@@ -61,6 +63,7 @@ class HFModel(nn.Module):
         self.built_from = copy.deepcopy(config)
         self.source_folder: Path | None = None
         self.source_dtype: torch.dtype | None = None
+        self.source_constants: dict[str, StoredTensor] = {}
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
         self.tensor_shards: dict[str, TensorShard] = {}
@@ -201,6 +204,7 @@ class HFModel(nn.Module):
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
+        model.source_constants = checkpoint.constants()
         model.source_files = source_files
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
@@ -274,7 +278,7 @@ class HFModel(nn.Module):
 
         Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
         Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
-        whole parameter.
+        whole parameter. (With tensor parallelism over FSDP2: and its part of it.)
 
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
@@ -304,6 +308,7 @@ class HFModel(nn.Module):
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
         _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        _check_buffers(self, f"{Path(folder)}: ", SaveError)
         _check_tied(self, folder)
 
         def save(get_tensor: Callable[[str], Tensor]) -> None:
@@ -312,6 +317,7 @@ class HFModel(nn.Module):
                 hf_config.to_hf(config),
                 weight_map,
                 get_tensor,
+                constants=self.source_constants,
                 source_files=self.source_files,
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
@@ -413,19 +419,25 @@ def _check_own_architecture(model: HFModel) -> None:
     _check_buffers(model)
 
 
-def _check_buffers(model: HFModel) -> None:
-    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives."""
-    name = type(model).__name__
+def _check_buffers(
+    model: HFModel, where: str = "", error: type[ConfigError | SaveError] = ConfigError
+) -> None:
+    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives.
+
+    Args: where, how the message begins; error, the class to raise.
+    """
+    name = f"{where}{type(model).__name__}"
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if buffers := sorted(model.state_dict().keys() - parameters.keys()):
-        raise ConfigError(
+        raise error(
             f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
-            "it with persistent=False, or make it a parameter without gradient"
+            "it with persistent=False, or make it a parameter without gradient\n"
+            f"{listing(buffers)}"
         )
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                raise ConfigError(
+                raise error(
                     f"{name}: {f'{path}.{key}'.lstrip('.')!r} is a tensor, but no buffer, so that "
                     "a load would leave it without values; use self.register_buffer("
                     f"{key!r}, ..., persistent=False)"

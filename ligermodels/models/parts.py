@@ -16,6 +16,9 @@ from ligermodels.layers.fusion import is_sharded
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# A run of columns is sent in blocks of this size, which exist beside the whole parameter.
+_SENT_BYTES = 2**26
+
 
 @dataclass(frozen=True)
 class Part:
@@ -70,19 +73,23 @@ class TensorShard:
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter, made of the tensors of all ranks of the group.
 
-        The ranks send theirs in turn, so that one of them exists beside the result.
+        The ranks send their runs in turn, straight into the result; columns go block by block.
         """
-        group, shape = self.mesh.get_group(), [*local.shape]
-        out = local.new_empty(self.shape)
+        group, out = self.mesh.get_group(), local.new_empty(self.shape)
         for rank, runs in enumerate(self.runs):
-            shape[self.dim] = sum(run.size for run in runs)
-            mine = rank == self.mesh.get_local_rank()
-            piece = local.contiguous() if mine else local.new_empty(shape)
-            dist.broadcast(piece, dist.get_global_rank(group, rank), group=group)
+            source = dist.get_global_rank(group, rank)
             for run in runs:
-                here = piece.narrow(self.dim, run.local, run.size)
-                out.narrow(self.dim, run.start, run.size).copy_(here)
-            del piece
+                if run.is_copy:
+                    continue
+                here = out.narrow(self.dim, run.start, run.size)
+                if rank == self.mesh.get_local_rank():
+                    here.copy_(local.narrow(self.dim, run.local, run.size))
+                row_bytes = max(1, here[:1].numel() * here.itemsize)
+                for block in here.split(max(1, _SENT_BYTES // row_bytes)):
+                    piece = block.contiguous()  # rows already are
+                    dist.broadcast(piece, source, group=group)
+                    if not block.is_contiguous():
+                        block.copy_(piece)
         return out
 
 

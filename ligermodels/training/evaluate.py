@@ -88,7 +88,7 @@ def file_loss(
             batch.input_ids.to(device),
             labels=batch.labels.to(device),
             position_ids=batch.position_ids.to(device),
-            normalizer=1.0,
+            reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()
         targets += batch.num_targets

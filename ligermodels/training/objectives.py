@@ -156,7 +156,13 @@ class Objective:
         return {"normalizer": batch.num_targets}
 
     def loss(self, call: Call, batch: Any, normalizer: Tensor, **_: Tensor) -> LossOutput:
-        """Return the loss of a batch, divided by the normalizers of the step, and its metrics."""
+        """Return the loss of a batch, divided by the normalizers of the step, and its metrics.
+
+        An evaluation measures the loss of the next token alone, because its exponential is the
+        perplexity: without what layers add, and without the weights of a loss_type.
+        """
+        if not torch.is_grad_enabled():
+            return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
         if self.config.loss_type in (None, "nll"):
             return LossOutput(call(batch, normalizer=normalizer).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -132,16 +132,18 @@ def sampling(
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
+def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
     """Profile the steps 3 to 5 within the context; yield what is to be called after each step.
+
+    If there are fewer steps, the last three are profiled.
 
     `trace.json.gz` is for https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
 
-    Args: folder, or None if nothing is profiled.
+    Args: folder, or None if nothing is profiled; steps, how many there will be.
     Raises:
         SaveError: the files cannot be written.
     """
-    if folder is None:
+    if folder is None or steps < 1:
         yield lambda: None
         return
     on_gpu = torch.cuda.is_available()
@@ -156,7 +158,10 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    active = min(3, steps)
+    warmup = min(1, steps - active)
+    wait = min(1, steps - active - warmup)
+    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=write
     ) as profiler:

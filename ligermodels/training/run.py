@@ -168,7 +168,7 @@ class Run:
                 profile = self.run_dir.profile_dir if config.profile and not rank() else None
                 with (
                     logged(self.run_dir, self.openers, self.saved["settings"], last),
-                    profiled(profile) as after_step,
+                    profiled(profile, trainer.total_steps - last) as after_step,
                 ):
                     sample = sampling(
                         config,

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from ligermodels import (
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel_worker import SIZES, count, data, relative
+from tests.parallel_worker import SIZES, StorageTracker, count, data, relative
 
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
@@ -99,6 +101,8 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
+        if "tp" in layout:
+            found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
             found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
@@ -122,8 +126,6 @@ def own_rows(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def gradients(model: DecoderModel) -> dict[str, Tensor]:
-    from ligermodels.models.parts import whole_tensor
-
     grads = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -235,6 +237,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "a budget": {"max_scratch_bytes": 12000},
     "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
+    "tokens in chunks": {"reduction": "none", "return_token_stats": True, "chunk_size": 7},
     "sum": {"reduction": "sum"},
 }
 
@@ -352,6 +355,20 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     ours, whole = contents(folder / "ours"), contents(folder / "whole")
     assert len(json.loads(ours["model.safetensors.index.json"])["weight_map"]) > 1
     return {"files": float(ours != whole)}
+
+
+def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """What tensor parallelism has cut becomes whole in the memory of one whole parameter."""
+    sharded = shard(make(True), mesh, **FLOAT32)
+    result = {}
+    for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
+        own = whole_tensor(sharded.get_parameter(name)).clone()
+        tracker = StorageTracker()
+        tracker.hold([own])
+        with tracker, mock.patch("ligermodels.models.parts._SENT_BYTES", 80):
+            whole = sharded.tensor_shards[name].whole(own)
+        result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 80)
+    return result
 
 
 def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
