@@ -116,9 +116,8 @@ def _written(found: Any, path: Path) -> Path:
         os.replace(aside, path)
         aside.write_text(digest, encoding="ascii")
         os.replace(aside, _checksum(path))
-    except OSError as error:
+    except Exception as error:  # Values that JSON does not have raise errors of many packages.
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-        why = first_line(error)
-        raise DataError(f"{path}: the file cannot be written: {why}; remove it") from error
+        raise DataError(f"{path}: the file cannot be written: {first_line(error)}") from error
     return path
