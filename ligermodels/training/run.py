@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ class Run:
         progress: bool,
         interrupts: Interrupts,
     ) -> None:
-        self.config = config
+        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
+        self.config = config = replace(config, precision=self.precision)
         self.run_dir = run_dir
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
@@ -92,7 +93,6 @@ class Run:
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
         self.train_files: list[Path] = []
@@ -217,7 +217,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = {**asdict(self.config), "precision": self.precision}
+        settings = asdict(self.config)
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [
