@@ -22,6 +22,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads_file import HEADS_NAME
 from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
@@ -297,6 +298,11 @@ class Run:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.lora is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
+        if self.config.medusa_heads is None and (source / HEADS_NAME).exists():
+            self._note(
+                f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
+                "(medusa_heads does)"
+            )
         return model
 
     def _plan_memory(
