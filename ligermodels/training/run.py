@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads_file import HEADS_NAME
 from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
@@ -85,7 +86,8 @@ class Run:
         progress: bool,
         interrupts: Interrupts,
     ) -> None:
-        self.config = config
+        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
+        self.config = config = replace(config, precision=self.precision)
         self.run_dir = run_dir
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
@@ -93,7 +95,6 @@ class Run:
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
         self.stored_hash: str | None = None  # of the base model's weights, where few bits are kept
@@ -217,7 +218,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = {**asdict(self.config), "precision": self.precision}
+        settings = asdict(self.config)
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [
@@ -303,6 +304,11 @@ class Run:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.lora is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
+        if self.config.medusa_heads is None and (source / HEADS_NAME).exists():
+            self._note(
+                f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
+                "(medusa_heads does)"
+            )
         return model
 
     def _plan_memory(
