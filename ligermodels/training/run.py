@@ -24,7 +24,6 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads_file import HEADS_NAME
 from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
