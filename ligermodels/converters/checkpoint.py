@@ -18,6 +18,7 @@ from ligermodels.converters.safetensors_file import (
     SafetensorsFile,
     StoredTensor,
     TensorInfo,
+    ask_for_huge_pages,
 )
 from ligermodels.converters.weight_map import Entry, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
@@ -183,7 +184,11 @@ class Checkpoint:
         """
         threads = min(torch.get_num_threads(), _MAX_THREADS)
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
-        if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
+        on_cpu = all(out.device.type == "cpu" for _, out in targets)
+        if on_cpu:
+            for _, out in targets:  # before any read: a page may hold parts of two tensors
+                ask_for_huge_pages(out)
+        if threads == 1 or cast or not on_cpu:
             for entry, out in targets:
                 self.read(entry, out)
                 yield

@@ -23,6 +23,7 @@ from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
+    HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
@@ -91,6 +92,7 @@ def save(
     dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = True,
+    write_heads: Callable[[Path], None] | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
@@ -107,6 +109,8 @@ def save(
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
         allow_nonfinite: whether to write NaN and infinite values.
         overwrite: whether to replace files of a checkpoint that are in `folder`.
+        write_heads: writes heads for further tokens into the new folder, if there are any. With it,
+            those in `folder` do not stay.
     Raises:
         SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
             mounted in it, or a value is not finite. The old content of `folder` is unchanged.
@@ -125,11 +129,14 @@ def save(
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
     try:
-        owned = _owned(target, bool(source_files)) if overwrite else _refusing(target)
+        brings_heads = write_heads is not None
+        owned = _owned(target, bool(source_files), brings_heads) if overwrite else _refusing(target)
         with replace_dir(target, owned) as fresh:
             write_json(fresh / CONFIG_NAME, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
             _write_files(fresh, source_files)
+            if write_heads is not None:
+                write_heads(fresh)
     except OSError as fault:  # This includes SaveError.
         raise SaveError(
             f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
@@ -156,7 +163,7 @@ def save_adapter(
     target = _resolve(folder)
     source_files = source_files or {}
     try:
-        with replace_dir(target, _owned(target, bool(source_files))) as fresh:
+        with replace_dir(target, _owned(target, bool(source_files), True)) as fresh:
             write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)
             save_file(dict(weights), fresh / ADAPTER_WEIGHTS_NAME, {"format": "pt"})
             sync_file(fresh / ADAPTER_WEIGHTS_NAME)
@@ -189,7 +196,7 @@ def replaced_names(folder: str | os.PathLike[str]) -> list[str]:
     target = _resolve(folder)
     try:
         check_replaceable(target)
-        return sorted(filter(_owned(target, True), os.listdir(target)))
+        return sorted(filter(_owned(target, True, True), os.listdir(target)))
     except FileNotFoundError:
         return []
     except OSError as fault:
@@ -207,7 +214,7 @@ def _resolve(folder: str | os.PathLike[str]) -> Path:
 
 def _refusing(target: Path) -> Callable[[str], bool]:
     """Return a function that raises for the names that belong to a checkpoint."""
-    owned = _owned(target, True)
+    owned = _owned(target, True, True)
 
     def refuse(name: str) -> bool:
         if owned(name):
@@ -219,7 +226,7 @@ def _refusing(target: Path) -> Callable[[str], bool]:
     return refuse
 
 
-def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
+def _owned(target: Path, brings_tokenizer: bool, brings_heads: bool) -> Callable[[str], bool]:
     """Return a function that says whether a name in the old folder belongs to its checkpoint.
 
     These files do not stay after the export.
@@ -230,6 +237,8 @@ def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
     if brings_tokenizer:
         # An old tokenizer.json would take precedence over the new tokenizer.model.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
+    if brings_heads:
+        stale.add(HEADS_NAME)
     with contextlib.suppress(CheckpointError):  # The index may be damaged; it is replaced anyway.
         shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
         named = shard_of.values() if isinstance(shard_of, dict) else ()

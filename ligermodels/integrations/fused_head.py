@@ -101,6 +101,8 @@ class FusedHead:
             targets,
             reduction="none",
             temperature=self.temperature,
+            # One look at the labels, as in TRL's head. A prompt then takes no time.
+            skip_ignored=not torch.compiler.is_compiling(),
             return_token_stats=tuple(asked),
         )
         tokens = {name: getattr(made, f"token_{stat}") for stat, name in asked.items()}

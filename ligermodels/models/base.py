@@ -155,6 +155,7 @@ class DecoderModel(HFModel, PlannedModel):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_hidden: bool = False,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Return hidden states after the final norm, or the head's output if labels are given.
@@ -190,6 +191,7 @@ class DecoderModel(HFModel, PlannedModel):
                 to, such as the output of an encoder.
             memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
+            return_hidden: whether an output for labels has the hidden states, too.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
@@ -225,8 +227,10 @@ class DecoderModel(HFModel, PlannedModel):
             self._add_memory(contexts, memory, memory_mask, inputs)
         shard = self.sequence_shard
         inputs = inputs if shard is None else shard.split(inputs)
-        embeds = self.embed_tokens(inputs) if inputs_embeds is None else inputs
-        hidden, extras = self._hidden(embeds, contexts)
+        # No variable here names the embeddings: it would hold them until the end of the head.
+        hidden, extras = self._hidden(
+            self.embed_tokens(inputs) if inputs_embeds is None else inputs, contexts
+        )
         fault = next(iter(contexts.values())).mask.fault
         if fault is not None:
             hidden = hidden + fault.to(hidden.device)
@@ -240,6 +244,8 @@ class DecoderModel(HFModel, PlannedModel):
             output = self.head(hidden, targets, **loss_options)
         else:
             output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+        if return_hidden:
+            output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
         auxiliary = self._auxiliary(extras, attention_mask)
         return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
 
@@ -297,10 +303,13 @@ class DecoderModel(HFModel, PlannedModel):
         return inputs_embeds
 
     def _hidden(
-        self, embeds: Tensor, contexts: dict[str, AttentionContext]
+        self, x: Tensor, contexts: dict[str, AttentionContext]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm, and the third tensors of the layers."""
-        x, residual = embeds, None
+        """Return the hidden states after the final norm, and the third tensors of the layers.
+
+        Args: x: the embeddings.
+        """
+        residual = None
         extras: list[Tensor] = []
         extra: list[Tensor]
         store = self._offloader(x.device, contexts)

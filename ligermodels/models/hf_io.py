@@ -19,7 +19,11 @@ from typing_extensions import Self
 from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+)
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import WeightMap, packed_entry
@@ -28,8 +32,21 @@ from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
-from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
+from ligermodels.models.parts import (
+    TensorShard,
+    gathers_to_rank_0,
+    local_parts,
+    reshard,
+    whole_on_rank_0,
+    whole_tensor,
+)
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    gathered,
+    led_by_rank_0,
+    num_ranks,
+    rank,
+)
 
 
 class HFModel(nn.Module):
@@ -174,6 +191,11 @@ class HFModel(nn.Module):
             warnings.warn(
                 f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=2
             )
+        if os.path.lexists(folder / ADAPTER_CONFIG_NAME):
+            warnings.warn(
+                f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
+                stacklevel=2,
+            )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
         weights: dict[str, Tensor] = {
@@ -258,6 +280,7 @@ class HFModel(nn.Module):
         max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
+        write_heads: Callable[[Path], None] | None = None,
     ) -> None:
         """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
 
@@ -267,13 +290,16 @@ class HFModel(nn.Module):
         folder and load from it: each load gets one whole checkpoint.
 
         Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
-        Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
-        whole parameter.
+        Rank 0 writes the same files as for a whole model. It takes memory for one whole parameter,
+        and the other ranks take none. (Under tensor parallelism, those of its group take as much,
+        and with FSDP2 a part of a parameter more.)
 
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
+            write_heads: called with the new folder before it gets its name, to write Medusa's heads
+                into it (`heads_file.save_heads`). With it, heads in the old folder do not stay.
         Raises:
             ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
@@ -314,15 +340,15 @@ class HFModel(nn.Module):
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
+                write_heads=write_heads,
             )
 
-        def whole(name: str) -> Tensor:
-            return whole_tensor(weights[name], shards.get(name))
-
-        if shards or any(map(is_sharded, weights.values())):
-            led_by_rank_0(save, whole, SaveError)
-        else:
-            save(whole)
+        if not shards and not any(map(is_sharded, weights.values())):
+            return save(lambda name: weights[name].detach())
+        simple = all(gathers_to_rank_0(weights[name], shards.get(name)) for name in weights)
+        whole = whole_on_rank_0 if all(gathered(simple)) else whole_tensor
+        led_by_rank_0(save, lambda name: whole(weights[name], shards.get(name)), SaveError)
+        return None
 
 
 def check_class(cls: type[HFModel]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,19 @@ def test_embeddings_in_the_place_of_tokens() -> None:
     model.activation_checkpointing_enable()
     model.loss(None, labels, inputs_embeds=embeds).backward()
     assert embeds.grad is not None and embeds.grad.count_nonzero() > 0
+
+
+def test_forward_frees_the_embeddings_that_no_layer_keeps() -> None:
+    model = tiny_model().train()
+    model.embed_tokens.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    model.embed_tokens.register_forward_hook(lambda *given: made.append(weakref.ref(given[-1])))
+    model.head.register_forward_pre_hook(lambda *_: alive.append(made[0]() is not None))
+    ids, labels = tokens()
+    model(ids, labels=labels)
+    assert alive == [False]
 
 
 def test_a_prefix_sees_both_directions() -> None:
