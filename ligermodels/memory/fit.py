@@ -15,7 +15,7 @@ from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.buckets import Buckets
 from ligermodels.memory.byte_sizes import parse_bytes
-from ligermodels.memory.optimizer_states import adam_bytes, state_bytes
+from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
@@ -53,8 +53,8 @@ class Planner:
         device: the device to plan for. By default it is that of the parameters, and for a model on
             the meta device a GPU.
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
-            have made a step: see `state_bytes`. By default they are twice the bytes of the
-            parameters that need gradients, as for AdamW.
+            have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
+            they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
         autocast: the dtype of torch.autocast, if forward runs under it.
         packed: whether the rows contain several documents (position_ids).
         max_seqlen: with cu_seqlens, the longest document.
@@ -126,6 +126,9 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
             ddp_buckets=ddp_buckets,
+            step_bytes=step_bytes(optimizer_bytes)
+            if isinstance(optimizer_bytes, torch.optim.Optimizer)
+            else 0,
         )
         self._spaces = cache(self._new_spaces)
 

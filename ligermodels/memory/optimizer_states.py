@@ -1,4 +1,4 @@
-"""The bytes of the states that an optimizer keeps, also before its first step."""
+"""The bytes that an optimizer keeps, also before its first step, and those that a step takes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -55,9 +55,13 @@ def _plain(values: list[Any]) -> Iterator[Tensor]:
 def _expected(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     """Yield the bytes of the states of each parameter that is trained."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
-                yield _expected_of(optimizer, group, local(parameter))
+        for parameter in _trained(group):
+            yield _expected_of(optimizer, group, local(parameter))
+
+
+def _trained(group: dict[str, Any]) -> list[Tensor]:
+    """Return what a group trains: parameters, or parts of them."""
+    return [p for p in group["params"] if p.requires_grad or not isinstance(p, nn.Parameter)]
 
 
 def _expected_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], x: Tensor) -> int:
@@ -75,3 +79,32 @@ def _expected_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], x: Ten
         made = [optimizer._new_buffer(stand_in, signed) for signed in (True, False)]
         return sum(each.nbytes for each in _plain(made + made[1:] * amsgrad))
     return (_ADAM + amsgrad) * x.nbytes
+
+
+def step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that a step allocates for itself while all gradients exist."""
+    optimizers = getattr(optimizer, "inner_optimizers", [optimizer])
+    return max(
+        (_step_bytes_of(each, group) for each in optimizers for group in each.param_groups),
+        default=0,
+    )
+
+
+def _step_bytes_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    sizes = [local(p).nbytes for p in _trained(group)]
+    counts = [local(p).numel() for p in _trained(group)]
+    if not sizes or group.get("fused"):
+        return 0
+    if hasattr(optimizer, "_new_buffer"):  # torchao's: both states of a parameter in float32
+        return 2 * 4 * max(counts)
+    if isinstance(optimizer, torch.optim.Muon):  # the update, and three matrices in bfloat16
+        return max(size + 3 * 2 * count for size, count in zip(sizes, counts))
+    before = [0, *sizes]  # of the parameter before, of which a tensor is still there
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return max(map(sum, zip(sizes, before)))
+    if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
+        return 0
+    on_gpu = any(local(p).is_cuda for p in _trained(group))
+    if group.get("foreach") or (group.get("foreach") is None and on_gpu):
+        return sum(sizes)  # all parameters are updated at once
+    return max(map(sum, zip(sizes, sizes, before)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ligermodels.memory.optimizer_states import adam_bytes, state_bytes
+from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import make_optimizer
+from tests.memory.step_bytes import StorageTracker
 from tests.tiny_models import random_model
 
 STEP = 4  # bytes of the count of steps that many optimizers keep for each parameter
@@ -68,6 +70,36 @@ def test_the_optimizers_of_finetune(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert 0 <= after_a_step(optimizer) - expected <= STEP * count
     share = expected / adam_bytes(trained)
     assert {"adamw": 1, "adamw_8bit": 0.9, "adafactor": 0.1, "muon": 0.7}[name] >= share > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, foreach=False),
+        partial(torch.optim.SGD, momentum=0.9, foreach=True),
+        torch.optim.Adafactor,
+        torch.optim.Muon,
+    ],
+    ids=["fused", "foreach", "one by one", "sgd", "adafactor", "muon"],
+)
+def test_what_a_step_allocates(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(rows, 64, dtype=dtype)) for rows in (64, 256, 128)]
+    optimizer = make(parameters)
+    after_a_step(optimizer)
+    tracker = StorageTracker()
+    held = [x for state in optimizer.state.values() for x in state.values()]
+    tracker.hold(x for x in held if isinstance(x, torch.Tensor))
+    tracker.hold([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+    before = tracker.bytes
+    with tracker:
+        optimizer.step()
+    most = tracker.peak_now - before if tracker.peak_now else 0
+    assert 0.8 * step_bytes(optimizer) <= most <= 1.05 * step_bytes(optimizer)
 
 
 def test_states_that_exist_count_as_they_are() -> None:
