@@ -177,6 +177,10 @@ class Tracker(TorchDispatchMode):
         _, allocator, block = self.live.pop(key)
         allocator.free(block)
 
+    def reach(self, extra: int) -> None:
+        """Count bytes that are allocated and freed again."""
+        self._peak(extra)
+
     def _peak(self, extra: int = 0) -> None:
         block = self.allocator.allocate(extra) if extra else None
         self.phase.largest = max(self.phase.largest, extra)
