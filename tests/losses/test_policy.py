@@ -243,6 +243,9 @@ def test_micro_batches_of_rloo_equal_one_batch() -> None:
     whole = loss(tokens, advantages)
     parts = [loss(tokens.rows(i), advantages[i], normalizer=6) for i in ([0], [1, 2, 3], [4, 5])]
     torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(
+        gradients(sum(parts), tokens.log_probs), gradients(whole, tokens.log_probs)
+    )
     narrow = loss(tokens.to(torch.float32), advantages.float())
     torch.testing.assert_close(narrow.double(), whole, rtol=1e-5, atol=1e-5)
 
