@@ -228,7 +228,7 @@ def _chunks(
             of_teacher = teacher_logits[: len(rows[piece])]
             _linear_into(logits[piece], rows[piece], weight, bias)
             _linear_into(of_teacher, teacher_rows[piece], teacher.weight, teacher.bias)
-            loss, _ = ops.divergence_rows(
+            made = ops.divergence_rows(
                 logits[piece],
                 of_teacher,
                 None if valid is None else valid[piece],
@@ -236,8 +236,8 @@ def _chunks(
                 args.options,
                 True,
             )
-            losses.append(loss)
-        del of_teacher, teacher_logits  # free them before the gradients
+            losses.append(made[0])
+        del made, of_teacher, teacher_logits  # made has a view of the logits
         yield chunk, torch.cat(losses), None if scale is None else logits
         del logits  # free them before the next chunk's
 
