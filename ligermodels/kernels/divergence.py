@@ -200,6 +200,7 @@ def _sizes(
         accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
         single_chunk_bytes=vocab * width * wide if in_float32 else 0,
         saved_weight_bytes=vocab * width * narrow if saved and not in_float32 else 0,
+        rounded_weight_bytes=vocab * width * narrow if needs_grad.weight else 0,
         saved_hidden_bytes=rows.numel() * narrow if one_loss and needs_grad.hidden else 0,
         fixed_bytes=chunk_plan.TOKEN_BYTES * len(rows)
         + vocab * of_piece  # a piece has at least one row
