@@ -212,7 +212,7 @@ def head(_: int | None) -> list[Row]:
     """Compare the split vocabulary with the whole one on each GPU alone."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
-    def run(shared: VocabShard | None) -> Row:
+    def run(shared: VocabShard | None, chunk_size: int | None) -> Row:
         torch.manual_seed(0)
         hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -225,7 +225,9 @@ def head(_: int | None) -> list[Row]:
 
         def step() -> None:
             hidden.grad = weight.grad = None
-            out = kernels.linear_cross_entropy(hidden, weight, targets, vocab_shard=shared)
+            out = kernels.linear_cross_entropy(
+                hidden, weight, targets, chunk_size=chunk_size, vocab_shard=shared
+            )
             out.loss.backward()
             losses.append(out.loss.detach())
 
@@ -240,12 +242,14 @@ def head(_: int | None) -> list[Row]:
             "loss": losses[-1].item(),
         }
 
-    whole = attempt("whole vocabulary on each", lambda: run(None))
-    part = VocabShard(dist.group.WORLD, rank * -(-VOCAB // ranks), VOCAB)
-    split = attempt(f"vocabulary split over {ranks}", lambda: run(part))
-    if "ms" in whole and "ms" in split:
-        split["of linear"] = whole["ms"] / split["ms"] / ranks
-    return [whole, split]
+    part, rows = VocabShard(dist.group.WORLD, rank * -(-VOCAB // ranks), VOCAB), []
+    for chunk_size, how in ((None, ""), (TOKENS // 4, ", four chunks")):
+        whole = attempt(f"whole vocabulary on each{how}", partial(run, None, chunk_size))
+        split = attempt(f"vocabulary split over {ranks}{how}", partial(run, part, chunk_size))
+        if "ms" in whole and "ms" in split:
+            split["of linear"] = whole["ms"] / split["ms"] / ranks
+        rows += [whole, split]
+    return rows
 
 
 def exact(_: int | None) -> list[Row]:
@@ -434,12 +438,14 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
     """
     gc.collect()
     release_memory()
+    start = time.perf_counter()
     try:
         row = {"name": name, **measure()}
     except Exception as error:
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         row = {"name": name, "error": text}
         print(f"rank {dist.get_rank()}: {row}", flush=True)
+    row["seconds of the case"] = time.perf_counter() - start
     dist.monitored_barrier(dist.new_group(backend="gloo"), LIMIT, wait_all_ranks=True)
     show(row)
     return row

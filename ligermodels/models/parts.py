@@ -36,6 +36,16 @@ class Part:
     column: int = 0
     is_copy: bool = False
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it begins in each dimension of the whole parameter."""
+        return (self.row, self.column, *(0 for _ in self.values.shape[2:]))[: self.values.dim()]
+
+    def place_in(self, whole: Tensor) -> Tensor:
+        """Return its place in a whole parameter, a view."""
+        ends = map(sum, zip(self.offsets, self.values.shape))
+        return whole[tuple(map(slice, self.offsets, ends))]
+
 
 @dataclass(frozen=True)
 class Run:

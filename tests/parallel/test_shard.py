@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,6 +25,7 @@ from ligermodels import (
     mean_over_ranks,
     no_sync,
     shard,
+    sharded_state,
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
@@ -94,6 +96,7 @@ def cases(ranks: int) -> dict[str, Case]:
             f"{layout}, load, tied": partial(load, mesh, True),
             f"{layout}, save": partial(save, mesh),
             f"{layout}, save, an error": partial(save_fails, mesh),
+            f"{layout}, training state": partial(training_state, mesh),
             f"{layout}, logits and their gradient": partial(logits, mesh),
             f"{layout}, norm of the gradients": partial(clipping, mesh),
         }
@@ -106,6 +109,7 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
         if "tp" in layout:
             found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
+            found[f"{layout}, state dict"] = partial(state_dict, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
             found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
@@ -115,7 +119,8 @@ def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
     torch.manual_seed(7)
     cls = families()[family]
     sizes = {**SIZES, "intermediate_size": 28, **OWN.get(family, {}), **changes}
-    return cls(cls.config_class(**sizes, tie_word_embeddings=tied, initializer_range=0.3))
+    options = {"tie_word_embeddings": tied, "initializer_range": 0.3, **sizes}
+    return cls(cls.config_class(**options))
 
 
 def own_rows(mesh: DeviceMesh) -> torch.Tensor:
@@ -373,6 +378,62 @@ def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
             whole = sharded.tensor_shards[name].whole(own)
         # A thread of gloo may hold a block a moment longer.
         result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
+    return result
+
+
+def state_dict(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """torch's checkpoints hold whole parameters, which any other layout reads."""
+    model = make(True, "qwen2")  # it has biases
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    with torch.no_grad():
+        sharded(data()[0])  # leaves gathered weights behind
+    state = sharded.state_dict()
+    wholes = {name: x.full_tensor() for name, x in state.items()}
+    result = {"full_tensor": differences(wholes, model.state_dict())}
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        state["embed_tokens.weight"].clone()
+    dcp.save(state, checkpoint_id=folder / "dcp")
+    fresh = make(True, "qwen2", initializer_range=0.1)
+    dcp.load(alone := fresh.state_dict(), checkpoint_id=folder / "dcp")
+    result["one process"] = differences(alone, model.state_dict())
+    second = shard(make(True, "qwen2", initializer_range=0.1), mesh_of(dp_shard=mesh.size()))
+    dcp.load(parts := second.state_dict(), checkpoint_id=folder / "dcp")
+    second.load_state_dict(parts)
+    third = shard(make(True, "qwen2", initializer_range=0.1), mesh, **FLOAT32)
+    third.load_state_dict(state)
+    for name, each in (("fsdp", second), ("another model", third)):
+        whole = {key: each.whole_parameter(key) for key in wholes}
+        result[name] = differences(whole, model.state_dict())
+    return result
+
+
+def training_state(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """Weights and AdamW's state go to another layout, and to one process, and train on there."""
+    ids, labels = data()
+
+    def steps(model: DecoderModel, optimizer: torch.optim.Optimizer, mesh: Any, number: int) -> Any:
+        for _ in range(number):
+            if mesh is None:
+                model(ids, labels=labels).loss.backward()
+            else:
+                train_step(model, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: model.whole_parameter(name).detach() for name, _ in model.named_parameters()}
+
+    def made(mesh: Any, **changes: Any) -> tuple[DecoderModel, torch.optim.Optimizer]:
+        model = make(True, **changes)
+        model = model if mesh is None else shard(model, mesh, **FLOAT32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    first = made(mesh)
+    steps(*first, mesh, 2)
+    dcp.save(sharded_state(*first), checkpoint_id=folder / "dcp")
+    expected, result = steps(*first, mesh, 2), {}
+    for name, layout in (("one process", None), ("fsdp", mesh_of(dp_shard=mesh.size()))):
+        second = made(layout, initializer_range=0.1)
+        dcp.load(sharded_state(*second), checkpoint_id=folder / "dcp")
+        result[f"{name}, gradients' effect"] = differences(steps(*second, layout, 2), expected)
     return result
 
 
