@@ -115,7 +115,15 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
         LigerForCausalLM.from_native(native)(ids(), labels=ids())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3},
+        {"do_sample": True, "top_k": 5},
+        {"guidance_scale": 1.5},
+    ],
+)
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_generates_what_transformers_does(
     family: str, options: dict[str, Any], folders: dict[str, Path]
@@ -128,6 +136,28 @@ def test_it_generates_what_transformers_does(
         kept = {"attention_mask": mask, "max_new_tokens": 10, "pad_token_id": 2}
         made.append(model.generate(ids(), **kept, **options))
     assert torch.equal(*made)
+
+
+def test_generation_with_an_assistant_and_from_embeddings(folders: dict[str, Path]) -> None:
+    """An assistant proposes tokens. Those that are refused have to leave the cache again."""
+    made = []
+    for opened in (LigerForCausalLM.from_pretrained, theirs):
+        model, assistant = opened(folders["llama"]), opened(folders["llama"])
+        with torch.no_grad():
+            assistant.lm_head.weight.mul_(
+                torch.linspace(0.2, 1, len(assistant.lm_head.weight))[:, None]
+            )
+        kept = {"max_new_tokens": 10, "pad_token_id": 2}
+        assert not torch.equal(assistant.generate(ids(1), **kept), model.generate(ids(1), **kept))
+        made.append(
+            [
+                model.generate(ids(1), assistant_model=assistant, **kept),
+                model.generate(ids(1), prompt_lookup_num_tokens=3, **kept),
+                model.generate(inputs_embeds=model.get_input_embeddings()(ids()), **kept),
+            ]
+        )
+    for ours, expected in zip(*made):
+        assert torch.equal(ours, expected)
 
 
 def test_generation_without_a_cache_and_with_a_streamer(folders: dict[str, Path]) -> None:
