@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ligermodels.layers import LossHead
-from ligermodels.models.base import next_token_targets
+from ligermodels.models.inputs import next_token_targets
 
 # TRL's names of what it asks of each token -> the head's.
 _STATS = {
