@@ -17,6 +17,8 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+# The tests start many processes, which would otherwise compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 SMOLLM2 := build/smollm2
 # The last transformers 4. It reads the older spelling of configs, and exports must open in it, too.
 OLD := build/transformers-4.57.6

@@ -228,12 +228,13 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     return found | {"last loss": loss}
 
 
-def dequantize_times(device: str) -> list[dict[str, Any]]:
+def dequantize_times(device: str, tiny: bool = False) -> list[dict[str, Any]]:
     """Time the conversion of gate_up's weight to bfloat16, by this library and by others."""
     from benchmarks.common import device_times
     from ligermodels.layers import QuantizedLinear
 
-    linear = torch.nn.Linear(4096, 28672, bias=False, device=device, dtype=torch.bfloat16)
+    sizes = (256, 512) if tiny else (4096, 28672)
+    linear = torch.nn.Linear(*sizes, bias=False, device=device, dtype=torch.bfloat16)
     layer = QuantizedLinear(linear, 4)
     calls: dict[str, Callable[[], Any]] = {OURS: lambda: layer.dequantized(torch.bfloat16)}
     try:
