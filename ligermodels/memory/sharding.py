@@ -271,7 +271,7 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
 
 
 def _resets_root(module: nn.Module) -> bool:
-    """Whether FSDP2 keeps the root's weights after forward, because nobody said otherwise."""
+    """Return whether FSDP2 keeps the root's weights after forward, which is its default."""
     return any(state._auto_reshard_after_forward for state in _states(module))
 
 
