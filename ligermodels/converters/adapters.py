@@ -243,7 +243,7 @@ def linears(weight_map: WeightMap) -> dict[str, list[Part]]:
 
 
 def _is_stack(entry: Entry) -> bool:
-    """Whether each span of a weight is a whole weight of HF."""
+    """Return whether each span of a weight is a whole weight of HF."""
     return all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
 
 

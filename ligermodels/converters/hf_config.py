@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Protocol, get_args, get_type_hints
@@ -316,9 +317,14 @@ def _type_fault(name: str, value: Any, hint: Any) -> str | None:
     return None if good else f"{name!r} is {shown(value)}, expected {expected}"
 
 
+@cache
+def _hints(config_class: type[HFConfig]) -> dict[str, Any]:
+    return get_type_hints(config_class)
+
+
 def type_faults(config: HFConfig) -> Iterator[str]:
     """Yield a message for each field whose value does not fit its annotation."""
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         if name in config.__dataclass_fields__ and set(_kinds(hint)) <= _TYPES.keys():
             if fault := _type_fault(name, getattr(config, name), hint):
                 yield fault

@@ -18,7 +18,7 @@ from ligermodels.kernels.dtypes import cast
 
 BITS = (4, 8)
 BLOCK = 64  # neighbouring 4-bit values of a row with a scale of their own
-_ROWS = 4096  # that are converted at once
+_ROWS = 4096  # so many rows are converted at once
 # NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -106,7 +106,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """The product with a quantised weight, which backward converts again instead of keeping it."""
+    """Multiply by a quantised weight. Backward converts it again instead of keeping the result."""
 
     @staticmethod
     def forward(

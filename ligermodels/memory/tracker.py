@@ -233,7 +233,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _accumulates(total: Tensor) -> bool:
-    """Whether autograd's engine adds a gradient to `total` in place when no dispatch mode runs.
+    """Return whether autograd adds a gradient to `total` in place when no dispatch mode runs.
 
     Under a dispatch mode it always makes a new tensor. Otherwise it adds in place if nothing else
     refers to `total` or its storage: `can_accumulate_inplace` in torch/csrc/autograd.
@@ -251,5 +251,5 @@ def _accumulates(total: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> int:
-    """The bytes of a tensor's elements; those of an expanded tensor count once."""
+    """Return the bytes of a tensor's elements. Those of an expanded tensor count once."""
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())

@@ -147,7 +147,7 @@ def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _names(part: Part, targets: list[str]) -> bool:
-    """Whether one of the targets is a part's name, or the end of it."""
+    """Return whether one of the targets is a part's name, or the end of it."""
     return any(part.hf == each or part.hf.endswith(f".{each}") for each in targets)
 
 
