@@ -13,6 +13,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import MedusaHeads, MedusaModel
 from ligermodels.models.heads_file import load_heads, save_heads
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.inputs import weights_hash
 from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.packing import Batch
 
@@ -21,7 +22,7 @@ class MedusaObjective(Objective):
     """The losses of heads for the tokens after the next one, and in the second stage of that."""
 
     shown = ("eval_head_1_loss", "loss of the first head")
-    one_process = "Medusa's heads are trained in one process"
+    whole_model = True  # the heads start as copies of its projection, or share it
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
@@ -43,6 +44,11 @@ class MedusaObjective(Objective):
         frozen = config.medusa_stage == 1
         model.requires_grad_(not frozen)
         return MedusaModel(model, heads, freeze_body=frozen)
+
+    def hashes(self) -> dict[str, str]:
+        """Return the hash of the heads that the second stage begins with."""
+        assert self.heads is not None
+        return {"heads": weights_hash(self.heads)} if self.config.medusa_stage == 2 else {}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of the stage, and as metrics that of each head."""

@@ -68,13 +68,13 @@ class Objective:
         shown: the metric of an evaluation that tells how good the model is, and its name.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
-        one_process: why a run must have one process, or None if it may have several.
+        whole_model: whether each of several processes holds the whole model, not a part of it.
     """
 
     shown = ("eval_perplexity", "perplexity")
     evaluates_loss = True
     rows_per_item = 1
-    one_process: str | None = None
+    whole_model = False
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
@@ -156,7 +156,13 @@ class Objective:
         return {"normalizer": batch.num_targets}
 
     def loss(self, call: Call, batch: Any, normalizer: Tensor, **_: Tensor) -> LossOutput:
-        """Return the loss of a batch, divided by the normalizers of the step, and its metrics."""
+        """Return the loss of a batch, divided by the normalizers of the step, and its metrics.
+
+        An evaluation measures the loss of the next token alone, because its exponential is the
+        perplexity: without what layers add, and without the weights of a loss_type.
+        """
+        if not torch.is_grad_enabled():
+            return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
         if self.config.loss_type in (None, "nll"):
             return LossOutput(call(batch, normalizer=normalizer).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)

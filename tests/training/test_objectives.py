@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -286,3 +287,20 @@ def test_what_layers_add_to_the_loss_is_kept(folder: Path, tmp_path: Path, loss:
         return sum(part.loss.item() for part in made)
 
     assert total(0.5) == pytest.approx(total(None) + 0.5, rel=1e-5)
+
+
+def test_the_perplexity_is_that_of_the_next_token(folder: Path) -> None:
+    """What layers add, and a loss_type's weights, belong to the training loss alone."""
+    plain, focal = (trainer_of(folder, "sft", 2, 1, **o) for o in ({}, {"loss_type": "focal"}))
+    want = plain.evaluate()
+    assert want["eval_perplexity"] == pytest.approx(math.exp(want["eval_loss"]))
+    assert focal.evaluate() == want
+    for layer in plain.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **kwargs: (
+            *forward(*args, **kwargs),
+            torch.tensor(0.5),
+        )
+    batch = plain.micro_batches(0)[0]
+    assert plain.call(batch).auxiliary_loss == 1.0
+    assert plain.evaluate() == want
