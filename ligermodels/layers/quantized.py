@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.dtypes import cast
@@ -62,14 +63,14 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if bits not in BITS:
-            raise ValueError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
+            raise ConfigError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
         self.in_features, self.out_features, self.bits = (
             linear.in_features,
             linear.out_features,
             bits,
         )
         if bits == 4 and self.in_features % 2:
-            raise ValueError(
+            raise ConfigError(
                 f"QuantizedLinear: in_features={self.in_features} is odd; 4-bit values come in "
                 "pairs, so use 8 bits for this layer"
             )

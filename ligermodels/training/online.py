@@ -40,7 +40,7 @@ from ligermodels.models.ranks import error_on_all_ranks, gathered, num_ranks, ra
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, file_hash
-from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, stack
+from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.objectives import (
     Call,
     Files,
@@ -104,9 +104,9 @@ class GroupObjective(Objective):
         return {} if self.reward_hash is None else {"reward_function": self.reward_hash}
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
-        """Return the completions of a forward pass and the longest of them."""
+        """Return the completions of a forward pass, and their length with the padding."""
         longest = max(each.width for each in rows) + self.config.max_completion_length
-        return self.config.batch_size, longest
+        return self.config.batch_size, padded(longest)
 
     @property
     def batches_per_step(self) -> int:

@@ -347,7 +347,14 @@ class Run:
             )
             run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
-            plan = run.plan(*self.objective.largest_batch(every))
+            try:
+                plan = run.plan(*self.objective.largest_batch(every))
+            except ConfigError as error:
+                if not held:
+                    raise
+                raise ConfigError(
+                    f"{error}; besides, the teacher or reference model takes {held} bytes"
+                ) from None
             model.set_memory_plan(plan)
             self._note(f"memory: {summary(plan)}")
 

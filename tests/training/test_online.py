@@ -130,6 +130,7 @@ def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
     assert isinstance(trainer.objective, GroupObjective)
     (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert batch.input_ids.shape == (8, 64) and batch.advantages.shape == (8,)
+    assert trainer.objective.largest_batch([trainer.rows]) == (8, 64)
     assert batch.mask.sum(1).max() <= 6
     call = trainer.objective._tempered(trainer.call)
     found = 0.0 - call(batch, reduction="none").loss

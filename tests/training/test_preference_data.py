@@ -67,10 +67,11 @@ def test_conversations_are_what_trl_makes_of_them(tokenizer: Tokenizer, tmp_path
     theirs.chat_template = TEMPLATE
     start = [{"role": "system", "content": "be kind"}, *ASK, *says("hello"), *ASK]
     record = {"chosen": start + says("yes"), "rejected": start + says("no")}
-    (group,) = read_pairs(jsonl(tmp_path, record), tokenizer)
-    made = apply_chat_template(maybe_extract_prompt(dict(record)), theirs)
-    for document, key in zip(group.documents, ("chosen", "rejected")):
-        assert texts(tokenizer, document) == (made["prompt"], made[key])
+    for more in ({}, {"prompt": "hi"}):  # many data sets repeat the last question
+        (group,) = read_pairs(jsonl(tmp_path, record | more), tokenizer)
+        made = apply_chat_template(maybe_extract_prompt(record | more), theirs)
+        for document, key in zip(group.documents, ("chosen", "rejected")):
+            assert texts(tokenizer, document) == (made["prompt"], made[key])
 
 
 def test_judged_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:
