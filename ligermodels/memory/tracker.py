@@ -192,7 +192,7 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:  # most calls; a view takes no memory and no work
+        if func.is_view and args[0].is_meta:  # most calls of a simulation; a view takes nothing
             return func(*args, **kwargs)
         if func is _aten.nonzero.default and args[0].is_meta:
             # At most every element.
