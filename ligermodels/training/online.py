@@ -8,7 +8,7 @@ then computes slightly other probabilities, which `losses.importance_ratio` corr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -268,9 +268,10 @@ class GroupObjective(Objective):
         columns = {n: [group.record.get(n) for group in groups] for n in names if n != "prompt"}
         where = f"reward function {self.config.reward_function}"
         try:
-            made = list(
-                self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
-            )
+            made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
+            if isinstance(made, (Mapping, Set, str, bytes)):
+                raise TypeError(f"it returned a {type(made).__name__} and not a list")
+            made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except Exception as error:  # the function is the user's own
             raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
