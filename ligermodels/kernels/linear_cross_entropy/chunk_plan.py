@@ -100,7 +100,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
         if rows * (vocab * logit_bytes + 2 * hidden_bytes) <= default:
             return ChunkPlan(rows)
-        return ChunkPlan(_balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
+        return ChunkPlan(balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
     # `vocab_loop` needs at least one logit, one row of hidden states and one column of the sum.
@@ -126,7 +126,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         return ChunkPlan(rows, grads_in_forward=grads_in_forward)
     accumulated = (free - accumulator_bytes) // row_bytes
     if not (accumulator_bytes and sizes.vocab_loop) or accumulated >= MIN_ACCUMULATED_ROWS:
-        return ChunkPlan(_balanced(rows, accumulated), grads_in_forward=grads_in_forward)
+        return ChunkPlan(balanced(rows, accumulated), grads_in_forward=grads_in_forward)
 
     block_rows = rows
     while True:
@@ -135,7 +135,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         if columns >= min(128, vocab) or block_rows == 1:
             break
         block_rows = -(-block_rows // 2)
-    chunk_size, vocab_block = _balanced(rows, free // row_bytes), _balanced(vocab, columns)
+    chunk_size, vocab_block = balanced(rows, free // row_bytes), balanced(vocab, columns)
     return ChunkPlan(chunk_size, vocab_block, block_rows, grads_in_forward)
 
 
@@ -146,11 +146,11 @@ def smaller_chunk(sizes: Sizes) -> int | None:
     """
     row_bytes = sizes.vocab * sizes.logit_bytes + sizes.ahead_bytes
     most = max(DEFAULT_LOGITS_BYTES // row_bytes, 1)
-    chunk = _balanced(sizes.rows, most)
+    chunk = balanced(sizes.rows, most)
     return chunk if chunk < plan_chunks(sizes, None).chunk_size else None
 
 
-def _balanced(total: int, most: int) -> int:
+def balanced(total: int, most: int) -> int:
     """Return the length of the fewest pieces of at most `most`, nearly equal in length.
 
     Equal pieces avoid a short last piece, which would cost nearly as much time as a whole one. The
