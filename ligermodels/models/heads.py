@@ -19,7 +19,8 @@ from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
 from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
-from ligermodels.models.base import DecoderModel, next_token_targets
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.inputs import next_token_targets
 
 
 class ResidualBlock(nn.Module):

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ligermodels.layers import AttentionContext
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import DecoderModel, next_token_targets
+from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import (
     AheadOutput,
     ahead_targets,
     loss_divisors,
     shared_head_loss,
 )
+from ligermodels.models.inputs import next_token_targets
 
 
 class MultiTokenModule(nn.Module):

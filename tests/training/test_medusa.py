@@ -52,6 +52,16 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
     assert two.eval_after[key] < two.eval_before[key]
     assert not same(tensors(two.model_dir), tensors(one.model_dir))
 
+    for wrong in ({"medusa_heads": 3}, {"medusa_tied": True}):
+        with pytest.raises(ConfigError, match="holds 2 heads, which have their own projections"):
+            finetune(
+                settings(folder, tmp_path / "no", one.model_dir, **second | wrong), progress=False
+            )
+    bare = settings(folder, tmp_path / "bare", one.model_dir, medusa_heads=None, max_steps=1)
+    assert any(
+        "neither trains nor exports these heads" in x for x in finetune(bare, progress=False).notes
+    )
+
     model = AutoLiger.from_hf(two.model_dir)
     heads = load_heads(model, two.model_dir)
     prompt = list(b"the cat saw")

@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     rounded_weight_bytes: int = 0  # weight gradient that is made of the sum when no logits are left
     saved_hidden_bytes: int = 0  # hidden gradient that forward saves for backward
     fixed_bytes: int = 0  # memory that does not depend on the plan
+    ahead_bytes: int = 0  # for each row of a next chunk whose logits are computed beside a chunk's
     vocab_loop: bool = True  # whether `vocab_loop` may compute the weight gradient instead
 
 
@@ -93,15 +94,17 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         return ChunkPlan(1)
     # hidden_bytes counts twice: for the hidden states of a chunk and for their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
+    whole_bytes = rows * row_bytes + sizes.single_chunk_bytes + sizes.saved_weight_bytes
+    if rows > 1:
+        row_bytes += sizes.ahead_bytes  # from here on, of one of several chunks
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
-        if rows * row_bytes <= default:
+        if rows * (vocab * logit_bytes + 2 * hidden_bytes) <= default:
             return ChunkPlan(rows)
         logits = max(DEFAULT_LOGITS_BYTES, sizes.rounded_weight_bytes)
         return ChunkPlan(balanced(rows, max(logits // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
-    whole_bytes = rows * row_bytes + sizes.single_chunk_bytes + sizes.saved_weight_bytes
     # `vocab_loop` needs at least one logit, one row of hidden states and one column of the sum.
     column_bytes = accumulator_bytes // vocab
     least = row_bytes
@@ -143,7 +146,8 @@ def smaller_chunk(sizes: Sizes) -> int | None:
 
     It needs less memory and more time, because the weight gradient is accumulated chunk by chunk.
     """
-    most = max(DEFAULT_LOGITS_BYTES // (sizes.vocab * sizes.logit_bytes), 1)
+    row_bytes = sizes.vocab * sizes.logit_bytes + sizes.ahead_bytes
+    most = max(DEFAULT_LOGITS_BYTES // row_bytes, 1)
     chunk = balanced(sizes.rows, most)
     return chunk if chunk < plan_chunks(sizes, None).chunk_size else None
 
