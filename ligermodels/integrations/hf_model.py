@@ -7,7 +7,9 @@ transformers under HF's model types, and its Auto classes stay as they are.
 """
 
 import copy
+import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +32,6 @@ from typing_extensions import Self
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.in_memory import joined_rows
-from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
@@ -92,7 +93,12 @@ class LigerPreTrainedModel(PreTrainedModel):
             native = self.family(native_config(config, self.family))
         # The tuple keeps nn.Module from registering the native model as a child.
         self._native = (native,)
-        self.weight_map = self.family.weight_map(native.built_from)
+        with torch.device("cpu"):  # its constants have values, also in a load
+            self.weight_map = self.family.weight_map(native.built_from)
+        # A checkpoint also holds these, and the model has no place for them.
+        self._keys_to_ignore_on_load_unexpected = [
+            f"^{re.escape(name)}$" for name in self.weight_map.constants
+        ]
         self._no_split_modules = sorted({type(layer).__name__ for layer in native.layers})
         if not native.embed_tokens.weight.is_meta:
             for module in native.modules():  # or transformers would draw the weights again
@@ -113,6 +119,19 @@ class LigerPreTrainedModel(PreTrainedModel):
             if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
                 setattr(native, name, child)
         return native
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Write HF's checkpoint as transformers does, with the constants of the weight map."""
+        if self.weight_map.constants:
+            weights = options.get("state_dict") or self.state_dict()
+            options["state_dict"] = weights | self.weight_map.constants
+        super().save_pretrained(save_directory, **options)
+
+    def get_parameter_or_buffer(self, target: str) -> Any:
+        """Return a tensor by its name; transformers asks for each one that it saves."""
+        if target in self.weight_map.constants:
+            return self.weight_map.constants[target]
+        return super().get_parameter_or_buffer(target)
 
     def add_adapter(self, *args: Any, **options: Any) -> None:
         """Add an adapter of PEFT, as in transformers; projections that get one are split."""
@@ -534,11 +553,11 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         self.score = nn.Linear(native.config.hidden_size, self.num_labels, bias=False)
         self.register_load_state_dict_pre_hook(pack_hf_names)
         entries = (e for e in self.weight_map if not e.name.startswith("head."))
-        self.weight_map = WeightMap(tuple(entries))
+        self.weight_map = dataclasses.replace(self.weight_map, entries=tuple(entries))
         found = conversions(self.weight_map)
         register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
         self._weight_conversions = found
-        self._keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+        self._keys_to_ignore_on_load_unexpected.append(r"^lm_head\.")
         self.post_init()
 
     @classmethod
