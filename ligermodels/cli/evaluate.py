@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> None:
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
-    files = dict(zip(given.files, local_files(given.files)))
+    files = dict(zip(given.files, local_files(given.files, progress=sys.stderr.isatty())))
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)

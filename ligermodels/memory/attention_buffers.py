@@ -112,10 +112,3 @@ def sdpa_backend(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
     if heads == kv_heads and head_dim % 4 == 0:
         return SDPBackend.EFFICIENT_ATTENTION
     return SDPBackend.MATH
-
-
-def attention_pairs(queries: int, window: int | None, causal: bool = True) -> int:
-    """Return how many keys the queries of a row see together."""
-    window = queries if window is None else min(window, queries)
-    before = window * (window + 1) // 2 + (queries - window) * window  # with its own
-    return before if causal else 2 * before - queries

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
+from ligermodels.memory.attention_rates import AttentionKind, measured_rates
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.tracker import Work
 
@@ -19,25 +19,26 @@ class Rates:
 
     Attributes:
         products: FLOP/s of matrix products.
-        attention: FLOP/s of attention.
+        attention: FLOP/s of attention, or a function that returns them for a kind and a pass.
         memory: bytes/s that other ops read and write.
         host_bytes: bytes/s to or from host memory, each way.
         source: where the rates come from.
     """
 
     products: float
-    attention: float
+    attention: float | Callable[[AttentionKind, str], float]
     memory: float
     host_bytes: float
     source: str
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that the work takes, without copies to or from the host."""
-        return (
-            work.product_flops / self.products
-            + work.attention_flops / self.attention
-            + work.moved_bytes / self.memory
+        rate = self.attention
+        attention = sum(
+            flops / (rate(*made) if callable(rate) else rate)
+            for made, flops in work.attention.items()
         )
+        return work.product_flops / self.products + attention + work.moved_bytes / self.memory
 
 
 # From the data sheets: dense 16-bit FLOP/s, bytes/s of the GPU's memory, bytes/s of its PCIe link
@@ -97,8 +98,12 @@ def _known(name: str) -> str | None:
 
 
 @cache
-def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:
-    """Measure the rates on a GPU. It takes about three seconds, once, and 0.4 GiB of memory."""
+def measure(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure the rates on a GPU, once: in about two seconds, with 0.4 GiB of memory.
+
+    Each kind of attention is measured when its rate is first asked for. This takes about a second,
+    and longer for FlexAttention, which is compiled.
+    """
     with torch.cuda.device(device):
         # A generator of its own leaves that of the caller unchanged.
         generator = torch.Generator(device).manual_seed(0)
@@ -106,19 +111,23 @@ def measure(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Ra
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-        x, weight, q = random(8192, 4096), random(8192, 4096), random(1, 32, 4096, head_dim)
+        x, weight = random(8192, 4096), random(8192, 4096)
         flops = 2 * x.numel() * weight.shape[0]
-        products = flops / _time(lambda: x @ weight.t())
-        flops = 4 * q.shape[1] * q.shape[2] ** 2 * head_dim // 2
-        attention = flops / _time(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-        memory = 2 * x.nbytes / _time(x.clone)
+        products = flops / _seconds(lambda: x @ weight.t())
+        memory = 2 * x.nbytes / _seconds(x.clone)
         host = torch.empty(x.shape, dtype=dtype, pin_memory=True)
-        link = x.nbytes / _time(lambda: host.copy_(x, non_blocking=True))
+        link = x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True))
         name = torch.cuda.get_device_name(device)
+
+    def attention(kind: AttentionKind, direction: str) -> float:
+        with torch.cuda.device(device):
+            forward, backward = measured_rates(kind, device, dtype, _seconds)
+        return forward if direction == "forward" else backward
+
     return Rates(products, attention, memory, link, f"measured on {name}")
 
 
-def _time(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     """Return the seconds of a run on the current GPU, the median of the last rounds."""
     times: list[float] = []
     while sum(times) * _RUNS < _WARM_UP_SECONDS or len(times) < 2 * _ROUNDS:
@@ -132,8 +141,8 @@ def _time(run: Callable[[], object]) -> float:
     return sorted(times[-_ROUNDS:])[_ROUNDS // 2]
 
 
-def rates_of(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> Rates:
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure the device, or use a data sheet if it is not a GPU of this machine."""
     if device.type == "cuda" and torch.cuda.is_available():
-        return measure(device, dtype, head_dim)
+        return measure(device, dtype)
     return data_sheet("H100", dtype)

@@ -14,7 +14,13 @@ from torch.overrides import TorchFunctionMode
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.causal_suffix import causal_suffix
-from ligermodels.memory.attention_buffers import attention_pairs, sdpa_backend
+from ligermodels.memory.attention_buffers import sdpa_backend
+from ligermodels.memory.attention_rates import (
+    BACKWARD,
+    AttentionKind,
+    attention_kind,
+    attention_pairs,
+)
 from ligermodels.memory.tracker import Tracker
 
 _aten = torch.ops.aten
@@ -63,9 +69,8 @@ class SimulatedDevice:
             pairs = batch * heads * queries * min(window or mask.keys, mask.past + queries / 2)
         elif k.shape[2] != queries:  # keys of another sequence, which all queries see
             pairs = batch * heads * queries * k.shape[2]
-        flops = int(4 * pairs * head_dim)
-        # Backward computes five products of this size, where forward computes two.
-        q = _Count.apply(q, self.tracker, flops, 5 * flops // 2)
+        kind = attention_kind(backend, q, k, length, window, softcap, causal)
+        q = _Count.apply(q, self.tracker, kind, int(4 * pairs * head_dim))
         if backend == "suffix":
             return causal_suffix(q, k, v, scale)
         if backend == "varlen":
@@ -140,14 +145,14 @@ class _Count(torch.autograd.Function):
     """Return q, and count attention's work in each pass."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, tracker: Tracker, flops: int, backward_flops: int) -> Tensor:
-        tracker.work.attention_flops += flops
-        ctx.tracker, ctx.flops = tracker, backward_flops
+    def forward(ctx: Any, q: Tensor, tracker: Tracker, kind: AttentionKind, flops: int) -> Tensor:
+        tracker.work.attention[kind, "forward"] += flops
+        ctx.tracker, ctx.kind, ctx.flops = tracker, kind, int(BACKWARD * flops)
         return q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.tracker.work.attention_flops += ctx.flops
+        ctx.tracker.work.attention[ctx.kind, "backward"] += ctx.flops
         return grad, None, None, None
 
 

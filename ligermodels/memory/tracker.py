@@ -6,10 +6,11 @@ caching allocator rounds them, and the work.
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ligermodels.memory.attention_buffers import scratch
+from ligermodels.memory.attention_rates import AttentionKind
 from ligermodels.memory.caching_allocator import Block, CachingAllocator
 
 _aten = torch.ops.aten
@@ -39,19 +41,28 @@ _LOOKUPS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gathe
 # Their floating point operations are counted apart.
 _ATTENTION = ("_scaled_dot_product_", "torch_attn::_varlen_attn")
 
+AttentionPass = tuple[AttentionKind, Literal["forward", "backward"]]
+
 
 @dataclass
 class Work:
     """What one pass computes and moves."""
 
     product_flops: int = 0  # of matrix products, two for each multiplication and addition
-    attention_flops: int = 0  # of attention, over the query-key pairs that the mask leaves
+    # FLOP of attention over the query-key pairs that the mask leaves, by its kind and the pass.
+    attention: Counter[AttentionPass] = field(default_factory=Counter)
     moved_bytes: int = 0  # read and written by all other ops
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
+    @property
+    def attention_flops(self) -> int:
+        """Those of all kinds of attention and of both passes."""
+        return self.attention.total()
+
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other))))
+        names = (each.name for each in fields(self))
+        return Work(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass

@@ -209,7 +209,8 @@ def first_not_finite(
     """Return the first name whose tensor has a value that is not finite (in `dtype`), or None.
 
     This takes no memory for a mask: NaN and infinite values show in the extremes. Reads the device
-    once. Each of several ranks looks at its shards, and all return the first name of any.
+    once; some optimizers keep their step on the CPU. Each of several ranks looks at its shards, and
+    all return the first name of any.
     """
     names, ends = [], []
     for name, tensor in tensors:
@@ -219,7 +220,8 @@ def first_not_finite(
         low, high = tensor.aminmax()
         names.append(name)
         ends.append(torch.stack([low, high]).to(dtype or tensor.dtype).isfinite().all())
-    finite = torch.stack(ends).tolist() if ends else []
+    devices = sorted((end.device for end in ends), key=lambda device: device.type == "cpu")
+    finite = torch.stack([end.to(devices[0]) for end in ends]).tolist() if ends else []
     first = next((name for name, fine in zip(names, finite) if not fine), None)
     return next((name for name in gathered(first) if name is not None), None)
 

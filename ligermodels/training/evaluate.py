@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_documents
@@ -61,6 +62,7 @@ def file_loss(
     Raises:
         DataError: a file is missing, or holds nothing to predict.
         ConfigError: the tokenizer makes tokens that the model does not have.
+        LigerError: the loss is not finite.
     """
     documents = read_documents(files, tokenizer, separator=separator)
     rows = PackedRows(documents, seq_len)
@@ -86,10 +88,15 @@ def file_loss(
             batch.input_ids.to(device),
             labels=batch.labels.to(device),
             position_ids=batch.position_ids.to(device),
-            normalizer=1.0,
+            reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()
         targets += batch.num_targets
     model.train(was_training)
     loss = float(total) / targets
+    if not math.isfinite(loss):
+        raise LigerError(
+            f"{', '.join(map(str, files))}: the loss is {loss}: the model's logits are not finite "
+            "here; try another dtype"
+        )
     return FileLoss(loss, targets, rows.num_tokens, time.perf_counter() - started)

@@ -279,7 +279,7 @@ class RunDir:
         """Append a line to metrics.jsonl."""
         with writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        for listener in self.listeners:
+        for listener in [*self.listeners]:
             listener(entry)
 
     def sync_metrics(self) -> None:

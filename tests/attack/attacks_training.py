@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib
 import io
@@ -27,7 +28,8 @@ from tests.attack.attacks_saves import as_a_user
 from tests.attack.harness import Case, Fault, Result, attack
 from tests.training.tiny_run import make_checkpoint, make_text
 
-# What a run imports is imported here, so that each fork has it already.
+# What a run imports is imported here, so that each fork has it already, also as another user.
+codecs.lookup("utf-8-sig")
 _weight = torch.nn.Parameter(torch.zeros(1))
 _weight.grad = torch.zeros(1)
 torch.optim.AdamW([_weight], fused=True).step()

@@ -60,7 +60,7 @@ def test_two_heads(beta) -> None:
         logit_scale=1.3,
         teacher_softcap=7.0,
     )
-    assert relative(loss, exact) <= 1e-6
+    assert relative(loss, exact) <= 1e-5  # a small difference of larger terms
     for grad, want in zip(grads, torch.autograd.grad(exact, leaves)):
         assert relative(grad, want) <= 1e-5
 

@@ -4,17 +4,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from ligermodels.memory.attention_buffers import SCRATCH, attention_pairs, scratch, sdpa_backend
+from ligermodels.memory.attention_buffers import SCRATCH, scratch, sdpa_backend
 
 aten = torch.ops.aten
-
-
-@pytest.mark.parametrize("queries, window", [(5, None), (5, 2), (5, 5), (5, 9), (1, 1)])
-def test_pairs(queries, window) -> None:
-    query, key = torch.arange(queries)[:, None], torch.arange(queries)
-    near = (query - key).abs() < (window or queries)
-    assert attention_pairs(queries, window) == ((key <= query) & near).sum()
-    assert attention_pairs(queries, window, causal=False) == near.sum()
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +12,21 @@ import torch
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory import rates
+from ligermodels.memory.attention_rates import AttentionKind
 from ligermodels.memory.rates import Rates, data_sheet, gpu_bytes, rates_of
 from ligermodels.memory.tracker import Work
 
 
 def test_work_takes_the_sum_of_its_parts() -> None:
     made = Rates(products=100.0, attention=50.0, memory=10.0, host_bytes=1.0, source="a test")
-    work = Work(product_flops=200, attention_flops=50, moved_bytes=5, to_host_bytes=1000)
-    assert made.seconds(work) == 2.0 + 1.0 + 0.5
+    kind = AttentionKind("sdpa", 8, 2, 64, 128)
+    attention = Counter({(kind, "forward"): 50, (kind, "backward"): 100})
+    work = Work(200, attention, moved_bytes=5, to_host_bytes=1000)
+    assert made.seconds(work) == 2.0 + 3.0 + 0.5
+    by_pass = replace(
+        made, attention=lambda kind, direction: {"forward": 25, "backward": 10}[direction]
+    )
+    assert by_pass.seconds(work + work) == 2 * (2.0 + 2.0 + 10.0 + 0.5)
 
 
 def test_data_sheets() -> None:
@@ -49,7 +58,7 @@ def test_a_time_is_the_median_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     runs: list[int] = []
-    seconds = rates._time(lambda: runs.append(1))
+    seconds = rates._seconds(lambda: runs.append(1))
     # The rounds take 20, 60, 100, 140, 180 and 220 ms; then 0.6 s are over.
     assert waited == [1, 3, 5, 7, 9, 11] and len(runs) == 6 * 10
     assert seconds == pytest.approx(0.018)
@@ -71,16 +80,19 @@ def test_a_measurement_counts_what_each_run_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "randn", random)
-    monkeypatch.setattr(rates, "_time", lambda run: 0.5)
+    monkeypatch.setattr(rates, "_seconds", lambda run: 0.5)
+    monkeypatch.setattr(rates, "measured_rates", lambda *given: given[:2])
     found = rates.measure.__wrapped__(torch.device("cpu"), torch.bfloat16)
     elements = 8192 * 4096
     assert found.products == 2 * elements * 8192 / 0.5
-    assert found.attention == 4 * 32 * 4096**2 * 64 / 0.5
+    assert callable(found.attention)
+    given = found.attention("a kind", "forward"), found.attention("a kind", "backward")
+    assert given == ("a kind", torch.device("cpu"))
     assert found.memory == 2 * found.host_bytes == 2 * 2 * elements / 0.5
     assert found.source == "measured on a GPU"
     monkeypatch.setattr(rates, "measure", lambda *given: given)
     cuda = torch.device("cuda")
-    assert rates_of(cuda, torch.bfloat16, 64) == (cuda, torch.bfloat16, 64)
+    assert rates_of(cuda, torch.bfloat16) == (cuda, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -91,5 +103,5 @@ def test_measured_rates_are_near_the_data_sheet() -> None:
     assert found.source == f"measured on {torch.cuda.get_device_name()}"
     assert torch.equal(torch.cuda.get_rng_state(), state)
     known = data_sheet(torch.cuda.get_device_name(), torch.bfloat16)
-    for name in ("products", "attention", "memory", "host_bytes"):
+    for name in ("products", "memory", "host_bytes"):
         assert 0.5 < getattr(found, name) / getattr(known, name) < 2, name

@@ -121,8 +121,14 @@ def padding() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
+def ends() -> dict[str, Any]:
+    """Of documents in a single row of all tokens."""
+    return {"cu_seqlens": torch.tensor([0, 5, 6, 13, 31, BATCH * SEQ]), "max_seqlen": 18}
+
+
 INPUTS: dict[str, Any] = {
     "documents": documents,
+    "ends of documents": ends,
     "padding": padding,
     "prefixes": lambda: {"prefix_lengths": torch.tensor([9, 2])},
 }
@@ -165,6 +171,8 @@ def rows(
     shard(sharded, mesh, **FLOAT32)
     sharded.set_memory_plan(plan)
     (ids, labels), given = data(), inputs()
+    if "cu_seqlens" in given:
+        ids, labels = ids.view(1, -1), labels.view(1, -1)
     expected = model(ids, labels=labels, **given, **(options or {}))
     out = sharded(ids, labels=labels, **given, **(options or {}))
     upstream = torch.rand(expected.loss.shape, generator=torch.Generator().manual_seed(1))

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from ligermodels import (
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel_worker import SIZES, count, data, relative
+from tests.parallel_worker import SIZES, StorageTracker, count, data, relative
 
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
@@ -70,6 +72,8 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 def cases(ranks: int) -> dict[str, Case]:
     layouts = meshes(ranks)
     found: dict[str, Case] = {"refused meshes": refused}
+    backwards = DeviceMesh("cpu", [*range(ranks)][::-1], mesh_dim_names=("dp_shard",))
+    found["ranks in another order, save"] = partial(save, backwards)
     for layout, mesh in layouts.items():
         for number, family in enumerate(sorted(OWN)):
             tied = number % 2 == 0
@@ -99,6 +103,8 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
+        if "tp" in layout:
+            found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
             found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
@@ -122,8 +128,6 @@ def own_rows(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def gradients(model: DecoderModel) -> dict[str, Tensor]:
-    from ligermodels.models.parts import whole_tensor
-
     grads = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -235,6 +239,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "a budget": {"max_scratch_bytes": 12000},
     "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
+    "tokens in chunks": {"reduction": "none", "return_token_stats": True, "chunk_size": 7},
     "sum": {"reduction": "sum"},
 }
 
@@ -345,13 +350,29 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
     with torch.no_grad():
         sharded(data()[0])  # leaves gathered weights behind
-    sharded.save_hf(folder / "ours", max_shard_size=5000)
+    with mock.patch("ligermodels.models.parts._SENT_BYTES", 1000):
+        sharded.save_hf(folder / "ours", max_shard_size=5000)
     if rank == 0:
         model.save_hf(folder / "whole", max_shard_size=5000)
     dist.barrier()
     ours, whole = contents(folder / "ours"), contents(folder / "whole")
     assert len(json.loads(ours["model.safetensors.index.json"])["weight_map"]) > 1
     return {"files": float(ours != whole)}
+
+
+def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """What tensor parallelism has cut becomes whole in the memory of one whole parameter."""
+    sharded = shard(make(True), mesh, **FLOAT32)
+    result = {}
+    for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
+        own = whole_tensor(sharded.get_parameter(name)).clone()
+        tracker = StorageTracker()
+        tracker.hold([own])
+        with tracker, mock.patch("ligermodels.models.parts._SENT_BYTES", 80):
+            whole = sharded.tensor_shards[name].whole(own)
+        # A thread of gloo may hold a block a moment longer.
+        result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
+    return result
 
 
 def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ligermodels.training.reports import logged, logger_openers, profiled
@@ -31,22 +32,26 @@ class Remembers:
 opened: list[Remembers] = []
 
 
-def test_a_profile_has_three_steps(tmp_path: Path) -> None:
-    with profiled(None) as after_step:
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@pytest.mark.parametrize("steps", [7, 4, 1])
+def test_a_profile_has_three_steps_or_all(tmp_path: Path, steps: int) -> None:
+    with profiled(None, steps) as after_step:
         after_step()
-    with profiled(tmp_path / "profile") as after_step:
-        for _ in range(7):
+    with profiled(tmp_path / "profile", steps) as after_step:
+        for _ in range(steps):
             torch.ones(8, 8) @ torch.ones(8, 8)
             after_step()
     with gzip.open(tmp_path / "profile" / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    assert sum(each["name"] == "aten::mm" for each in events) == 3
+    assert sum(each["name"] == "aten::mm" for each in events) == min(3, steps)
     assert "aten::mm" in (tmp_path / "profile" / "table.txt").read_text()
 
 
 def test_a_run_is_profiled(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     done = run(checkpoint, text, tmp_path / "run", max_steps=6, profile=True)
     assert (done.output_dir / "profile" / "trace.json.gz").is_file()
+    with profiled(tmp_path / "none", 0) as after_step:
+        after_step()
     run(checkpoint, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
     assert not (done.output_dir / "profile").exists()
 
