@@ -350,7 +350,7 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether matching a name takes little time: nested or many repetitions take for ever."""
+    """Return whether names are matched quickly: nested or many repetitions take for ever."""
     repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
     if len(pattern) > 1000 or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", pattern):
         return False
