@@ -244,12 +244,12 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     return found | {"last loss": loss, "seconds in all": time.perf_counter() - start}
 
 
-def dequantize_times(device: str) -> list[dict[str, Any]]:
+def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> list[dict[str, Any]]:
     """Time the conversion of gate_up's weight to bfloat16, by this library and by others."""
     from benchmarks.common import device_times
     from ligermodels.layers import QuantizedLinear
 
-    linear = torch.nn.Linear(4096, 28672, bias=False, device=device, dtype=torch.bfloat16)
+    linear = torch.nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16)
     layer = QuantizedLinear(linear, 4)
     calls: dict[str, Callable[[], Any]] = {OURS: lambda: layer.dequantized(torch.bfloat16)}
     try:
@@ -266,12 +266,12 @@ def dequantize_times(device: str) -> list[dict[str, Any]]:
         calls["torchao"] = weight.get_original_weight
     except (ImportError, RuntimeError) as error:
         print(f"torchao: {error}", file=sys.stderr)
-    rows = []
+    found = []
     for name, call in calls.items():
         error = (call().float() - linear.weight.float()).norm() / linear.weight.float().norm()
         milliseconds = statistics.median(device_times(call)) if device == "cuda" else 0.0
-        rows.append({"conversion": name, "ms": milliseconds, "relative error": error.item()})
-    return rows
+        found.append({"conversion": name, "ms": milliseconds, "relative error": error.item()})
+    return found
 
 
 def result_of(row: str, worker: subprocess.Popen[str], limit: int) -> dict[str, Any]:

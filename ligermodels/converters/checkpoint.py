@@ -45,7 +45,7 @@ class Checkpoint:
         files: the weight files.
         tensors: HF name -> header entry. After `plan`, only the text model's tensors are in it.
         left_out: name prefix of another tower -> how many tensors that tower has.
-        ignored: after `plan`, the tensors that the weight map ignores.
+        ignored: after `plan`, the tensors that the weight map ignores, or names as constants.
     Raises:
         CheckpointError: the folder has no weights that can be read, a shard is missing or damaged,
             or the index does not match its shards. The message names the file.
@@ -114,7 +114,7 @@ class Checkpoint:
         for name, info in self.tensors.items():
             if name in expected or name in optional:
                 continue
-            if name.endswith(weight_map.ignored):
+            if name in weight_map.constants or name.endswith(weight_map.ignored):
                 self.ignored.append(name)
             elif name.endswith(_QUANTISED):
                 what = "is part of a quantised weight: quantised checkpoints are not supported"
@@ -263,7 +263,7 @@ class Checkpoint:
         return out
 
     def constants(self) -> dict[str, StoredTensor]:
-        """Return the tensors that the weight map ignores, as they are in the files."""
+        """Return the tensors in `ignored` as they are in the files."""
         stored = {name: self._name_in_file(name) for name in self.ignored}
         return {name: self._opened(stored[name]).stored(stored[name]) for name in stored}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import OpenFile, parse_json
@@ -29,6 +30,8 @@ READABLE = DTYPES | {"U8": torch.uint8}
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
 _OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
+_NAMES = {dtype: name for name, dtype in READABLE.items()}
+_NAMES |= {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64"}
 _MAX_HEADER = 100_000_000  # The format sets this limit, in bytes.
 _MAX_DIMS = 64  # torch sets this limit.
 # `read` yields this many bytes at a time. They fit in a core's L2 cache, so that the caller finds
@@ -69,6 +72,13 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return how a file holds a tensor."""
+        values = tensor.detach().to("cpu").contiguous()
+        data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return cls(_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 class SafetensorsFile:

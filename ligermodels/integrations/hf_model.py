@@ -70,6 +70,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     family: ClassVar[type[DecoderModel]]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _is_checkpointing = False  # activation checkpointing
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -132,15 +133,21 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.native.activation_checkpointing_enable(
             activation_checkpointing_kwargs, every_n_layers, offload
         )
+        self._is_checkpointing = True
 
     def activation_checkpointing_disable(self) -> None:
         """Keep the activations of every block for backward."""
         self.native.activation_checkpointing_disable()
+        self._is_checkpointing = False
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """Whether backward recomputes some blocks."""
-        return self._native[0].is_activation_checkpointing
+        """Whether `activation_checkpointing_enable` was called.
+
+        A memory plan of the native model does not count. TRL would switch it off for a reference
+        model, and then recompute every block.
+        """
+        return self._is_checkpointing
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any

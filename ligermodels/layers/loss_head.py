@@ -89,6 +89,7 @@ class HeadOutput(NamedTuple):
     token_alternative_log_probs: Tensor | None = None  # (..., k) of the option `alternatives`
     token_top_ids: Tensor | None = None  # (..., top_k) int64, the likeliest classes
     token_top_log_probs: Tensor | None = None  # (..., top_k) their log-probabilities
+    hidden: Tensor | None = None  # (..., hidden) of a model that is asked for them
 
 
 class LossHead(nn.Module):
@@ -311,7 +312,9 @@ class LossHead(nn.Module):
             check_token_weights(token_weights, targets)
             token_weights = gather(token_weights.reshape(-1, 1), index).flatten()
         rows, teacher_rows = states
-        classes = slice(0, self.vocab_size)
+        classes, chunk_size = slice(0, self.vocab_size), chunking.chunk_size
+        if chunk_size is not None:  # a chunk also holds the teacher's logits of a third of it
+            chunk_size = max(1, chunk_size * 3 // 4)
         loss = kernels.linear_divergence(
             rows,
             weight,
@@ -329,8 +332,7 @@ class LossHead(nn.Module):
             logit_scale=logit_scale,
             teacher_softcap=teacher.softcap,
             teacher_scale=teacher.logit_scale,
-            # A chunk holds the logits of both heads.
-            chunk_size=None if chunking.chunk_size is None else max(1, chunking.chunk_size // 2),
+            chunk_size=chunk_size,
             max_scratch_bytes=chunking.max_scratch_bytes,
         )
         return scatter(loss, index, targets, settings.ignore_index) if loss.dim() else loss

@@ -13,11 +13,12 @@ from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
+from ligermodels.memory.buckets import Buckets
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
-from ligermodels.memory.sharding import Sharding
+from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
@@ -60,6 +61,8 @@ class Planner:
         head_options: options for the loss head.
         gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
+        ddp_buckets: how `DistributedDataParallel` holds gradients, if forward runs through it:
+            "copies", which is its default, or "views" for gradient_as_bucket_view=True.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
             not installed, parameters are sharded in another way than by `fully_shard`, or
@@ -82,7 +85,8 @@ class Planner:
         max_seqlen: int | None = None,
         memory_seq: int | None = None,
         head_options: dict[str, Any] | None = None,
-        gradients: Literal["new", "kept", "freed"] = "new",
+        gradients: Gradients = "new",
+        ddp_buckets: Buckets | None = None,
     ) -> None:
         sharding = Sharding(model)  # it refuses shards that are not simulated
         if reserve is None:
@@ -93,8 +97,9 @@ class Planner:
             or not 0 <= reserve < 1
         ):
             raise ConfigError(f"memory plan: reserve={reserve!r}; expected a number in [0, 1)")
-        if count not in ("reserved", "allocated"):
-            raise ConfigError(f'memory plan: count={count!r}; expected "reserved" or "allocated"')
+        _check_choice("count", count, "reserved", "allocated")
+        _check_choice("gradients", gradients, "new", "kept", "freed")
+        _check_choice("ddp_buckets", ddp_buckets, None, "copies", "views")
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
         self.device = _device(model, device)
         if self.device.type == "cuda" and choose(self.device)[0] != "triton":
@@ -118,6 +123,7 @@ class Planner:
             memory_seq=_memory_seq(model, memory_seq),
             head_options=head_options,
             gradients=gradients,
+            ddp_buckets=ddp_buckets,
         )
         self._spaces = cache(self._new_spaces)
 
@@ -265,6 +271,13 @@ def _memory_seq(model: Any, given: int | None) -> int | None:
                 "to a memory; leave it out"
             )
     return given
+
+
+def _check_choice(name: str, value: Any, *choices: str | None) -> None:
+    if value not in choices:
+        *others, last = map(repr, choices)
+        expected = f"{', '.join(others)} or {last}"
+        raise ConfigError(f"memory plan: {name}={value!r}; expected {expected}")
 
 
 def _check_length(name: str, value: int) -> None:

@@ -62,15 +62,22 @@ class Group:
         modules: whose forward and backward need them.
         ranks: the number of shards.
         reshards: whether the gathered weights are freed after forward, and gathered again.
+        replicated: whether the reduced gradients are then averaged over copies of the shards.
+        ahead: the groups that are gathered when the forward of this one begins.
+        behind: the same for backward. If there are none, it is the group before this one.
     """
 
     modules: tuple[nn.Module, ...]
     parameters: list[ShardedParameter]
     ranks: int
     reshards: bool
+    replicated: bool
+    ahead: "list[Group]" = field(default_factory=list)
+    behind: "list[Group]" = field(default_factory=list)
     buffer: Tensor | None = None  # of an all-gather that is under way
     gathered: list[Tensor] = field(default_factory=list)
     shard_grads: list[Tensor] = field(default_factory=list)
+    averaged: Tensor | None = None  # what was averaged over copies
     place: int = -1  # in the order of forward
     reduced: bool = False
 
@@ -87,12 +94,21 @@ class Sharding:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.groups = [
-            _group(group, module is model and _resets_root(module), names)
-            for module in model.modules()
-            for group in _fsdp_groups(module)
-            if module is group.modules[0]
-        ]
+        self.groups: list[Group] = []
+        of_state: dict[int, list[Group]] = {}
+        states = {module: state for module in model.modules() for state in _states(module)}
+        for module, state in states.items():
+            for group in _fsdp_groups(state):
+                if module is group.modules[0]:
+                    made = _group(group, module is model and _resets_root(state), names)
+                    self.groups.append(made)
+                    of_state.setdefault(id(state), []).append(made)
+        for state in states.values():
+            for made in of_state.get(id(state), []):
+                made.ahead = [g for s in state._states_to_forward_prefetch for g in of_state[id(s)]]
+                made.behind = [
+                    g for s in state._states_to_backward_prefetch for g in of_state[id(s)][::-1]
+                ]
         self.parameters = {p.name: p for group in self.groups for p in group.parameters}
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and name not in self.parameters:
@@ -110,6 +126,7 @@ class Sharding:
         self.shards: list[Tensor] = []
         for group in self.groups:
             group.buffer, group.gathered, group.shard_grads = None, [], []
+            group.averaged = None
             group.place, group.reduced = -1, False
             for parameter in group.parameters:
                 shard = torch.empty(parameter.local, dtype=parameter.dtype, device="meta")
@@ -150,6 +167,7 @@ class Sharding:
         for group in self.groups:
             if not group.reduced:
                 self._reduce(group)
+            group.averaged = None
         self.reduce_input = None
 
     def _forward(self, group: Group) -> Callable[..., Any]:
@@ -157,6 +175,8 @@ class Sharding:
             self._gather(group)
             # FSDP2 forgets the buffer before this one when it has copied this one out.
             self.last_buffer = self._copy_out(group)
+            for other in group.ahead:
+                self._gather(other)
             leaves, spec = tree_flatten((args, kwargs))
             needed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
             if needed:
@@ -189,12 +209,15 @@ class Sharding:
         self._gather(group)
         self._copy_out(group)
         place, group.place = group.place, -1
-        if place:
-            self._gather(self.order[place - 1])
+        for other in group.behind or self.order[max(place - 1, 0) : place]:
+            self._gather(other)
 
     def _gather(self, group: Group) -> None:
-        """Start an all-gather: copy the shards into this rank's part of a buffer."""
-        if group.buffer is not None or group.gathered:
+        """Start an all-gather: copy the shards into this rank's part of a buffer.
+
+        A single rank needs none.
+        """
+        if group.buffer is not None or group.gathered or group.ranks == 1:
             return
         with self.on_stream("gather"):
             cast = [p for p in group.parameters if p.gathered_dtype != p.dtype]
@@ -207,10 +230,13 @@ class Sharding:
         """Allocate the gathered weights; return the buffer, which is not needed any more."""
         if group.gathered:
             return None
-        group.gathered = [
-            torch.empty(p.local * group.ranks, dtype=p.gathered_dtype, device="meta")
-            for p in group.parameters
-        ]
+        for p in group.parameters:
+            own = None
+            if group.ranks == 1 and p.gathered_dtype != p.dtype:
+                own = torch.empty(p.local, dtype=p.gathered_dtype, device="meta")
+            whole = torch.empty(p.local * group.ranks, dtype=p.gathered_dtype, device="meta")
+            group.gathered.append(whole)
+            del own
         buffer, group.buffer = group.buffer, None
         return buffer
 
@@ -232,6 +258,8 @@ class Sharding:
         grads.clear()
         with self.on_stream("reduce"):
             out = torch.empty(elements, dtype=reduced, device="meta")
+            if group.replicated:
+                group.averaged = out
             out = out.to(trained[0].dtype)
         if self.keeps_grads:
             group.shard_grads.append(out)
@@ -261,18 +289,16 @@ def _states(module: nn.Module) -> list[Any]:
     return [] if state is None else [state()]
 
 
-def _fsdp_groups(module: nn.Module) -> list[Any]:
-    found: list[Any] = []
-    for state in _states(module):
-        # torch 2.11 has one group for each module, and later versions have a list.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+def _fsdp_groups(state: Any) -> list[Any]:
+    # torch 2.11 has one group for each module, and later versions have a list.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
 
 
-def _resets_root(module: nn.Module) -> bool:
+def _resets_root(state: Any) -> bool:
     """Whether FSDP2 keeps the root's weights after forward, because nobody said otherwise."""
-    return any(state._auto_reshard_after_forward for state in _states(module))
+    return bool(state._auto_reshard_after_forward)
 
 
 def _group(group: Any, keeps: bool, names: dict[int, str]) -> Group:
@@ -297,7 +323,9 @@ def _group(group: Any, keeps: bool, names: dict[int, str]) -> Group:
             )
         )
     reshards = group.post_forward_mesh_info is not None and not keeps
-    return Group(tuple(group.modules), parameters, group.mesh_info.shard_mesh_size, reshards)
+    mesh = group.mesh_info
+    replicated = getattr(mesh, "replicate_mesh_dim", None) is not None
+    return Group(tuple(group.modules), parameters, mesh.shard_mesh_size, reshards, replicated)
 
 
 @contextmanager

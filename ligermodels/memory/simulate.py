@@ -17,6 +17,7 @@ from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.attention_buffers import cublas_workspaces
+from ligermodels.memory.buckets import Buckets, buckets
 from ligermodels.memory.caching_allocator import expandable_segments
 from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
@@ -32,7 +33,7 @@ class Simulation:
     peak_bytes: int  # the most allocated at any time, with weights, buffers, inputs and gradients
     peak_phase: str  # "forward of layer 3", "forward of head", "backward of layer 3", ...
     weight_bytes: int  # parameters and buffers
-    grad_bytes: int  # gradients of all parameters when backward ends
+    grad_bytes: int  # gradients of all parameters when backward ends, and DDP's buckets
     kept_bytes: int  # what forward leaves for backward, without weights and inputs
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
@@ -124,6 +125,7 @@ def run_step(
     input_ids: Tensor,
     *,
     gradients: Gradients = "new",
+    ddp_buckets: Buckets | None = None,
     on_forward_end: Callable[[], None] = lambda: None,
     sharding: Sharding | None = None,
     **inputs: Any,
@@ -141,6 +143,12 @@ def run_step(
     if sharding is not None:
         weight_bytes += tracker.hold(sharding.begin(tracker.on_stream, gradients))
         tracker.hold(sharding.gradients())
+    in_buckets: list[Tensor] = []
+    if ddp_buckets == "copies" or (ddp_buckets == "views" and gradients != "kept"):
+        in_buckets = buckets(leaves)
+    bucket_bytes = tracker.hold(in_buckets)
+    if ddp_buckets == "views" and gradients == "new":
+        gradients = "freed"  # because it is copied into its bucket
     if gradients == "kept":
         for x in leaves:
             x.grad = torch.empty_like(x)
@@ -187,7 +195,7 @@ def run_step(
         peak_bytes=max(phase.peak for phase in phases.values()),
         peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
-        grad_bytes=sum(map(tracker.block_bytes, grads)),
+        grad_bytes=bucket_bytes + sum(map(tracker.block_bytes, grads)),
         kept_bytes=kept_bytes,
         forward=work("forward"),
         backward=work("backward"),
@@ -212,6 +220,7 @@ def simulate(
     memory_seq: int | None = None,
     head_options: dict[str, Any] | None = None,
     gradients: Gradients = "new",
+    ddp_buckets: Buckets | None = None,
     num_sms: int | None = None,
 ) -> Simulation:
     """Run forward and backward of a model on meta tensors, under its memory plan.
@@ -230,6 +239,8 @@ def simulate(
         head_options: keyword arguments of the head.
         gradients: "new" if no gradient exists before the step, "kept" if all do (accumulation), and
             "freed" if an optimizer step in backward frees each as soon as it is complete.
+        ddp_buckets: for a forward through `DistributedDataParallel`: "copies" if gradients are
+            tensors of their own, and "views" if they are views of its buckets.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
@@ -292,6 +303,7 @@ def simulate(
             state,
             integers(batch, seq),
             gradients=gradients,
+            ddp_buckets=ddp_buckets,
             on_forward_end=end_forward,
             sharding=sharding,
             **inputs,

@@ -154,6 +154,7 @@ class DecoderModel(HFModel, PlannedModel):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_hidden: bool = False,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Return hidden states after the final norm, or the head's output if labels are given.
@@ -181,13 +182,15 @@ class DecoderModel(HFModel, PlannedModel):
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens. A mask that is on the CPU, also for a model on a GPU,
                 costs nothing if it is all ones. What padding computes is not specified. In 16 bit
-                on a GPU, padding between tokens makes all hidden states NaN.
+                and with the mask on a GPU, padding between tokens makes all hidden states NaN,
+                because that is found out without a look at the mask: pass such a mask on the CPU.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
             memory: (batch, keys, memory size), for layers with `CrossAttention`: what they attend
                 to, such as the output of an encoder.
             memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
+            return_hidden: whether an output for labels has the hidden states, too.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
@@ -240,6 +243,8 @@ class DecoderModel(HFModel, PlannedModel):
             output = self.head(hidden, targets, **loss_options)
         else:
             output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+        if return_hidden:
+            output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
         auxiliary = self._auxiliary(extras, attention_mask)
         return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
 

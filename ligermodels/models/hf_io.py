@@ -32,8 +32,21 @@ from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
-from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
+from ligermodels.models.parts import (
+    TensorShard,
+    gathers_to_rank_0,
+    local_parts,
+    reshard,
+    whole_on_rank_0,
+    whole_tensor,
+)
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    gathered,
+    led_by_rank_0,
+    num_ranks,
+    rank,
+)
 
 
 class HFModel(nn.Module):
@@ -44,7 +57,7 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
-        source_constants: HF name -> a tensor of the checkpoint that the weight map ignores.
+        source_constants: HF name -> a tensor of the checkpoint that the model does not need.
             `save_hf` writes it as it was.
         source_files: name -> content of the tokenizer and generation files that were in
             source_folder when the weights were loaded. `save_hf` writes them.
@@ -277,8 +290,9 @@ class HFModel(nn.Module):
         folder and load from it: each load gets one whole checkpoint.
 
         Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
-        Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
-        whole parameter. (With tensor parallelism over FSDP2: and its part of it.)
+        Rank 0 writes the same files as for a whole model. It takes memory for one whole parameter,
+        and the other ranks take none. (Under tensor parallelism, those of its group take as much,
+        and with FSDP2 a part of a parameter more.)
 
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
@@ -311,13 +325,16 @@ class HFModel(nn.Module):
         _check_buffers(self, f"{Path(folder)}: ", SaveError)
         _check_tied(self, folder)
 
+        constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
+        constants |= self.source_constants
+
         def save(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
                 folder,
                 hf_config.to_hf(config),
                 weight_map,
                 get_tensor,
-                constants=self.source_constants,
+                constants=constants,
                 source_files=self.source_files,
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
@@ -326,13 +343,12 @@ class HFModel(nn.Module):
                 write_heads=write_heads,
             )
 
-        def whole(name: str) -> Tensor:
-            return whole_tensor(weights[name], shards.get(name))
-
-        if shards or any(map(is_sharded, weights.values())):
-            led_by_rank_0(save, whole, SaveError)
-        else:
-            save(whole)
+        if not shards and not any(map(is_sharded, weights.values())):
+            return save(lambda name: weights[name].detach())
+        simple = all(gathers_to_rank_0(weights[name], shards.get(name)) for name in weights)
+        whole = whole_on_rank_0 if all(gathered(simple)) else whole_tensor
+        led_by_rank_0(save, lambda name: whole(weights[name], shards.get(name)), SaveError)
+        return None
 
 
 def check_class(cls: type[HFModel]) -> None:

@@ -103,12 +103,13 @@ def rows_mask(
     document_ids = None
     if position_ids is not None and cache is None:
         document_ids = document_ids_from_positions(position_ids)
+    padding = hiding(attention_mask, inputs.device)
     mask = AttentionMask(
         seq if shard is None else seq // shard.ranks,
         past + seq,
         document_ids=document_ids,
-        padding_mask=hiding(attention_mask, inputs.device),
-        padding_at_ends=True,
+        padding_mask=padding,
+        padding_at_ends=padding is None or not _seen_between_tokens(attention_mask),
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         prefix_lengths=prefix_lengths,
@@ -123,10 +124,22 @@ def hiding(mask: Tensor | None, device: torch.device) -> Tensor | None:
     A mask on the CPU is looked at: every tokenizer returns one of ones for a single text. On a GPU,
     a look at the values would be a host synchronisation.
     """
-    if mask is None:
+    if mask is None or (_may_look(mask) and mask.all()):
         return None
-    looks = mask.device.type == "cpu" and type(mask) is Tensor and not torch.compiler.is_compiling()
-    return None if looks and mask.all() else mask.to(device, non_blocking=True)
+    return mask.to(device, non_blocking=True)
+
+
+def _may_look(mask: Tensor) -> bool:
+    return mask.device.type == "cpu" and type(mask) is Tensor and not torch.compiler.is_compiling()
+
+
+def _seen_between_tokens(mask: Tensor | None) -> bool:
+    """Return whether a mask is seen to have padding between the tokens of a row."""
+    if mask is None or not _may_look(mask):
+        return False
+    tokens = F.pad(mask.bool(), (1, 0))
+    begins = tokens[:, 1:] & ~tokens[:, :-1]
+    return bool((begins.sum(1) > 1).any())
 
 
 def check_tensors(**given: object) -> None:

@@ -8,6 +8,7 @@ blocks of rows of what tensor parallelism leaves. From the parts derive sharded 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from ligermodels.layers.fusion import is_sharded
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# A run of columns is sent in blocks of this size, which exist beside the whole parameter.
+# Parameters are sent in blocks of this size, because a copy of a block may exist meanwhile.
 _SENT_BYTES = 2**26
 
 
@@ -84,13 +85,17 @@ class TensorShard:
                 here = out.narrow(self.dim, run.start, run.size)
                 if rank == self.mesh.get_local_rank():
                     here.copy_(local.narrow(self.dim, run.local, run.size))
-                row_bytes = max(1, here[:1].numel() * here.itemsize)
-                for block in here.split(max(1, _SENT_BYTES // row_bytes)):
+                for block in here.split(_rows_to_send(here)):
                     piece = block.contiguous()  # rows already are
                     dist.broadcast(piece, source, group=group)
                     if not block.is_contiguous():
                         block.copy_(piece)
         return out
+
+
+def _rows_to_send(tensor: Tensor) -> int:
+    """Return how many rows of a tensor are sent at once."""
+    return max(1, _SENT_BYTES // max(1, tensor[:1].numel() * tensor.itemsize))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -128,6 +133,57 @@ def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
         # A mesh of one rank has nothing to gather, and full_tensor would copy.
         whole = whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
     return whole if cut is None else cut.whole(whole)
+
+
+def whole_on_rank_0(tensor: Tensor, cut: TensorShard | None = None) -> Tensor | None:
+    """Return a whole parameter on rank 0, and None or the same on others. Every rank must call it.
+
+    `gathers_to_rank_0` must be true of it on every rank.
+    """
+    own = _rows_on_first_rank(tensor) if is_sharded(tensor) else tensor.detach()
+    return own if own is None or cut is None else cut.whole(own)
+
+
+def gathers_to_rank_0(tensor: Any, cut: TensorShard | None = None) -> bool:
+    """Whether a parameter is cut into rows and, on rank 0, this rank is the first of its mesh."""
+    if not is_sharded(tensor):
+        return True
+    from torch.distributed.tensor import Shard
+
+    # A subclass of Shard may put the rows in another order.
+    kinds = [kind for kind in tensor.placements if not kind.is_replicate()]
+    in_rows = len(kinds) <= 1 and all(type(kind) is Shard and kind.dim == 0 for kind in kinds)
+    is_first = not any(tensor.device_mesh.get_coordinate() or (1,))
+    if cut is not None:
+        is_first = is_first and cut.mesh.get_local_rank() == 0
+    return in_rows and (is_first or dist.get_rank() != 0)
+
+
+def _rows_on_first_rank(tensor: Any) -> Tensor | None:
+    """Return all rows of a DTensor on the first rank of its mesh, and None on the others."""
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    cut = next((d for d, kind in enumerate(tensor.placements) if not kind.is_replicate()), None)
+    place = mesh.get_coordinate()
+    if any(place[:cut] if cut is not None else place):
+        return None  # The copies are the outer dimension, and the first one is enough.
+    if cut is None or mesh.size(cut) == 1:
+        return local
+    group, ranks, is_first = mesh.get_group(cut), mesh.size(cut), place[cut] == 0
+    rows = -(-tensor.shape[0] // ranks)
+    part = local.contiguous()
+    if len(part) < rows:
+        part = local.new_zeros(rows, *local.shape[1:])
+        part[: len(local)] = local
+    every = local.new_empty(ranks * rows, *local.shape[1:]) if is_first else None
+    # Gloo gathers into a tensor of its own, and copies from there.
+    step = _rows_to_send(part) // ranks or 1
+    for start in range(0, rows, step):
+        piece = part[start : start + step].view(torch.uint8)
+        received = None
+        if every is not None:
+            received = [x[start : start + step].view(torch.uint8) for x in every.chunk(ranks)]
+        dist.gather(piece, received, dist.get_global_rank(group, 0), group)
+    return None if every is None else every[: tensor.shape[0]]
 
 
 def reshard(model: nn.Module) -> None:

@@ -68,7 +68,7 @@ def shard(
             does if all weights take 2 GiB or more in compute_dtype.
         prefetch: how many layers ahead of their use weights are gathered in forward, by a call of
             its own. By default a layer's weights are gathered when its forward is called, which
-            the host does well ahead of the GPU. A memory plan does not count what this takes.
+            the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
             cannot be split over the ranks of tp, a layer mixes tokens in a way that cp does not

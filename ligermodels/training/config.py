@@ -397,6 +397,8 @@ class FinetuneConfig:
                 "context_parallel: not with lora, which holds a whole model and whole rows on each "
                 "GPU; leave one out"
             )
+        if self.context_parallel > 1 and self.medusa_heads is not None:
+            raise ConfigError("context_parallel: not with medusa_heads, which read whole rows")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:

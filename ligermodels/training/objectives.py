@@ -68,13 +68,13 @@ class Objective:
         shown: the metric of an evaluation that tells how good the model is, and its name.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
-        one_process: why a run must have one process, or None if it may have several.
+        whole_model: whether each of several processes holds the whole model, not a part of it.
     """
 
     shown = ("eval_perplexity", "perplexity")
     evaluates_loss = True
     rows_per_item = 1
-    one_process: str | None = None
+    whole_model = False
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
@@ -208,7 +208,7 @@ class PairObjective(Objective):
         """Copy the model, if the reference is not a file."""
         if not self.needs_reference or self.config.reference in (None, "file"):
             return 0
-        self.reference_model = reference_copy(model, self.config.reference)
+        self.reference_model = reference_copy(model, self.config.reference, self.config.precision)
         return bytes_here(self.reference_model)
 
     def prepare(
@@ -355,11 +355,12 @@ def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tens
     return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
 
 
-def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
+def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
     """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
 
     With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
 
+    Args: precision, that of the run: a copy computes as the model does, in bfloat16 if it is mixed.
     Raises:
         ConfigError: the dtype is int8 and the model is sharded.
     """
@@ -375,7 +376,9 @@ def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
     assert model.source_folder is not None
     wide = getattr(torch, dtype)
     copy = type(model).from_hf(model.source_folder, dtype=wide, device="meta")
-    return shard(copy.requires_grad_(False).eval(), compute_dtype=None)
+    # No autocast surrounds the forward of a sharded model.
+    compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    return shard(copy.requires_grad_(False).eval(), compute_dtype=compute_dtype)
 
 
 def bytes_here(model: nn.Module) -> int:

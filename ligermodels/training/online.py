@@ -94,7 +94,9 @@ class GroupObjective(Objective):
         if not self.config.beta:
             return 0
         usual = "bfloat16" if self.config.lora is None else "adapters-off"
-        self.reference_model = reference_copy(model, self.config.reference or usual)
+        self.reference_model = reference_copy(
+            model, self.config.reference or usual, self.config.precision
+        )
         return bytes_here(self.reference_model)
 
     def hashes(self) -> dict[str, str]:
@@ -254,6 +256,8 @@ class GroupObjective(Objective):
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
         """Return the reward of each completion: (completions) float32, NaN for None."""
         assert self.tokenizer is not None
+        if not groups:  # This rank only keeps in step with the others.
+            return torch.zeros(0)
         prompts = [group.record["prompt"] for group in groups]
         ids = [document.ids[document.loss_mask].tolist() for document in documents]
         texts: list[Any] = [self.tokenizer.decode(each) for each in ids]
@@ -290,7 +294,8 @@ class GroupObjective(Objective):
         self, rewards: Tensor, completions: list[tuple[Document, bool]]
     ) -> dict[str, Mean]:
         scored = ~rewards.isnan()
-        deviations = rewards.view(-1, self.config.num_generations).std(1)
+        groups = rewards.view(-1, self.config.num_generations)
+        deviations = groups.std(1) if len(groups) else torch.zeros(0)  # std of nothing warns
         lengths = torch.tensor([float(document.num_targets) for document, _ in completions])
         cut_off = torch.tensor([float(not ended) for _, ended in completions])
         return {

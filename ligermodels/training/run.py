@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
     is_distributed,
-    num_ranks,
     rank,
 )
 from ligermodels.parallel.shard import shard
@@ -85,7 +85,8 @@ class Run:
         progress: bool,
         interrupts: Interrupts,
     ) -> None:
-        self.config = config
+        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
+        self.config = config = replace(config, precision=self.precision)
         self.run_dir = run_dir
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
@@ -93,7 +94,6 @@ class Run:
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
         self.stored_hash: str | None = None  # of the base model's weights, where few bits are kept
@@ -109,11 +109,8 @@ class Run:
                 f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
                 "with several GPUs"
             )
-        if is_distributed() and (reason := self.objective.one_process):
-            raise ConfigError(
-                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
-                "one process (without --gpus)"
-            )
+        # Several processes hold a part of the model each, or the whole of one that hardly learns.
+        self.shards = is_distributed() and config.lora is None and not self.objective.whole_model
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -128,7 +125,7 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed() and config.lora is None:
+        if self.shards:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
@@ -220,7 +217,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = {**asdict(self.config), "precision": self.precision}
+        settings = asdict(self.config)
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [
@@ -282,9 +279,8 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        meta = is_distributed() and self.config.lora is None
         model, self.stored_hash = load_model(
-            source, self.config, self.precision, self.device, meta=meta
+            source, self.config, self.precision, self.device, meta=self.shards
         )
         if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
             self._note(
@@ -307,6 +303,11 @@ class Run:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.lora is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
+        if self.config.medusa_heads is None and (source / HEADS_NAME).exists():
+            self._note(
+                f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
+                "(medusa_heads does)"
+            )
         return model
 
     def _plan_memory(
@@ -487,7 +488,15 @@ class Run:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(folder, max_shard_size=shard_size, write_heads=self.objective.export)
+        save = partial(
+            model.save_hf, folder, max_shard_size=shard_size, write_heads=self.objective.export
+        )
+        if self.shards:  # all ranks together, which have a part each
+            save()
+        else:
+            with error_on_all_ranks(SaveError):
+                if rank() == 0:
+                    save()
         return model
 
     def _note(self, text: str) -> None:

@@ -18,6 +18,7 @@ from ligermodels.integrations.hf_model import (
     LigerForCausalLM,
     LigerForSequenceClassification,
 )
+from ligermodels.memory.plan import MemoryPlan
 from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
 
@@ -127,6 +128,20 @@ def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
 )
 def test_dpo(options: dict[str, Any], folder: Path) -> None:
     compare("DPOTrainer", folder, PAIRS, options)
+
+
+def test_a_memory_plan_changes_no_loss(folder: Path) -> None:
+    """Without gradient_checkpointing, TRL leaves the plan of the native model alone."""
+    found = []
+    for level in ("all", "attention"):
+        model = LigerForCausalLM.from_pretrained(folder)
+        plan = MemoryPlan.uniform(len(model.native.layers), level)
+        model.native.set_memory_plan(plan)
+        options = {"gradient_checkpointing": False}
+        trainer = run("LigerDPOTrainer", model, folder, PAIRS, options)
+        assert trainer.model.native.memory_plan == plan
+        found.append(logged(trainer))
+    assert found[0] == found[1]
 
 
 @LONG

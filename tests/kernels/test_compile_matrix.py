@@ -79,8 +79,6 @@ def allowed_spill(launch: Recorded) -> int:
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
         several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
-    if launch.kernel.__name__ == "divergence_kernel":
-        return 8
     if launch.kernel.__name__ not in NORM_BACKWARDS:
         return 0
     tile = launch.constants["ROWS"] * launch.constants["BLOCK"]

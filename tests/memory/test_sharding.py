@@ -1,4 +1,7 @@
-"""FSDP2 in a simulation. tests/parallel_worker.py compares its bytes with those of real steps."""
+"""FSDP2 and tensor parallelism in a simulation: bytes beside those of real steps.
+
+The collectives of these steps do nothing; tests/parallel_worker.py has some with real ones.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels import ConfigError, MemoryPlan
+from ligermodels import ConfigError, MemoryPlan, shard
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
+from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import random_model
 
 RANKS = 4
@@ -106,6 +110,44 @@ def test_levels_and_plans(mesh: DeviceMesh) -> None:
         model.set_memory_plan(MemoryPlan.uniform(4, keep))
         peaks.append(step(model).peak_bytes)
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard": 4},
+        {"dp_replicate": 4},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2},
+    ],
+    ids=" ".join,
+)
+def test_predicted_bytes_are_those_of_a_real_step(
+    mesh: DeviceMesh, sizes: dict[str, int], mixed: bool
+) -> None:
+    layout = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+    model = random_model("llama", num_hidden_layers=2, tie_word_embeddings=mixed).train()
+    compute_dtype = torch.bfloat16 if mixed else None
+    shard(model, layout, compute_dtype=compute_dtype, reshard_after_forward=mixed)
+    assert abs(error_of_prediction(model)) < 0.005
+
+
+def test_the_bytes_of_a_forward_that_gathers_ahead(mesh: DeviceMesh) -> None:
+    # In a model that is frozen but for its last norm, forward takes more than backward.
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 64}
+    peaks = []
+    for prefetch in (0, 1, 2):
+        model = random_model("llama", **sizes, tie_word_embeddings=True).train()
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+        options = {"reshard_after_forward": True, "prefetch": prefetch}
+        shard(model, init_device_mesh("cpu", (RANKS,)), **options)
+        assert abs(error_of_prediction(model, seq=2)) < 0.005
+        peaks.append(step(model).peak_bytes)
+    assert peaks == sorted(set(peaks))
 
 
 def test_other_shards_are_refused_by_name(mesh: DeviceMesh) -> None:

@@ -426,14 +426,22 @@ def test_a_subclass_of_a_family_does_not_save_without_its_buffers(tmp_path: Path
 
 
 def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: Path) -> None:
-    """Here, and in a checkpoint in shards, also those of dtypes that no parameter has."""
+    """In one file and in shards, also those of dtypes that no parameter has."""
 
     class Constant(LigerLlama):
         @staticmethod
         def weight_map(config: LlamaConfig) -> Any:
             found = LigerLlama.weight_map(config)
-            return dataclasses.replace(found, ignored=(*found.ignored, ".mask", ".steps", ".beta"))
+            given = {"layers.1.beta": torch.tensor(0.25), "layers.1.steps": torch.arange(4)}
+            return dataclasses.replace(
+                found,
+                ignored=(*found.ignored, ".mask"),
+                constants={**given, "new": torch.eye(2) > 0},
+            )
 
+    Constant(LlamaConfig(**SIZES)).save_hf(tmp_path / "new")
+    found = tensors(tmp_path / "new")
+    assert found["layers.1.beta"].item() == 0.25 and found["new"].tolist() == [[1, 0], [0, 1]]
     saved(tmp_path / "a")
     constants = {
         "layers.0.rotary_emb.inv_freq": torch.rand(8),
@@ -448,7 +456,7 @@ def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: 
     for shard in (8000, 5 * 10**9):
         model.save_hf(tmp_path / "b", max_shard_size=shard)
         found = tensors(tmp_path / "b")
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys() | {"new"}
         for name, constant in constants.items():
             assert found[name].dtype == constant.dtype and torch.equal(found[name], constant), name
         assert compare(tmp_path / "a", tmp_path / "b", Constant, dtype=torch.float16).ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ligermodels.models.inputs import rows_mask
 from tests.models.pairs import tiny_model, tokens
 
 
@@ -74,6 +75,25 @@ def test_embeddings_of_another_dtype_than_the_weights_are_refused() -> None:
     assert model(inputs_embeds=embeds.bfloat16()).isfinite().all()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert compiled(inputs_embeds=embeds.bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_ends"),
+    [
+        ([[0, 0, 1, 1], [1, 1, 1, 0]], True),
+        ([[0, 0, 0, 0], [0, 1, 1, 0]], True),
+        ([[1, 1, 1, 1], [1, 0, 1, 1]], False),
+        ([[0, 1, 0, 1], [1, 1, 1, 1]], False),
+    ],
+)
+def test_padding_between_tokens_is_seen_on_the_cpu(rows: list[list[int]], at_ends: bool) -> None:
+    """On a GPU the kernel for padding at the ends would compute something else: see `fault`."""
+    options = dict.fromkeys(("position_ids", "cu_seqlens", "max_seqlen", "prefix_lengths"))
+    for dtype in (torch.bool, torch.int64):
+        given = torch.tensor(rows, dtype=dtype)
+        made, *_ = rows_mask(given, attention_mask=given, cache=None, shard=None, **options)
+        assert made.padding_at_ends == at_ends
+        assert made.padding_mask is not None and torch.equal(made.padding_mask, given.bool())
 
 
 def test_label_outside_the_vocabulary_is_refused() -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
 from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
 from ligermodels.models.reference import token_log_probs
+from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.objectives import PairObjective
+from ligermodels.training.objectives import PairObjective, reference_copy
 from ligermodels.training.run import OBJECTIVES
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint
@@ -242,6 +244,22 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="ld_alpha: only for the losses dpo"):
         run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
     assert not (tmp_path / "never").exists()
+
+
+def test_a_sharded_reference_computes_as_the_model_does(folder: Path, tmp_path: Path) -> None:
+    """At first the rewards are 0, also if float32 weights are multiplied in bfloat16."""
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for precision, compute in (("bf16-mixed", torch.bfloat16), ("float32", None)):
+            model = AutoLiger.from_hf(folder / "model")
+            shard(model, compute_dtype=compute)
+            reference = reference_copy(model, "float32", precision)
+            ids = torch.arange(64).view(2, 32)
+            with torch.no_grad():
+                mine, other = (token_log_probs(each, ids, ids) for each in (model, reference))
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "orpo"])

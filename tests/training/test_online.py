@@ -172,6 +172,16 @@ def test_another_reward_is_noticed(folder: Path, tmp_path: Path) -> None:
         run(folder, tmp_path / "run", **given, resume=True)
 
 
+def test_a_batch_that_only_keeps_ranks_in_step_has_no_rewards(folder: Path, recwarn) -> None:
+    """The function may need completions; none are counted here."""
+    trainer = grpo_trainer(folder, 8, 1)
+    extra = [batch.uncounted() for batch in trainer.micro_batches(0)]
+    (batch,), metrics = trainer.objective.begin(trainer.call, extra)
+    assert batch.num_targets == 0 and batch.advantages.eq(0).all()
+    assert all(mean.count == 0 for mean in metrics.values())
+    assert not [each for each in recwarn if "std" in str(each.message)]
+
+
 def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     assert load_reward("operator:add")[0](1, 2) == 3
     os.mkfifo(tmp_path / "pipe.py")

@@ -123,6 +123,27 @@ def test_the_ranks_exchange_while_the_next_logits_are_computed(
     assert events == [*begin, *begin, "wait", *begin, "wait", "wait"]
 
 
+@pytest.mark.gpu
+def test_nccl_exchanges_on_a_stream_of_its_own(tmp_path: Path) -> None:
+    """The chunks are long enough for a stream that does not wait to read what is not there yet."""
+    dist.init_process_group("nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        check(VocabShard(dist.group.WORLD, 0, VOCAB), "cuda")
+        hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(32768, 512, device="cuda", dtype=torch.bfloat16)
+        targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
+        losses = [
+            kernels.linear_cross_entropy(
+                hidden, weight, targets, chunk_size=1024, reduction="none", vocab_shard=shard
+            ).loss
+            for shard in (None, *[VocabShard(dist.group.WORLD, 0, len(weight))] * 3)
+        ]
+    finally:
+        dist.destroy_process_group()
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.interpreter
 def test_the_kernels_give_the_same(shard: VocabShard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
