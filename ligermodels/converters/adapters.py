@@ -345,7 +345,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def _check_number(key: str, value: Any) -> None:
-    if not is_number(value) or abs(value) > 1e9:
+    if not is_number(value) or abs(value) > 1e30:
         raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a number")
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 from typing_extensions import Self
 
 from ligermodels.converters import hf_rope
-from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, is_adapter
 from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import is_int, is_number, is_token_id, read_json_if_present
 from ligermodels.errors import CheckpointError, ConfigError, shown
@@ -105,7 +105,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     found = read_json_if_present(path, ConfigError)
     if found is None:
         what = "there is no such folder"
-        if os.path.isdir(folder):
+        if is_adapter(Path(folder)):
+            what = "the file is missing: the folder holds an adapter, and no model"
+        elif os.path.lexists(path.with_name("run.json")):
+            what = "the file is missing: this is the folder of a run, whose model is in model/"
+        elif os.path.isdir(folder):
             what = "the file is missing; choose a folder that holds a Hugging Face checkpoint"
         raise CheckpointError(f"{path}: {what}")
     return found

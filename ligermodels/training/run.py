@@ -54,7 +54,7 @@ from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.push import check_login, push
-from ligermodels.training.reports import logged, logger_openers, profiled, sampling
+from ligermodels.training.reports import logged, logger_openers, profiled, sampler_of, sampling
 from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.streaming import stored_rows
@@ -145,6 +145,7 @@ class Run:
             ranks=self.ranks,
         )
         with error_on_all_ranks():
+            sampler = sampler_of(config, source)
             check_unchanged(source, files)
         with self.interrupts.held():
             weights = self.stored_hash or weights_hash(model)
@@ -169,10 +170,9 @@ class Run:
                     profiled(profile, trainer.total_steps - last) as after_step,
                 ):
                     sample = sampling(
-                        config,
+                        sampler,
                         self.run_dir,
                         model,
-                        source,
                         last=last,
                         autocast=trainer.autocast,
                         progress=self.progress,
