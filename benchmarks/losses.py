@@ -146,6 +146,8 @@ def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.
         for name in names:
             if name in arguments.without or (name == "torch.compile" and index != indices[0]):
                 continue
+            if index in arguments.alone and name not in OURS:
+                continue
             take = partial(
                 measure, case.implementation(name), random, name in OURS, arguments.limit
             )
@@ -192,6 +194,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, help="numbers of the sizes, from 0")
     parser.add_argument("--small", action="store_true", help="one small size, to try it out")
     parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
+    parser.add_argument(
+        "--alone", nargs="+", type=int, default=[], help="sizes where only ours is measured"
+    )
     parser.add_argument("--limit", type=float, default=60, help="seconds for an implementation")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a loss")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Training on several GPUs: FSDP2 beside HF with Liger, tensor parallelism, loads and saves.
+"""Training on several GPUs: FSDP2 beside HF with Liger, tensor and context parallelism.
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel [--parts exact,fsdp,...] [--layers N]
 
@@ -7,12 +7,16 @@ beside those of other numbers of GPUs.
 
     exact   losses and gradients in float32 of every layout, against one GPU
     fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
-    tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together
+    tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together,
+            beside HF's model cut with DTensor, as transformers plans it, under autocast
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
     context  errors of rows that are split over all GPUs (context parallelism), against one GPU
     parts   four layers of Llama-3-8B in bfloat16: long rows split over the GPUs, and on each alone
     long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
-    files   load and save of Llama-3-8B in bfloat16
+
+Loads and saves are in sharded_files.py. More ranks than GPUs share them, and gloo takes the place
+of NCCL: times mean nothing then, and "exact" and "context" still compare. Without a GPU, and with
+--tiny, the parts exact, context and tp show that the program works.
 """
 
 import argparse
@@ -20,12 +24,10 @@ import copy
 import gc
 import json
 import os
-import resource
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from ligermodels import (
     shard,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.recompute import Keep
 from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.memory.simulate import simulate
@@ -55,15 +58,18 @@ GIB = 2**30
 PRESET = "llama-3-8b"
 TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
 STEPS = 5
+TINY: dict[str, Any] = {}  # sizes of a small model, with --tiny
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMIT = timedelta(seconds=90)  # how long a rank may be behind the others at the end of a case
 Row = dict[str, Any]
 
 
 def mesh(**sizes: int) -> Any:
-    return init_device_mesh("cuda", (*sizes.values(),), mesh_dim_names=(*sizes,))
+    return init_device_mesh(DEVICE, (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
 def config(layers: int | None, **changes: Any) -> LlamaConfig:
-    made = LlamaConfig.preset(PRESET, **changes)
+    made = LlamaConfig.preset(PRESET, **TINY, **changes)
     if layers:
         made.num_hidden_layers = layers
     return made
@@ -72,11 +78,16 @@ def config(layers: int | None, **changes: Any) -> LlamaConfig:
 def milliseconds(run: Callable[[], Any]) -> float:
     """Return the time of a call on the slowest rank."""
     dist.barrier()
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    synchronize()
     return max(everywhere((time.perf_counter() - start) * 1e3))
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -85,15 +96,19 @@ def everywhere(value: Any) -> list[Any]:
     return values
 
 
-def training(model: Any, rows_together: int) -> Row:
+def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
     """Measure steps with AdamW: the median of the slowest rank, and the largest peak."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    # One call of the fused optimizer takes either DTensors or plain tensors.
+    kinds = [[p for p in model.parameters() if is_sharded(p) == kind] for kind in (True, False)]
+    groups = [{"params": params} for params in kinds if params]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank() if rows_together > 1 else 0)
-    ids = torch.randint(3, 128000, (1, TOKENS), generator=generator).cuda()
+    ids = torch.randint(3, model.config.vocab_size, (1, TOKENS), generator=generator).to(DEVICE)
     losses = []
 
     def step() -> None:
-        loss = model(ids, labels=ids).loss
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocasts):
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -101,7 +116,8 @@ def training(model: Any, rows_together: int) -> Row:
 
     first = milliseconds(step)
     milliseconds(step)
-    torch.cuda.reset_peak_memory_stats()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     times = [milliseconds(step) for _ in range(STEPS)]
     median = statistics.median(times)
     return {
@@ -115,28 +131,55 @@ def training(model: Any, rows_together: int) -> Row:
     }
 
 
-def hf_with_liger(layers: int | None) -> Any:
+def hf(layers: int | None) -> Any:
     import transformers
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from ligermodels.converters.hf_config import to_hf
 
-    apply_liger_kernel_to_llama()
     values = to_hf(config(layers)) | {"use_cache": False}
     made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return transformers.AutoModelForCausalLM.from_config(
             made, dtype=torch.float32, attn_implementation="sdpa"
         ).train()
+
+
+def hf_with_liger(layers: int | None) -> Any:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    apply_liger_kernel_to_llama()
+    model = hf(layers)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in [*model.model.layers, model]:
         fully_shard(module, mp_policy=policy)
     return model
 
 
+def hf_with_dtensor(layers: int | None) -> Any:
+    """Return HF's model cut by PyTorch, with DTensor, as transformers plans it for this model."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = hf(layers)
+    planned = {f"model.{name}": kind for name, kind in model.config.base_model_tp_plan.items()}
+    kinds = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = {name: kinds[kind] for name, kind in (planned | type(model)._tp_plan).items()}
+    return parallelize_module(model, mesh(tp=dist.get_world_size()), plan)
+
+
 def ours(layers: int | None, **options: Any) -> Any:
-    with torch.device("cuda"):
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
         model = LigerLlama(config(layers)).train()
     return shard(model, **options)
 
@@ -158,6 +201,10 @@ def tp(layers: int | None) -> list[Row]:
     ranks = dist.get_world_size()
     return [
         attempt(f"tp {ranks}", lambda: training(ours(layers, mesh=mesh(tp=ranks)), 1)),
+        attempt(
+            f"HF's model with DTensor {ranks}",
+            lambda: training(hf_with_dtensor(layers), 1, autocasts=True),
+        ),
     ]
 
 
@@ -165,7 +212,7 @@ def head(_: int | None) -> list[Row]:
     """Compare the split vocabulary with the whole one on each GPU alone."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
-    def run(shared: VocabShard | None) -> Row:
+    def run(shared: VocabShard | None, chunk_size: int | None) -> Row:
         torch.manual_seed(0)
         hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -178,7 +225,9 @@ def head(_: int | None) -> list[Row]:
 
         def step() -> None:
             hidden.grad = weight.grad = None
-            out = kernels.linear_cross_entropy(hidden, weight, targets, vocab_shard=shared)
+            out = kernels.linear_cross_entropy(
+                hidden, weight, targets, chunk_size=chunk_size, vocab_shard=shared
+            )
             out.loss.backward()
             losses.append(out.loss.detach())
 
@@ -193,83 +242,14 @@ def head(_: int | None) -> list[Row]:
             "loss": losses[-1].item(),
         }
 
-    whole = attempt("whole vocabulary on each", lambda: run(None))
-    part = VocabShard(dist.group.WORLD, rank * -(-VOCAB // ranks), VOCAB)
-    split = attempt(f"vocabulary split over {ranks}", lambda: run(part))
-    if "ms" in whole and "ms" in split:
-        split["of linear"] = whole["ms"] / split["ms"] / ranks
-    return [whole, split]
-
-
-def files(layers: int | None) -> list[Row]:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    folders = [tempfile.mkdtemp(dir=os.environ.get("TMPDIR")) if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    folder = Path(str(folders[0]))
-
-    def host_peak() -> float:
-        return max(everywhere(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)) * 1024 / GIB
-
-    def bytes_read() -> int:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return int(lines[0].partition(":")[2])
-
-    def write() -> Row:
-        start = time.perf_counter()
-        if rank == 0:
-            with torch.device("cuda"):
-                model = LigerLlama(config(layers)).to(torch.bfloat16)
-            model.save_hf(folder / "model")
-        dist.barrier()
-        return {"s": time.perf_counter() - start}
-
-    def load() -> Row:
-        before, started = bytes_read(), host_peak()
-        start = time.perf_counter()
-        model = LigerLlama.from_hf(folder / "model", device="meta")
-        shard(model, compute_dtype=None)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        kept.append(model)
-        return {
-            "s": max(everywhere(seconds)),
-            "GiB read by a rank": max(everywhere(bytes_read() - before)) / GIB,
-            "host GiB before": started,
-            "host GiB": host_peak(),
-        }
-
-    def save() -> Row:
-        started = host_peak()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        kept[0].save_hf(folder / "again")
-        return {
-            "s": max(everywhere(time.perf_counter() - start)),
-            "host GiB before": started,
-            "host GiB": host_peak(),
-            "extra GPU GiB": (torch.cuda.max_memory_allocated() - before) / GIB,
-            "same files": float(same()) if rank == 0 else 1.0,
-        }
-
-    def same() -> bool:
-        names = sorted(p.name for p in (folder / "model").iterdir() if p.is_file())
-        return all(
-            (folder / "again" / name).stat().st_size == (folder / "model" / name).stat().st_size
-            for name in names
-        )
-
-    kept: list[Any] = []
-    try:
-        return [
-            attempt("save of a whole model", write),
-            attempt(f"load by {ranks}", load),
-            attempt(f"save by {ranks}", save),
-        ]
-    finally:
-        kept.clear()
-        if rank == 0:
-            shutil.rmtree(folder)
+    part, rows = VocabShard(dist.group.WORLD, rank * -(-VOCAB // ranks), VOCAB), []
+    for chunk_size, how in ((None, ""), (TOKENS // 4, ", four chunks")):
+        whole = attempt(f"whole vocabulary on each{how}", partial(run, None, chunk_size))
+        split = attempt(f"vocabulary split over {ranks}{how}", partial(run, part, chunk_size))
+        if "ms" in whole and "ms" in split:
+            split["of linear"] = whole["ms"] / split["ms"] / ranks
+        rows += [whole, split]
+    return rows
 
 
 def exact(_: int | None) -> list[Row]:
@@ -278,7 +258,7 @@ def exact(_: int | None) -> list[Row]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 1003, "hidden_size": 256, "intermediate_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = LigerLlama(LlamaConfig(**sizes, **heads, initializer_range=0.1))
         ids = torch.randint(0, 1003, (2 * ranks, 128))
     fresh = copy.deepcopy(model)
@@ -345,13 +325,13 @@ def context(_: int | None) -> list[Row]:
     def compare(family: str, changes: Row, inputs: Row, dtype: torch.dtype) -> Row:
         torch.manual_seed(0)
         cls = families()[family]
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             model = cls(cls.config_class(**sizes, **changes)).to(dtype)
         true_loss, true = gradients_of(copy.deepcopy(model).cpu().double(), inputs, "cpu")
         sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()), compute_dtype=None)
         found: Row = {}
         for name, each in (("one GPU", model), ("split", sharded)):
-            loss, grads = gradients_of(each, inputs, "cuda")
+            loss, grads = gradients_of(each, inputs, DEVICE)
             errors = [((grads[k] - x).norm() / x.norm()).item() for k, x in true.items()]
             found |= {f"loss, {name}": abs(loss / true_loss - 1), f"gradient, {name}": max(errors)}
         return found
@@ -452,14 +432,21 @@ def long(layers: int | None) -> list[Row]:
 
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
-    """Return a row; an error becomes part of it, so that the other rows are measured."""
+    """Return a row; an error becomes part of it, so that the other rows are measured.
+
+    Raises: RuntimeError, which names the ranks that do not come to the end.
+    """
     gc.collect()
     release_memory()
+    start = time.perf_counter()
     try:
         row = {"name": name, **measure()}
     except Exception as error:
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         row = {"name": name, "error": text}
+        print(f"rank {dist.get_rank()}: {row}", flush=True)
+    row["seconds of the case"] = time.perf_counter() - start
+    dist.monitored_barrier(dist.new_group(backend="gloo"), LIMIT, wait_all_ranks=True)
     show(row)
     return row
 
@@ -476,7 +463,6 @@ PARTS = {
     "parts": parts,
     "long": long,
     "head": head,
-    "files": files,
     "tp": tp,
     "fsdp": fsdp,
 }
@@ -496,9 +482,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts, in this order")
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     given = parser.parse_args()
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if given.tiny:
+        global TOKENS
+        TOKENS = 64
+        TINY.update(vocab_size=1024, hidden_size=64, intermediate_size=128, head_dim=16)
+        TINY.update(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    gpus, shares = torch.cuda.device_count(), False
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus and not shares else "gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     file = Path(os.environ.get("OUT", RESULTS)) / "parallel.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
@@ -507,7 +502,8 @@ def main() -> None:
         rows = PARTS[part](given.layers)
         if rank == 0:
             layers = f", {given.layers} layers" if given.layers else ""
-            title = f"{part}, {ranks} x {machine['gpu']}{layers}"
+            where = f"{ranks} ranks on {gpus}" if shares or not gpus else str(ranks)
+            title = f"{part}, {where} x {machine['gpu']}{layers}{', tiny' * given.tiny}"
             print(table(title, rows), flush=True)
             found[title] = {"environment": machine, "rows": rows}
             file.write_text(json.dumps(found, indent=1) + "\n")

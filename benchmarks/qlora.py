@@ -2,11 +2,13 @@
 
 The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
-process. The time is the median of the steps, and the memory is the peak of allocated bytes.
---dequantize times the conversion of one weight alone.
+process; all of them import at once, and then wait for their turn on the GPU. The time is the median
+of the steps, and the memory is the peak of allocated bytes. --dequantize times the conversion of
+one weight alone.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
@@ -23,15 +25,17 @@ from benchmarks.common import environment, table, write
 
 OURS, PEFT, LIGER = "ligermodels", "peft", "peft + liger"
 TRL = "trl + peft"
-# Name of a row -> the implementation, and what is recomputed: every block, or what the plan says.
+# Name of a row -> the implementation, and what is recomputed: every block, nothing, or what the
+# plan of a budget says. The peak of PEFT on an H200 is 12.5 GiB.
 ROWS: dict[str, tuple[str, str]] = {
-    "ligermodels": (OURS, "plan"),
+    "ligermodels": (OURS, "auto"),
     "ligermodels, every block recomputed": (OURS, "blocks"),
-    "ligermodels 8bit": (OURS, "plan"),
+    "ligermodels 8bit": (OURS, "auto"),
     "peft + transformers, every block recomputed": (PEFT, "blocks"),
     "peft + transformers + liger, every block recomputed": (LIGER, "blocks"),
     "trl + peft + transformers, every block recomputed": (TRL, "blocks"),
     "peft + transformers + liger": (LIGER, "nothing"),
+    "ligermodels, --memory 12.5GiB": (OURS, "12.5GiB"),
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = {
@@ -60,7 +64,6 @@ def native(device: str, tiny: bool) -> Any:
 def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
     from ligermodels.training.adapters import add_adapters, quantize
     from ligermodels.training.lora_options import LoraOptions
-    from ligermodels.training.memory import planner
 
     model = native(device, tiny)
     quantize(model, 8 if "8bit" in row else 4, torch.device(device))
@@ -69,7 +72,7 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
         model.activation_checkpointing_enable()
     elif device == "cuda":
         torch.cuda.empty_cache()
-        plan = planner(model, "auto", precision="bf16-mixed").plan(batch, seq)
+        plan = model.plan_memory(batch, seq, recomputes, autocast=torch.bfloat16)
         print(plan, file=sys.stderr)
         model.set_memory_plan(plan)
 
@@ -210,8 +213,20 @@ def run_trl(batch: int, seq: int, steps: int, device: str, tiny: bool) -> tuple[
     return times, trainer.state.log_history[0]["loss"]
 
 
+def import_all(kind: str) -> None:
+    """Import what an implementation needs, so that it does not take time on the GPU."""
+    modules = ["ligermodels.training.adapters", "ligermodels.memory.fit"]
+    if kind != OURS:
+        modules = ["bitsandbytes", "peft", "ligermodels.integrations.hf_model"]
+        modules += ["liger_kernel.transformers"] if kind == LIGER else []
+        modules += ["benchmarks.trl"] if kind == TRL else []
+    for name in modules:
+        importlib.import_module(name)
+
+
 def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool) -> dict[str, Any]:
     kind, recomputes = ROWS[row]
+    start = time.perf_counter()
     torch.manual_seed(0)
     if kind == TRL:
         times, loss = run_trl(batch, seq, steps, device, tiny)
@@ -225,15 +240,15 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     found["tokens/s"] = batch * seq / found["ms"] * 1e3
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return found | {"last loss": loss}
+    return found | {"last loss": loss, "seconds in all": time.perf_counter() - start}
 
 
-def dequantize_times(device: str) -> list[dict[str, Any]]:
+def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> list[dict[str, Any]]:
     """Time the conversion of gate_up's weight to bfloat16, by this library and by others."""
     from benchmarks.common import device_times
     from ligermodels.layers import QuantizedLinear
 
-    linear = torch.nn.Linear(4096, 28672, bias=False, device=device, dtype=torch.bfloat16)
+    linear = torch.nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16)
     layer = QuantizedLinear(linear, 4)
     calls: dict[str, Callable[[], Any]] = {OURS: lambda: layer.dequantized(torch.bfloat16)}
     try:
@@ -250,12 +265,27 @@ def dequantize_times(device: str) -> list[dict[str, Any]]:
         calls["torchao"] = weight.get_original_weight
     except (ImportError, RuntimeError) as error:
         print(f"torchao: {error}", file=sys.stderr)
-    rows = []
+    found = []
     for name, call in calls.items():
         error = (call().float() - linear.weight.float()).norm() / linear.weight.float().norm()
         milliseconds = statistics.median(device_times(call)) if device == "cuda" else 0.0
-        rows.append({"conversion": name, "ms": milliseconds, "relative error": error.item()})
-    return rows
+        found.append({"conversion": name, "ms": milliseconds, "relative error": error.item()})
+    return found
+
+
+def result_of(row: str, worker: subprocess.Popen[str], limit: int) -> dict[str, Any]:
+    """Let a waiting process run, and return what it measured, or why it failed."""
+    try:
+        out, said = worker.communicate("go\n", timeout=limit)
+        return json.loads(out.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        worker.communicate()
+        said = f"it took more than {limit} seconds"
+    except (IndexError, ValueError):
+        pass
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:160]}
 
 
 def _wait(device: str) -> None:
@@ -274,7 +304,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the code")
     parser.add_argument("--dequantize", action="store_true")
-    parser.add_argument("--only")
+    parser.add_argument("--only", choices=ROWS, help="measure one row in this process")
+    parser.add_argument("--waits", action="store_true", help="with --only, wait for a line first")
     given = parser.parse_args()
     if given.dequantize:
         found = dequantize_times(given.device)
@@ -282,29 +313,25 @@ def main() -> None:
         print(table(found, ["conversion", "ms", "relative error"]))
         return
     if given.only:
+        import_all(ROWS[given.only][0])
+        if given.waits:
+            print("ready", flush=True)
+            input()
         sizes = given.batch, given.seq, given.steps
         print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
         return
+    names = [list(ROWS)[index] for index in given.rows]
+    command = [sys.executable, "-m", "benchmarks.qlora", "--waits", "--device", given.device]
+    command += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
+    command += ["--tiny"] if given.tiny else []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    workers = [subprocess.Popen([*command, "--only", n], text=True, **pipes) for n in names]
+    for worker in workers:  # an import would disturb what is measured
+        assert worker.stdout is not None
+        worker.stdout.readline()
     rows = []
-    for row in [list(ROWS)[index] for index in given.rows]:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.qlora",
-            "--only",
-            row,
-            "--device",
-            given.device,
-        ]
-        command += ["--batch", str(given.batch), "--seq", str(given.seq)]
-        command += ["--steps", str(given.steps), *(["--tiny"] if given.tiny else [])]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-            said = "no time" if isinstance(error, subprocess.TimeoutExpired) else done.stderr
-            last = (said.strip().splitlines() or ["no output"])[-1][:160]
-            rows.append({"row": row, "ms": "failed", "why": last})
+    for name, worker in zip(names, workers):
+        rows.append(result_of(name, worker, given.limit))
         print(rows[-1], flush=True)
         write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
     columns = ["row", "ms", "ms spread", "tokens/s", "peak GiB", "last loss", "why"]

@@ -53,3 +53,4 @@ from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
 from ligermodels.parallel.shard import no_sync as no_sync
 from ligermodels.parallel.shard import shard as shard
 from ligermodels.text.tokenizer import Tokenizer as Tokenizer
+from ligermodels.training.checkpoints import sharded_state as sharded_state

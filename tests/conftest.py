@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -64,6 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "interpreter" in item.keywords and not interpreting:
             item.add_marker(other_process)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over the modules that the collection of the tests imported.
+
+    torch.compile and several tests run the collector, which otherwise walks through millions of
+    objects that stay until the end.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, loading_arguments, loading_options
-from ligermodels.errors import LigerError
+from ligermodels.errors import LigerError, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
 
     from ligermodels.models.base import DecoderModel
 
@@ -31,7 +34,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
         "SOURCE to the native layout and back in a temporary folder, and compares the result with "
         "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
-        "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints."
+        "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints. Medusa's heads beside a model "
+        "are converted with it."
     )
     command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
     add = command.add_argument
@@ -58,11 +62,12 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
-    from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
+    from ligermodels.converters.checkpoint_files import CONFIG_NAME, files_left_out, is_adapter
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
     from ligermodels.models.auto import AutoLiger, family_of
+    from ligermodels.models.heads_file import read_heads, tensors_of
     from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
@@ -88,22 +93,28 @@ def run(given: argparse.Namespace) -> None:
                 f"{given.target}: the folder holds {present[0]}{more} of a checkpoint; replace "
                 "them with --overwrite, or choose another folder"
             )
+    dtype = loading_options(given)["dtype"]
     place = checkpoint_step(given.source)
     if place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists():
         if target is None or given.verify:
             raise LigerError("convert: a checkpoint of a run needs TARGET, and cannot be verified")
-        model = load_checkpoint(*place)
-        dtype = loading_options(given)["dtype"]
-        _write(given, model if dtype is None else model.to(dtype), target)
+        model, heads = load_checkpoint(*place)
+        model = model if dtype is None else model.to(dtype)
+        _write(given, model, target, None if heads is None else tensors_of(heads))
         return
     source = resolve(given.source, revision=given.revision)
-    if (source / ADAPTER_CONFIG_NAME).exists() and not (source / CONFIG_NAME).exists():
-        if target is None or given.verify:
-            raise LigerError("convert: an adapter needs TARGET, and cannot be verified")
+    adapter = is_adapter(source)
+    if adapter and (target is None or given.verify):
+        raise LigerError("convert: an adapter needs TARGET, and cannot be verified")
+    family = None if adapter else family_of(source)
+    if left_out := files_left_out(source):
+        print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
+    if family is None:
+        assert target is not None
         _write(given, AutoLiger.from_hf(source, **loading_options(given)), target)
         return
-    family = family_of(source)
     if target is None:
+        read_heads(AutoLiger.from_hf(source, device="meta"), source)  # It checks them.
         with raise_on_interrupt():  # It removes its temporary folder.
             report = verify(
                 source,
@@ -117,22 +128,37 @@ def run(given: argparse.Namespace) -> None:
                 "convert: SOURCE and TARGET are the same folder, so --verify would have nothing to "
                 "compare; choose another TARGET"
             )
-        loading = loading_options(given)
-        _write(given, AutoLiger.from_hf(source, **loading), target)
+        model = AutoLiger.from_hf(source, **loading_options(given))
+        _write(given, model, target, read_heads(model, source))
         if not given.verify:
             return
-        report = compare(source, target, family, dtype=loading["dtype"])
+        report = compare(source, target, family, dtype=dtype)
     print(report)
     if not report.ok:
         raise SystemExit(1)
 
 
-def _write(given: argparse.Namespace, model: DecoderModel, target: Path) -> None:
+def _write(
+    given: argparse.Namespace,
+    model: DecoderModel,
+    target: Path,
+    heads: dict[str, Tensor] | None = None,
+) -> None:
+    """Save a model, and the tensors of its heads."""
+    from ligermodels.models.heads_file import write_heads
+
+    dtype = loading_options(given)["dtype"]
+
+    def write(folder: Path) -> None:
+        if heads is not None:
+            write_heads({name: x.to(dtype or x.dtype) for name, x in heads.items()}, folder)
+
     with raise_on_interrupt():  # A save removes what it has not completed.
         model.save_hf(
             target,
             max_shard_size=given.max_shard_size,
             allow_nonfinite=given.allow_nonfinite,
             overwrite=given.overwrite,
+            write_heads=write,
         )
     print(f"wrote the checkpoint to {target}")

@@ -18,6 +18,9 @@ from ligermodels.training.options import check_options, option
 
 _LAUNCHED = "LIGERMODELS_LAUNCHED"  # set in the processes that this module starts
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch: where a process leaves its error
+# torch asks the other processes to end, and kills those that still run 30 seconds later. It notes
+# the time when all have ended, so that a long time after another's error means that it waited.
+_PATIENCE = 10
 
 
 @dataclass(kw_only=True)
@@ -47,12 +50,12 @@ class LaunchOptions:
 
 
 def is_worker() -> bool:
-    """Whether torchrun or this module has started this process."""
+    """Return whether torchrun or this module has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks() -> bool:
-    """Whether this process prints the result: the only one, or rank 0."""
+    """Return whether this process prints the result: the only one, or rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -111,12 +114,22 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
 
 def _first(failures: dict[int, Any]) -> tuple[str, int]:
     """Return the line and the exit code of the failure that caused the others."""
-    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
+    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    said = [(failure, found) for _, failure in in_order if (found := _said(failure)) is not None]
+    for rank, failure in in_order:
         if failure.exitcode < 0 and failure.signal_name() not in ("SIGTERM", "<N/A>"):
+            if said and failure.timestamp - said[0][0].timestamp >= _PATIENCE:
+                break  # the launcher itself has killed it
             return f"rank {rank} was killed by {failure.signal_name()}", 1
-    for failure in sorted(failures.values(), key=lambda failure: failure.timestamp):
-        found = failure.error_file_data.get("message")
-        if isinstance(found, dict) and "code" in found.get("extraInfo", {}):
-            return found["message"], int(found["extraInfo"]["code"])
+    if said:
+        return said[0][1]
     rank, failure = next(iter(failures.items()))
     return f"rank {rank} ended with exit code {failure.exitcode}; its error is above", 1
+
+
+def _said(failure: Any) -> tuple[str, int] | None:
+    """Return the line and the exit code that a process has left with `report_error`."""
+    found = failure.error_file_data.get("message")
+    if isinstance(found, dict) and "code" in found.get("extraInfo", {}):
+        return found["message"], int(found["extraInfo"]["code"])
+    return None

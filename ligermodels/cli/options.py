@@ -7,8 +7,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from ligermodels.converters.files import open_regular
 from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, shown
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES
@@ -104,6 +106,7 @@ def _import_file(path: str) -> None:
     name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules and name not in _imported_files:
         raise LigerError(f"a module named {name!r} is imported already; rename the file")
+    open_regular(Path(path), LigerError).close()  # Python would wait for the writer of a pipe.
     sys.path.append(os.path.dirname(os.path.abspath(path)))  # for the modules beside it
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.files import is_number, read_json
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
@@ -140,19 +140,18 @@ def unpack_adapter(
     return made, _new_config(config, made, ranks, alphas)
 
 
-def read_adapter(folder: Path) -> tuple[Weights, Config] | None:
-    """Return the tensors and the config of an adapter in PEFT's format; None if there is none.
+def read_adapter(folder: Path) -> tuple[Weights, Config]:
+    """Return the tensors and the config of an adapter in PEFT's format.
 
     Raises:
-        CheckpointError: one of its two files is missing or damaged.
+        CheckpointError: one of its two files is missing or damaged, or a value is not finite.
     """
-    config = read_json_if_present(folder / ADAPTER_CONFIG_NAME, CheckpointError)
-    if config is None:
-        return None
+    config = read_json(folder / ADAPTER_CONFIG_NAME, CheckpointError)
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS_NAME)
-    weights = {}
-    for name, info in file.tensors.items():
-        weights[name] = torch.cat([piece.clone() for piece in file.read(name)]).view(info.shape)
+    weights = {name: file.tensor(name) for name in file.tensors}
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{file.path}: {shown(name)} holds NaN or infinite values")
     file.close()
     return weights, config
 
@@ -168,10 +167,11 @@ def add_lora(
 
     Args: as in `pack_adapter`; parameters, those of the native model, by name.
     Raises:
-        CheckpointError: a tensor or a key of the config is not part of a LoRA on linears. Nothing
-            was changed.
+        CheckpointError: a tensor or a key of the config is not part of a LoRA on linears, or does
+            not fit the model. Nothing was changed.
     """
     _check_config(config)
+    _check_numbers(config)
     left, found = dict(weights), []
     for module, parts in linears(weight_map).items():
         for part in parts:
@@ -181,6 +181,7 @@ def add_lora(
                         f"adapter: {part.hf}.{odd[0]}: only a plain LoRA is added to weights; "
                         "merge the adapter with PEFT's merge_and_unload"
                     )
+                _check_fit(config, part, taken, parameters[f"{module}.weight"].shape[1])
                 found.append((module, part, taken))
     if left:
         raise CheckpointError(
@@ -242,7 +243,7 @@ def linears(weight_map: WeightMap) -> dict[str, list[Part]]:
 
 
 def _is_stack(entry: Entry) -> bool:
-    """Whether each span of a weight is a whole weight of HF."""
+    """Return whether each span of a weight is a whole weight of HF."""
     return all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
 
 
@@ -324,6 +325,51 @@ def _check_config(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if key not in _KEPT | _NAMING and value:
             raise CheckpointError(f"adapter: {key}={shown(value)} cannot be converted")
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the ranks and alphas of a config can be computed with."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"adapter: {key} is {shown(patterns)}, but must be an object")
+        for pattern, value in patterns.items():
+            if not _is_simple(pattern):
+                raise CheckpointError(
+                    f"adapter: {key}: {shown(pattern)} is no expression for names of modules that "
+                    "could be matched in a short time; write the names in full"
+                )
+            _check_number(f"{key}[{shown(pattern)}]", value)
+    _check_number("lora_alpha", config.get("lora_alpha", 8))
+    _check_number("r", config.get("r", 8))
+
+
+def _check_number(key: str, value: Any) -> None:
+    if not is_number(value) or abs(value) > 1e30:
+        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a number")
+
+
+def _is_simple(pattern: str) -> bool:
+    """Return whether names are matched quickly: nested or many repetitions take for ever."""
+    repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
+    if len(pattern) > 1000 or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _check_fit(config: Mapping[str, Any], part: Part, taken: Weights, width: int) -> None:
+    """Raise CheckpointError unless A and B have the shapes that the config and the linear need."""
+    rank = _of_pattern(config, "rank_pattern", part.hf, config.get("r", 8))
+    for end, shape in ((_A, (rank, width)), (_B, (part.rows, rank))):
+        if tuple(taken[end].shape) != shape or rank < 1:
+            raise CheckpointError(
+                f"adapter: {part.hf}.{end} has the shape {list(taken[end].shape)}, expected "
+                f"{list(shape)}"
+            )
 
 
 def _alpha(config: Mapping[str, Any], module: str) -> float:

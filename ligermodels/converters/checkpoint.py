@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
-from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
+from ligermodels.converters.safetensors_file import (
+    DTYPES,
+    SafetensorsFile,
+    StoredTensor,
+    TensorInfo,
+    ask_for_huge_pages,
+)
 from ligermodels.converters.weight_map import Entry, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
 
@@ -39,6 +45,7 @@ class Checkpoint:
         files: the weight files.
         tensors: HF name -> header entry. After `plan`, only the text model's tensors are in it.
         left_out: name prefix of another tower -> how many tensors that tower has.
+        ignored: after `plan`, the tensors that the weight map ignores, or names as constants.
     Raises:
         CheckpointError: the folder has no weights that can be read, a shard is missing or damaged,
             or the index does not match its shards. The message names the file.
@@ -58,6 +65,7 @@ class Checkpoint:
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
+        self.ignored: list[str] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         # The text model's name of a tensor -> its name in the file, for names that differ.
         self._stored_as: dict[str, str] = {}
@@ -102,10 +110,13 @@ class Checkpoint:
                 what = f"has shape {list(found.shape)}, expected {list(shape)}"
                 faults.append((found.path, self._name_in_file(name), what))
         unexpected = []
+        self.ignored = []
         for name, info in self.tensors.items():
-            if name in expected or name in optional or name.endswith(weight_map.ignored):
+            if name in expected or name in optional:
                 continue
-            if name.endswith(_QUANTISED):
+            if name in weight_map.constants or name.endswith(weight_map.ignored):
+                self.ignored.append(name)
+            elif name.endswith(_QUANTISED):
                 what = "is part of a quantised weight: quantised checkpoints are not supported"
                 faults.append((info.path, name, what))
             else:
@@ -173,7 +184,11 @@ class Checkpoint:
         """
         threads = min(torch.get_num_threads(), _MAX_THREADS)
         cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
-        if threads == 1 or cast or any(out.device.type != "cpu" for _, out in targets):
+        on_cpu = all(out.device.type == "cpu" for _, out in targets)
+        if on_cpu:
+            for _, out in targets:  # before any read: a page may hold parts of two tensors
+                ask_for_huge_pages(out)
+        if threads == 1 or cast or not on_cpu:
             for entry, out in targets:
                 self.read(entry, out)
                 yield
@@ -247,6 +262,11 @@ class Checkpoint:
             pass
         return out
 
+    def constants(self) -> dict[str, StoredTensor]:
+        """Return the tensors in `ignored` as they are in the files."""
+        stored = {name: self._name_in_file(name) for name in self.ignored}
+        return {name: self._opened(stored[name]).stored(stored[name]) for name in stored}
+
     def _rows(
         self,
         name: str,
@@ -256,13 +276,18 @@ class Checkpoint:
         columns: tuple[int, int] | None = None,
     ) -> Iterator[Tensor]:
         name = self._name_in_file(name)
-        file = self._file_of[name]
-        with self._lock:
-            if file not in self._open:
-                self._keep_open(file)
+        file = self._opened(name)
         if columns is not None:
             return file.read_columns(name, first, last, columns)
         return file.read(name, first, last, out=out)
+
+    def _opened(self, stored_name: str) -> SafetensorsFile:
+        """Return the file of a tensor with this name in it, and keep it open."""
+        file = self._file_of[stored_name]
+        with self._lock:
+            if file not in self._open:
+                self._keep_open(file)
+        return file
 
     def _keep_open(self, file: SafetensorsFile) -> None:
         if len(self._open) == _MAX_OPEN_FILES:

@@ -21,9 +21,16 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+HEADS_NAME = "medusa_lm_head.safetensors"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_DIR = "additional_chat_templates"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+# The same weights in another format, and the state of a training: no part of what is converted.
+_NOT_CONVERTED = re.compile(
+    r"(pytorch_model.*|consolidated.*|training_args|optimizer.*|scheduler.*|rng_state.*|scaler.*)"
+    r"\.(safetensors|bin|pt|pth)"
+)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _PLAIN_NAME = re.compile(r"[^./\\:][^/\\:]*\.safetensors")
 # An export copies these files and CHAT_TEMPLATE_DIR bit for bit from the loaded checkpoint.
 COPIED_FILES = (
@@ -51,6 +58,35 @@ def copied_files(folder: Path) -> dict[str, bytes]:
     names = [*COPIED_FILES, *(f"{CHAT_TEMPLATE_DIR}/{name}" for name in shown_templates)]
     found = ((name, read_if_present(folder / name, CheckpointError)) for name in names)
     return {name: content for name, content in found if content is not None}
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter in PEFT's format, and no model."""
+    return os.path.lexists(folder / ADAPTER_CONFIG_NAME) and not os.path.lexists(
+        folder / CONFIG_NAME
+    )
+
+
+def files_left_out(folder: Path) -> list[str]:
+    """Return the names in a folder that a conversion of its model or adapter does not carry over.
+
+    Raises:
+        CheckpointError: the folder holds further weights, or an adapter beside a model, which would
+            be lost without a word; or it cannot be read.
+    """
+    adapter = [ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME]
+    model = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, HEADS_NAME]
+    carried = {*COPIED_FILES, CHAT_TEMPLATE_DIR}
+    carried.update(adapter if is_adapter(folder) else [*model, *local_weight_files(folder)[0]])
+    left = [n for n in names_if_present(folder, CheckpointError) or () if n not in carried]
+    for name in left:
+        if name in adapter or (name.endswith(_WEIGHTS) and not _NOT_CONVERTED.fullmatch(name)):
+            raise CheckpointError(
+                f"{folder / printable(name)}: a conversion would lose this part of "
+                f"{'an adapter' if name in adapter else 'other weights'}; move it to another "
+                "folder, and convert the rest"
+            )
+    return [name for name in left if not name.startswith(".")]
 
 
 def local_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
+    HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
 )
 from ligermodels.converters.files import read_json, sync_file, sync_folder, write_json
-from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError, shown
 
@@ -37,13 +39,31 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class _Plan:
     """The HF tensors of an export: their shapes, dtypes and the native rows that fill them."""
 
-    def __init__(self, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.shapes = weight_map.source_shapes()
+    def __init__(
+        self,
+        weight_map: WeightMap,
+        dtypes: Mapping[str, torch.dtype],
+        constants: Mapping[str, StoredTensor],
+    ) -> None:
+        self.constants = constants
+        self.shapes = weight_map.source_shapes() | {k: v.shape for k, v in constants.items()}
         self.parts = weight_map.parts()
         self.dtypes = {name: dtypes[parts[0][0].name] for name, parts in self.parts.items()}
 
     def nbytes(self, name: str) -> int:
+        if name in self.constants:
+            return len(self.constants[name].data)
         return prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+    def itemsize(self, name: str) -> int:
+        if name in self.constants:
+            return self.nbytes(name) // max(1, prod(self.shapes[name]))
+        return self.dtypes[name].itemsize
+
+    def dtype_name(self, name: str) -> str:
+        if name in self.constants:
+            return self.constants[name].dtype
+        return _DTYPE_NAMES[self.dtypes[name]]
 
     def shards(self, max_size: int) -> list[list[str]]:
         """Return the names of each file, in export order. A tensor too large for the current file
@@ -66,11 +86,13 @@ def save(
     weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
     *,
+    constants: Mapping[str, StoredTensor] | None = None,
     source_files: Mapping[str, bytes] | None = None,
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = True,
+    write_heads: Callable[[Path], None] | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
@@ -81,11 +103,14 @@ def save(
     Args:
         config_dict: the content of config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
+        constants: HF name -> a further tensor, which is written as it is.
         source_files: name -> content of the tokenizer and generation files to write.
         max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
         allow_nonfinite: whether to write NaN and infinite values.
         overwrite: whether to replace files of a checkpoint that are in `folder`.
+        write_heads: writes heads for further tokens into the new folder, if there are any. With it,
+            those in `folder` do not stay.
     Raises:
         SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
             mounted in it, or a value is not finite. The old content of `folder` is unchanged.
@@ -96,7 +121,7 @@ def save(
     source_files = source_files or {}
     if dtypes is None:
         dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
-    plan = _Plan(weight_map, dtypes)
+    plan = _Plan(weight_map, dtypes, constants or {})
     for name, dtype in plan.dtypes.items():
         if dtype not in _DTYPE_NAMES:
             raise SaveError(
@@ -104,11 +129,14 @@ def save(
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
     try:
-        owned = _owned(target, bool(source_files)) if overwrite else _refusing(target)
+        brings_heads = write_heads is not None
+        owned = _owned(target, bool(source_files), brings_heads) if overwrite else _refusing(target)
         with replace_dir(target, owned) as fresh:
             write_json(fresh / CONFIG_NAME, config_dict)
             _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
             _write_files(fresh, source_files)
+            if write_heads is not None:
+                write_heads(fresh)
     except OSError as fault:  # This includes SaveError.
         raise SaveError(
             f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
@@ -135,7 +163,7 @@ def save_adapter(
     target = _resolve(folder)
     source_files = source_files or {}
     try:
-        with replace_dir(target, _owned(target, bool(source_files))) as fresh:
+        with replace_dir(target, _owned(target, bool(source_files), True)) as fresh:
             write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)
             save_file(dict(weights), fresh / ADAPTER_WEIGHTS_NAME, {"format": "pt"})
             sync_file(fresh / ADAPTER_WEIGHTS_NAME)
@@ -168,7 +196,7 @@ def replaced_names(folder: str | os.PathLike[str]) -> list[str]:
     target = _resolve(folder)
     try:
         check_replaceable(target)
-        return sorted(filter(_owned(target, True), os.listdir(target)))
+        return sorted(filter(_owned(target, True, True), os.listdir(target)))
     except FileNotFoundError:
         return []
     except OSError as fault:
@@ -186,7 +214,7 @@ def _resolve(folder: str | os.PathLike[str]) -> Path:
 
 def _refusing(target: Path) -> Callable[[str], bool]:
     """Return a function that raises for the names that belong to a checkpoint."""
-    owned = _owned(target, True)
+    owned = _owned(target, True, True)
 
     def refuse(name: str) -> bool:
         if owned(name):
@@ -198,7 +226,7 @@ def _refusing(target: Path) -> Callable[[str], bool]:
     return refuse
 
 
-def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
+def _owned(target: Path, brings_tokenizer: bool, brings_heads: bool) -> Callable[[str], bool]:
     """Return a function that says whether a name in the old folder belongs to its checkpoint.
 
     These files do not stay after the export.
@@ -209,6 +237,8 @@ def _owned(target: Path, brings_tokenizer: bool) -> Callable[[str], bool]:
     if brings_tokenizer:
         # An old tokenizer.json would take precedence over the new tokenizer.model.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
+    if brings_heads:
+        stale.add(HEADS_NAME)
     with contextlib.suppress(CheckpointError):  # The index may be damaged; it is replaced anyway.
         shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
         named = shard_of.values() if isinstance(shard_of, dict) else ()
@@ -252,28 +282,34 @@ def _write_shard(
     The format: https://github.com/huggingface/safetensors#format
     """
     # The widest dtype comes first. This aligns every tensor to its item size.
-    names = sorted(names, key=lambda name: -plan.dtypes[name].itemsize)
+    names = sorted(names, key=lambda name: -plan.itemsize(name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         begin, end = end, end + plan.nbytes(name)
         header[name] = {
-            "dtype": _DTYPE_NAMES[plan.dtypes[name]],
+            "dtype": plan.dtype_name(name),
             "shape": list(plan.shapes[name]),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts = [(*part, plan.dtypes[name]) for name in names for part in plan.parts[name]]
+    parts = {name: plan.parts.get(name, []) for name in names}  # a constant has none
+    pieces = _rows(
+        [(*part, plan.dtypes[name]) for name in names for part in parts[name]], get_tensor
+    )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for rows, entry, span in _rows(parts, get_tensor):
-            if not allow_nonfinite and not is_finite(rows):
-                raise SaveError(
-                    f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
-                    "infinite values; pass allow_nonfinite=True to save them"
-                )
-            file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
+        for name in names:
+            if name in plan.constants:
+                file.write(plan.constants[name].data)
+            for rows, entry, span in islice(pieces, len(parts[name])):
+                if not allow_nonfinite and not is_finite(rows):
+                    raise SaveError(
+                        f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
+                        "infinite values; pass allow_nonfinite=True to save them"
+                    )
+                file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ligermodels.errors import LigerError, printable, shown
@@ -77,6 +78,35 @@ def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
         os.close(descriptor)
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     raise error(f"{path}: this is not a regular file but {kind}")
+
+
+class OpenFile:
+    """An open file that several threads may read. It is closed when nothing refers to it.
+
+    Raises:
+        error: as `open_regular`.
+    """
+
+    def __init__(self, path: Path, error: type[LigerError]) -> None:
+        self.file = open_regular(path, error)
+        self._lock = Lock()
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        """Read bytes from an offset on into a buffer, and return how many there were."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self.file.fileno(), [buffer], offset)
+        with self._lock:
+            self.file.seek(offset)
+            return self.file.readinto(buffer) or 0
+
+    def identity(self) -> tuple[int, ...]:
+        """Return numbers that change if the file is changed."""
+        status = os.fstat(self.file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
 
 
 def read_if_present(path: Path, error: type[LigerError], limit: int = _MAX_JSON) -> bytes | None:

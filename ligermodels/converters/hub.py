@@ -13,6 +13,7 @@ from ligermodels.converters.checkpoint_files import (
     CONFIG_NAME,
     COPIED_FILES,
     GENERATION_CONFIG_NAME,
+    HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     local_weight_files,
     weight_files,
@@ -149,6 +150,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
         if weights:
             files, shard_of = weight_files(repo, names, read_index)
             wanted += files if shard_of is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
+            wanted.append(HEADS_NAME)
         snapshot.download([n for n in names if n in wanted or _TEMPLATE.fullmatch(n)])
     except CheckpointError:
         raise
@@ -187,6 +189,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     if weights:
         try:
             present.update(local_weight_files(folder)[0])
+            present.update({HEADS_NAME} & {*os.listdir(folder)})
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "

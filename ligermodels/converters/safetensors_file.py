@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ligermodels.converters.dtypes import FLOAT_DTYPES
-from ligermodels.converters.files import open_regular, parse_json
+from ligermodels.converters.files import OpenFile, parse_json
 from ligermodels.errors import CheckpointError, shown
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
@@ -30,12 +30,15 @@ READABLE = DTYPES | {"U8": torch.uint8}
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
 _OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
+_NAMES = {dtype: name for name, dtype in READABLE.items()}
+_NAMES |= {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64"}
 _MAX_HEADER = 100_000_000  # The format sets this limit, in bytes.
 _MAX_DIMS = 64  # torch sets this limit.
 # `read` yields this many bytes at a time. They fit in a core's L2 cache, so that the caller finds
 # them there: a second pass over them costs a quarter of a pass over memory.
 _PIECE = 1 << 19
-_MADV_POPULATE_WRITE = 23  # from Linux's include/uapi/asm-generic/mman-common.h
+# From Linux's include/uapi/asm-generic/mman-common.h.
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _LFS_POINTER = b"version https://git-lfs"
 # The first bytes of other formats: the two formats of torch.save, and GGUF.
 _OTHER_FORMATS = {
@@ -62,6 +65,30 @@ class TensorInfo:
     begin: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file holds it: the format's name of its dtype, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return how a file holds a tensor."""
+        values = tensor.detach().to("cpu").contiguous()
+        data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return cls(_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+    def is_close(self, tensor: Tensor) -> bool:
+        """Whether it holds a tensor's values, up to 1%: 16 bit round by up to 0.4%."""
+        dtype = {name: dtype for dtype, name in _NAMES.items()}.get(self.dtype)
+        if dtype is None or self.shape != tuple(tensor.shape):
+            return False
+        held = torch.frombuffer(bytearray(self.data), dtype=dtype).view(self.shape)
+        return torch.allclose(held.double(), tensor.double().cpu(), 1e-2, 0.0, equal_nan=True)
+
+
 class SafetensorsFile:
     """A safetensors file. The constructor opens it, and reads the header and nothing else.
 
@@ -80,7 +107,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # It stays open: if a save replaces the checkpoint, this is still the file of the header.
-        self._opened: _OpenFile | None = _OpenFile(path)
+        self._opened: OpenFile | None = OpenFile(path, CheckpointError)
         self._identity = self._opened.identity()
         self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
@@ -99,7 +126,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         rows, *width = info.shape or (1,)
         last = rows if last is None else last
-        file = self._opened = self._opened or _OpenFile(self.path)
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         dtype = READABLE[info.dtype]
         row_bytes = math.prod(width) * dtype.itemsize
         per_piece = max(1, _PIECE // max(1, row_bytes))
@@ -119,6 +146,31 @@ class SafetensorsFile:
             self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
             yield piece
 
+    def stored(self, name: str) -> StoredTensor:
+        """Return a whole tensor as it is, of any dtype of the format."""
+        info = self.tensors[name]
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
+        data = bytearray(info.nbytes)
+        self._fill(file, name, self._data + info.begin, memoryview(data))
+        return StoredTensor(info.dtype, info.shape, bytes(data))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in its stored dtype, as a new tensor.
+
+        Raises:
+            CheckpointError: as `read`, or the dtype is none that this library reads.
+        """
+        info = self.tensors[name]
+        if info.dtype not in READABLE:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} has the dtype {info.dtype}; expected one of "
+                f"{', '.join(DTYPES)}"
+            )
+        out = torch.empty(info.shape, dtype=READABLE[info.dtype])
+        for _ in self.read(name, out=out):
+            pass
+        return out
+
     def read_columns(
         self, name: str, first: int, last: int | None, columns: tuple[int, int]
     ) -> Iterator[Tensor]:
@@ -130,7 +182,7 @@ class SafetensorsFile:
         rows, width = info.shape
         last = rows if last is None else last
         begin, end = columns
-        file = self._opened = self._opened or _OpenFile(self.path)
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         dtype = READABLE[info.dtype]
         row_bytes, size = width * dtype.itemsize, (end - begin) * dtype.itemsize
         per_piece = min(last - first, max(1, _PIECE // max(1, size)))
@@ -144,7 +196,7 @@ class SafetensorsFile:
                 self._fill(file, name, offset, memory[at * size : (at + 1) * size])
             yield buffer[:count]
 
-    def _fill(self, file: "_OpenFile", name: str, offset: int, rest: memoryview) -> None:
+    def _fill(self, file: OpenFile, name: str, offset: int, rest: memoryview) -> None:
         try:
             while rest and (count := file.read_at(offset, rest)):
                 rest, offset = rest[count:], offset + count
@@ -164,29 +216,6 @@ class SafetensorsFile:
         self._opened = None
 
 
-class _OpenFile:
-    """An open file that several threads may read. It is closed when nothing refers to it."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = open_regular(path, CheckpointError)
-        self._lock = Lock()
-
-    def read_at(self, offset: int, buffer: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self.file.fileno(), [buffer], offset)
-        with self._lock:
-            self.file.seek(offset)
-            return self.file.readinto(buffer) or 0
-
-    def identity(self) -> tuple[int, ...]:
-        status = os.fstat(self.file.fileno())
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            self.file.close()
-
-
 def _linux_madvise() -> Any:
     if sys.platform != "linux":
         return None
@@ -198,15 +227,28 @@ def _linux_madvise() -> Any:
 _madvise = _linux_madvise()
 
 
+def _advise(out: Tensor, advice: int) -> None:
+    if _madvise is not None:
+        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(begin, out.data_ptr() + out.nbytes - begin, advice)
+
+
+def ask_for_huge_pages(out: Tensor) -> None:
+    """Have Linux provide the memory of a new CPU tensor in pages of 2 MiB where they fit in.
+
+    This takes less than half of the time that pages of 4 KiB take. Where the administrator has
+    disabled such pages, nothing changes.
+    """
+    _advise(out, _MADV_HUGEPAGE)
+
+
 def _populate(out: Tensor) -> None:
     """Have Linux provide the memory of a tensor before it is written; no value changes.
 
     Otherwise the first write to each page interrupts the read, which takes longer than the copy.
     Other systems, and kernels before 5.14, provide the memory during the read.
     """
-    if _madvise is not None:
-        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(begin, out.data_ptr() + out.nbytes - begin, _MADV_POPULATE_WRITE)
+    _advise(out, _MADV_POPULATE_WRITE)
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:

@@ -1,9 +1,11 @@
 """Verify that a checkpoint survives import and export bit for bit, and compare two checkpoints."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, HEADS_NAME, copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
-from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.converters.weight_map import Family
 from ligermodels.errors import listing
 
@@ -24,7 +26,8 @@ class Report:
     """The result of a comparison. `ok` is True if nothing differs.
 
     Attributes:
-        tensors: how many HF tensors were compared bitwise. A stored tied head is not counted.
+        tensors: how many HF tensors were compared bitwise: those that the weight map ignores and
+            those of Medusa's heads are among them. A stored tied head is not counted.
         nbytes: the size of these tensors.
         config_keys: how many keys of config.json were compared.
         files: the tokenizer and generation files that were compared.
@@ -93,10 +96,12 @@ def verify(
             to_hf(config),
             weight_map,
             get_tensor,
+            constants=original.constants(),
             source_files=copied_files(folder),
             max_shard_size=max_shard_size,
             dtypes=dtypes,
             allow_nonfinite=True,  # `read` has checked the values.
+            write_heads=partial(_copy_heads, folder),
         )
         return compare(folder, copy, family)
 
@@ -122,6 +127,7 @@ def compare(
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names = _names(original, family)
     pairs = list(zip(names, _names(exported, family), strict=True))
+    constants, found = original.constants(), exported.constants()
     raw = text_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
@@ -132,11 +138,17 @@ def compare(
             for name, other in pairs
             if not _same_tensor(original, name, exported, other, dtype)
         ),
+        *(f"{name}: differs" for name in constants if found.get(name) != constants[name]),
         *_config_differences(compared, read_config(copy)),
         *(f"{name}: differs" for name in files if files_of_copy.get(name) != files[name]),
     ]
-    nbytes = sum(original.tensors[name].nbytes for name in names)
-    return Report(len(names), nbytes, len(compared), tuple(files), tuple(differences))
+    names += constants
+    held = [original.tensors[name].nbytes for name in names]
+    if (folder / HEADS_NAME).exists():
+        heads = SafetensorsFile(folder / HEADS_NAME)
+        held += [info.nbytes for info in heads.tensors.values()]
+        differences += _heads_differences(heads, copy / HEADS_NAME, dtype)
+    return Report(len(held), sum(held), len(compared), tuple(files), tuple(differences))
 
 
 def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
@@ -152,6 +164,25 @@ def _same_tensor(
     if dtype is None or DTYPES[original.tensors[name].dtype] == dtype:
         return original.bitwise_equal(name, exported, other)
     return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
+
+
+def _copy_heads(source: Path, target: Path) -> None:
+    """Copy the heads for further tokens, which have the same layout in a native model."""
+    if (source / HEADS_NAME).exists():
+        shutil.copyfile(source / HEADS_NAME, target / HEADS_NAME)
+
+
+def _heads_differences(
+    heads: SafetensorsFile, path: Path, dtype: torch.dtype | None
+) -> Iterator[str]:
+    """Yield a line for each tensor of heads that differs in a copy."""
+    copy = SafetensorsFile(path)
+    for name in {**heads.tensors, **copy.tensors}:
+        if name in heads.tensors and name in copy.tensors:
+            one, other = heads.tensor(name), copy.tensor(name)
+            if bitwise_equal(one.to(dtype or one.dtype), other):
+                continue
+        yield f"{path.name}: {name}: differs"
 
 
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ligermodels.converters.hf_config import HFConfig
 from ligermodels.errors import ConfigError, listing
 
@@ -64,13 +66,18 @@ class WeightMap:
         entries: every native parameter, in the order in which an export writes them.
         aliases: HF name of a tensor that a checkpoint may hold as a copy -> HF name of its
             original. Both must be equal.
-        ignored: name endings of HF tensors that the model does not need.
+        ignored: name endings of HF tensors that the model does not need. A load keeps them, and a
+            save writes them back as they were.
+        constants: HF name of a tensor that the model does not need -> its value, for the export of
+            a model that was made anew. A checkpoint with other values is not loaded, and a loaded
+            model writes back what it was loaded with.
         towers: the other towers that a checkpoint of the family may hold. None if it has none.
     """
 
     entries: tuple[Entry, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
     towers: Towers | None = None
 
     def __iter__(self) -> Iterator[Entry]:
@@ -154,6 +161,9 @@ class WeightMap:
                     f"alias {copy!r} of {original!r}: the first must not be a source of an entry, "
                     "and the second must be one"
                 )
+        for constant in self.constants:
+            if constant in sources or constant in self.aliases:
+                yield f"constant {constant!r} is also a source of an entry or an alias; remove one"
 
 
 def _gap(pieces: Iterable[tuple[int, int, str]], rows: int | None) -> str | None:

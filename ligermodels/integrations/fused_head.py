@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ligermodels.layers import LossHead
-from ligermodels.models.base import next_token_targets
+from ligermodels.models.inputs import next_token_targets
 
 # TRL's names of what it asks of each token -> the head's.
 _STATS = {
@@ -101,6 +101,8 @@ class FusedHead:
             targets,
             reduction="none",
             temperature=self.temperature,
+            # One look at the labels, as in TRL's head. A prompt then takes no time.
+            skip_ignored=not torch.compiler.is_compiling(),
             return_token_stats=tuple(asked),
         )
         tokens = {name: getattr(made, f"token_{stat}") for stat, name in asked.items()}

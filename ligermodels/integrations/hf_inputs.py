@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import shown
@@ -37,6 +38,16 @@ class LayerOutputs:
             handle.remove()
 
 
+def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
+    """Return whether a mask (batch, keys) on a GPU is all ones, where its values can be looked at.
+
+    Tools pass such masks with every batch, and causal attention is faster without one. The look
+    waits for the GPU, as that of transformers' models does.
+    """
+    looks = mask.is_cuda and type(mask) is Tensor and not torch.compiler.is_compiling()
+    return looks and not torch.cuda.is_current_stream_capturing() and bool(mask.all())
+
+
 def native_inputs(
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -52,6 +63,8 @@ def native_inputs(
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask.bool()  # PEFT's masks of virtual tokens are float
+        if _is_seen_to_hide_nothing(attention_mask):
+            attention_mask = None
     inputs: dict[str, Any] = {
         "input_ids": input_ids,
         "inputs_embeds": inputs_embeds,

@@ -8,7 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ligermodels.errors import ConfigError
+from ligermodels.converters.files import read_if_present
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.training.files import atomic_write
 
 
 class Logger(Protocol):
@@ -55,7 +57,8 @@ class WandbLogger:
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         wandb = import_module("wandb")
         file = folder / "wandb_id"
-        known = file.read_text(encoding="utf-8").strip() if start and file.is_file() else None
+        found = read_if_present(file, CheckpointError) if start else None
+        known = found.decode("utf-8", "replace").strip() if found else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "ligermodels"),
             name=os.environ.get("WANDB_NAME", folder.name),
@@ -64,7 +67,7 @@ class WandbLogger:
             id=known,
             resume="allow" if known else None,
         )
-        file.write_text(self._run.id, encoding="utf-8")
+        atomic_write(file, lambda part: part.write_text(self._run.id, encoding="utf-8"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values."""

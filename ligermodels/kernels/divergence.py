@@ -1,6 +1,8 @@
 """The divergence of a student's next-token distribution from a teacher's, chunk by chunk.
 
-Both heads compute the logits of the same chunk of tokens, so that neither's logits exist whole.
+A chunk has the student's logits, which their gradient overwrites, and the teacher's of a third of
+its tokens at a time. If all tokens are one chunk, the memory of the teacher's logits is free again
+before the weight gradient is made, so the divergence takes as much as `linear_cross_entropy`.
 """
 
 from collections.abc import Iterator
@@ -25,6 +27,9 @@ from ligermodels.kernels.loss_options import (
     given_divisor,
 )
 from ligermodels.kernels.simulation import real_device
+
+PIECES = 3
+"""The teacher's logits exist for this part of a chunk. More parts would make shorter products."""
 
 
 class _Teacher(NamedTuple):
@@ -184,18 +189,21 @@ def _sizes(
     vocab, width = weight.shape
     narrow, wide = rows.element_size(), compute_dtype(rows).itemsize
     copies = 0 if choose(rows.device, rows.dtype)[0] == "triton" else 12
+    of_piece = teacher.hidden.element_size() + wide * copies
     saved = one_loss and needs_grad.weight
     in_float32 = needs_grad.weight and rows.dtype == torch.float16
     return chunk_plan.Sizes(
         len(rows),
         vocab,
-        logit_bytes=narrow + teacher.hidden.element_size() + wide * copies,
+        logit_bytes=narrow - (-of_piece // PIECES),
         hidden_bytes=width * wide if copies and real_device(rows.device).type == "cpu" else 0,
         accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
         single_chunk_bytes=vocab * width * wide if in_float32 else 0,
         saved_weight_bytes=vocab * width * narrow if saved and not in_float32 else 0,
+        rounded_weight_bytes=vocab * width * narrow if needs_grad.weight else 0,
         saved_hidden_bytes=rows.numel() * narrow if one_loss and needs_grad.hidden else 0,
         fixed_bytes=chunk_plan.TOKEN_BYTES * len(rows)
+        + vocab * of_piece  # a piece has at least one row
         + (3 * wide * vocab if needs_grad.bias else 0)
         + (0 if rows.is_contiguous() else rows.numel() * narrow),
         vocab_loop=False,
@@ -205,19 +213,44 @@ def _sizes(
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args, scale: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield each chunk, the divergence of its rows and, given scale, the student's gradient."""
+    """Yield each chunk, the divergence of its rows and, given scale, the gradient of its logits."""
     ops, teacher = select("divergence", hidden), args.teacher
+    longest = max(1, min(args.chunk_size, len(hidden)))
+    piece_size = chunk_plan.balanced(longest, max(1, longest // PIECES))
     for chunk in chunk_plan.chunks(len(hidden), args.chunk_size):
-        loss, grad = ops.divergence_rows(
-            F.linear(hidden[chunk], weight, bias),
-            F.linear(teacher.hidden[chunk], teacher.weight, teacher.bias),
-            None if args.valid is None else args.valid[chunk],
-            scale if scale is None or scale.numel() == 1 else scale[chunk],
-            args.options,
-            True,
-        )
-        yield chunk, loss, grad
-        del loss, grad  # free them before the next chunk's logits
+        rows, teacher_rows = hidden[chunk], teacher.hidden[chunk]
+        valid = None if args.valid is None else args.valid[chunk]
+        scales = scale if scale is None or scale.numel() == 1 else scale[chunk]
+        logits = rows.new_empty(len(rows), len(weight))
+        teacher_logits = teacher_rows.new_empty(piece_size, len(weight))
+        losses = []
+        for piece in chunk_plan.chunks(len(rows), piece_size):
+            # Products of one shape round alike: equal models have a divergence of exactly 0.
+            of_teacher = teacher_logits[: len(rows[piece])]
+            _linear_into(logits[piece], rows[piece], weight, bias)
+            _linear_into(of_teacher, teacher_rows[piece], teacher.weight, teacher.bias)
+            made = ops.divergence_rows(
+                logits[piece],
+                of_teacher,
+                None if valid is None else valid[piece],
+                scales if scales is None or scales.numel() == 1 else scales[piece],
+                args.options,
+                True,
+            )
+            losses.append(made[0])
+        del made, of_teacher, teacher_logits  # made has a view of the logits
+        yield chunk, torch.cat(losses), None if scale is None else logits
+        del logits  # free them before the next chunk's
+
+
+def _linear_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Compute out = F.linear(hidden, weight, bias). In eager mode it needs no temporary tensor."""
+    if torch.compiler.is_compiling():
+        out.copy_(F.linear(hidden, weight, bias))
+    elif bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 def _gradients(

@@ -36,6 +36,10 @@ Backend = Literal["sdpa", "suffix", "varlen", "flex", "dense"]
 # would have to compile first. In float32 these scores take 64 MiB.
 _DENSE_SCORES = 2**24
 
+# For fewer than 128 queries, FlexAttention would take its kernel for decoding, which cannot be
+# compiled if the query heads of a key head have more than 128 queries together.
+_FLEX_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+
 
 def choose_backend(
     mask: AttentionMask,
@@ -135,7 +139,14 @@ def attend(
         if not mask.hides_nothing(window, key_positions, causal=causal):
             blocks = mask.block_mask(window, q.shape[0], q.device, key_positions, causal=causal)
         return compiled(flex_attention)(
-            q, k, v, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=True
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=blocks,
+            scale=scale,
+            enable_gqa=True,
+            kernel_options=_FLEX_OPTIONS,
         )
     visible = None
     if not mask.hides_nothing(window, key_positions, causal=causal):
@@ -200,7 +211,7 @@ def prepare(
 
 
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
+    """Return whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
 
     Without a GPU, an H100 is simulated.
     """

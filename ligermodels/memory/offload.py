@@ -235,7 +235,7 @@ class _Stored:
             owner.on_copy(True, self.nbytes)
 
     def changed(self) -> bool:
-        """Whether the tensor was changed in place since the copy."""
+        """Return whether the tensor was changed in place since the copy."""
         return self.counter._version != self.version
 
     def release(self) -> None:

@@ -14,7 +14,13 @@ import torch
 from ligermodels import models
 from ligermodels.converters import adapters, hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
-from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+    is_adapter,
+)
+from ligermodels.converters.files import read_json_if_present
 from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
@@ -139,8 +145,8 @@ class AutoLiger:
         """
         folder = hub.resolve(path, revision=revision)
         local = Path(folder)
-        if not (local / CONFIG_NAME).exists() and (adapter := adapters.read_adapter(local)):
-            return _with_adapter(local, *adapter, options)
+        if is_adapter(local):
+            return _with_adapter(local, options)
         cls = read_one_version(folder, family_of)
         while True:
             try:
@@ -152,24 +158,47 @@ class AutoLiger:
                 cls = now  # A save has just replaced the checkpoint by one of another family.
 
 
-def _with_adapter(
-    folder: Path, weights: adapters.Weights, config: adapters.Config, options: dict[str, Any]
-) -> DecoderModel:
+def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
     """Return the model of an adapter with the adapter added to its weights."""
-    base = config.get("base_model_name_or_path")
-    if not isinstance(base, str):
+
+    def read(real: Path) -> tuple[Any, ...]:
+        generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+        return *adapters.read_adapter(real), copied_files(real), generation
+
+    weights, config, files, generation_config = read_one_version(folder, read)
+    where = folder / ADAPTER_CONFIG_NAME
+    base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
+    if not isinstance(base, str) or not isinstance(revision, str | None):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_NAME}: base_model_name_or_path is {shown(base)}, but must "
-            "name the model that the adapter belongs to"
+            f"{where}: base_model_name_or_path is {shown(base)}, but must name the model that the "
+            f"adapter belongs to (revision: {shown(revision)})"
         )
     if torch.device(options.get("device", "cpu")).type == "meta":
         raise CheckpointError(
             f"{folder}: an adapter cannot be added to weights that are read later; load it on "
             "another device, or convert it to a whole checkpoint first (ligermodels convert)"
         )
-    model = AutoLiger.from_hf(base, revision=config.get("revision"), **options)
+    try:
+        source = hub.resolve(base, revision=revision)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: base_model_name_or_path: {error}") from error
+    if is_adapter(source):
+        raise CheckpointError(
+            f"{where}: base_model_name_or_path is {shown(base)}, which is an adapter, too; convert "
+            "that to a whole checkpoint first (ligermodels convert)"
+        )
+    model = AutoLiger.from_hf(source, **options)
     weight_map = model.weight_map(model.built_from)
-    adapters.add_lora(dict(model.named_parameters()), weights, config, weight_map)
+    try:
+        adapters.add_lora(dict(model.named_parameters()), weights, config, weight_map)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    if {"tokenizer.json", "tokenizer.model"} & files.keys():  # It may have learned other tokens.
+        kept = {GENERATION_CONFIG_NAME} & model.source_files.keys()
+        model.source_files = {name: model.source_files[name] for name in kept}
+    model.source_files |= files
+    if generation_config is not None:
+        model.source_generation_config = generation_config
     return model
 
 

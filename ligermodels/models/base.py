@@ -5,14 +5,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
-from ligermodels.kernels.checks import check_count, check_token_ids
-from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import (
     AttentionContext,
     CrossAttention,
@@ -25,22 +22,25 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
-from ligermodels.layers.attention_mask import (
-    AttentionMask,
-    check_cu_seqlens,
-    document_ids_from_positions,
-    positions_from_cu_seqlens,
-)
+from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions, loss_of_parts
-from ligermodels.layers.recompute import run_layer, set_keep
+from ligermodels.layers.recompute import run_layer
 from ligermodels.layers.sequence_shard import SequenceShard
-from ligermodels.memory import fit
-from ligermodels.memory.offload import Offloader
-from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
+from ligermodels.models.inputs import (
+    check_embeds,
+    check_ids,
+    check_labels,
+    check_memory,
+    check_tensors,
+    hiding,
+    next_token_targets,
+    rows_mask,
+)
 from ligermodels.models.kernel_report import kernels_of
+from ligermodels.models.planned import PlannedModel
 
 # The attributes that every decoder has, and how an error message describes them.
 _ATTRIBUTES = {
@@ -52,7 +52,7 @@ _ATTRIBUTES = {
 }
 
 
-class DecoderModel(HFModel):
+class DecoderModel(HFModel, PlannedModel):
     """A decoder whose output is hidden states. The base class of every family.
 
     A family defines `make_block`, and calls `build` to make its modules. An architecture that needs
@@ -72,8 +72,6 @@ class DecoderModel(HFModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self._is_complete = False
-        self._memory_plan: MemoryPlan | None = None
-        self._offloaders: dict[torch.device, Offloader] = {}
         # Set by context parallelism: the part of each row that this rank computes.
         self.sequence_shard: SequenceShard | None = None
         self._parts: list[nn.Module] = []  # the children of the layers, and
@@ -157,6 +155,7 @@ class DecoderModel(HFModel):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_hidden: bool = False,
         **loss_options: Unpack[HeadOptions],
     ) -> Tensor | HeadOutput:
         """Return hidden states after the final norm, or the head's output if labels are given.
@@ -170,7 +169,8 @@ class DecoderModel(HFModel):
             labels: (batch, seq) int64, at the same positions as the inputs: the model shifts them
                 by one. Labels of -100 are ignored, and so is the first token of each document.
             inputs_embeds: (batch, seq, hidden), instead of input_ids: what `embed_tokens` returns
-                for tokens, and anything else in the place of others, such as parts of images.
+                for tokens, and anything else in the place of others, such as parts of images. It
+                has the dtype of the weights, or one that autocast casts.
             position_ids: (batch or 1, seq) int64 or int32. A row is divided into documents where
                 positions restart, and attention stays inside each document. Positions are numbers
                 and may have any value; from 2^24 on, float32 cannot tell all of them apart. The
@@ -183,13 +183,15 @@ class DecoderModel(HFModel):
                 position_ids, positions also count padding tokens, as in HF. With a cache the mask
                 also covers the cached tokens. A mask that is on the CPU, also for a model on a GPU,
                 costs nothing if it is all ones. What padding computes is not specified. In 16 bit
-                on a GPU, padding between tokens makes all hidden states NaN.
+                and with the mask on a GPU, padding between tokens makes all hidden states NaN,
+                because that is found out without a look at the mask: pass such a mask on the CPU.
             prefix_lengths: (batch or 1,) integers. The first so many tokens of each row, cached
                 tokens and padding included, also see the tokens after them up to that length.
             memory: (batch, keys, memory size), for layers with `CrossAttention`: what they attend
                 to, such as the output of an encoder.
             memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
+            return_hidden: whether an output for labels has the hidden states, too.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...).
         Returns: (batch, seq, hidden), or a `HeadOutput`.
@@ -199,7 +201,7 @@ class DecoderModel(HFModel):
             ConfigError: an attribute that the class declares was not set.
         """
         self._check_attributes()
-        _check_tensors(
+        check_tensors(
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
@@ -217,7 +219,7 @@ class DecoderModel(HFModel):
                 "model.head.loss_options['label_smoothing'] instead of label_smoothing_factor)"
             )
         if labels is not None:
-            _check_labels(labels, (batch, seq))
+            check_labels(labels, (batch, seq))
         contexts, document_ids = self._contexts(
             inputs, position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache
         )
@@ -242,6 +244,8 @@ class DecoderModel(HFModel):
             output = self.head(hidden, targets, **loss_options)
         else:
             output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+        if return_hidden:
+            output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
         auxiliary = self._auxiliary(extras, attention_mask)
         return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
 
@@ -253,6 +257,12 @@ class DecoderModel(HFModel):
         if shard is not None and attention_mask is not None:
             attention_mask = shard.split(attention_mask)
         loss = self.auxiliary_loss(extras, attention_mask)
+        if loss is not None and not (isinstance(loss, Tensor) and loss.dim() == 0):
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise ValueError(
+                f"{type(self).__name__}.auxiliary_loss returned {what}; expected a tensor without "
+                "dimensions, or None"
+            )
         return loss if shard is None or loss is None else shard.total(loss) / shard.ranks
 
     def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
@@ -264,7 +274,16 @@ class DecoderModel(HFModel):
         With any reduction it is the output's `auxiliary_loss`.
 
         Args: extras, in the order of the layers; attention_mask, as in `forward`.
+        Raises:
+            ValueError: by default, if a third tensor is no scalar.
         """
+        for extra in extras:
+            if extra.dim():
+                raise ValueError(
+                    f"{type(self).__name__}: a layer returned a third tensor of shape "
+                    f"{tuple(extra.shape)}, which is no loss; return a scalar, or define "
+                    "auxiliary_loss"
+                )
         return torch.stack(extras).sum()
 
     def _add_loss(
@@ -293,19 +312,9 @@ class DecoderModel(HFModel):
             raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")
         if input_ids is not None:
             vocab = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
-            return _check_ids(input_ids, vocab)
+            return check_ids(input_ids, vocab)
         assert inputs_embeds is not None
-        hidden = self.embed_tokens.embedding_dim
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != hidden:
-            raise ValueError(
-                f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (batch, seq, "
-                f"{hidden})"
-            )
-        if not inputs_embeds.is_floating_point() or 0 in inputs_embeds.shape:
-            raise ValueError(
-                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}; "
-                "expected floating point numbers, and at least one token per row"
-            )
+        check_embeds(inputs_embeds, self.embed_tokens, self.parameters())
         return inputs_embeds
 
     def _hidden(
@@ -318,22 +327,19 @@ class DecoderModel(HFModel):
         residual = None
         extras: list[Tensor] = []
         extra: list[Tensor]
-        plan = self._memory_plan
-        store = self._offloader(x.device, contexts) if plan is not None and plan.uses_host else None
-        if plan is not None:
-            _check_layers(plan, len(self.layers))
+        store = self._offloader(x.device, contexts)
         cache = next(iter(contexts.values())).cache
         runs: Counter[nn.Module] = Counter()
         repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
-        for index, (layer, rope) in enumerate(zip(self.layers, self.ropes)):
+        layers = zip(self.layers, self.ropes, self._layer_plans())
+        for index, (layer, rope, plan) in enumerate(layers):
             if cache is not None and repeats:
                 cache.use = runs[layer]
                 runs[layer] += 1
-            choice = LayerPlan() if plan is None else plan.layers[index]
-            with nullcontext() if store is None else store.layer(index, choice.host):
-                kept_in = store if choice.host else None
+            with nullcontext() if store is None else store.layer(index, plan.host):
+                kept_in = store if plan.host else None
                 x, residual, *extra = run_layer(
-                    layer, x, residual, contexts[rope], choice.keep, choice.tile, kept_in
+                    layer, x, residual, contexts[rope], plan.keep, plan.tile, kept_in
                 )
                 extras += extra
         return self.norm(x) if residual is None else self.norm(x, residual)[0], extras
@@ -350,35 +356,21 @@ class DecoderModel(HFModel):
                 )
         self._is_complete = True
 
-    def _offloader(
-        self, device: torch.device, contexts: dict[str, AttentionContext]
-    ) -> Offloader | None:
-        """Return the offloader of a device at the start of a forward, or None without gradients."""
-        if not torch.is_grad_enabled():
-            return None
-        if torch.compiler.is_compiling():
+    def _rope_names(self) -> list[str]:
+        """Return each name in `ropes` once; raise ConfigError unless it has one for each layer."""
+        ropes = self.ropes
+        if len(ropes) != len(self.layers):
             raise ConfigError(
-                "memory plan: a compiled model cannot keep tensors in host memory; compile its "
-                "layers instead: for layer in model.layers: layer.compile()"
+                f"{type(self).__name__}.ropes returns {len(ropes)} names, expected one for each of "
+                f"{len(self.layers)} layers"
             )
-        assert self._memory_plan is not None
-        budget, simulator = self._memory_plan.host_budget, simulator_of(device)
-        store: Offloader | None
-        if simulator is not None:
-            store = Offloader(device, budget, on_copy=simulator.copied)
-        else:
-            # Its pinned memory is used again in every step.
-            store = self._offloaders.get(device)
-            if store is None or store.host_budget != budget:
-                store = self._offloaders[device] = Offloader(device, budget)
-        shared = [
-            x
-            for context in contexts.values()
-            for x in (context.cos, context.sin, context.memory)
-            if x is not None
-        ]
-        store.forward_pass([*shared, *self.parameters(), *self.buffers()])
-        return store
+        for name in (names := sorted(set(ropes))):
+            if not hasattr(self, name):
+                raise ConfigError(
+                    f"{type(self).__name__}.ropes names {name!r}, but the model has no such "
+                    "attribute; set it to a RotaryEmbedding"
+                )
+        return names
 
     @property
     def ropes(self) -> list[str]:
@@ -402,73 +394,25 @@ class DecoderModel(HFModel):
         batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
         shard = self.sequence_shard
-        if shard is not None:
-            if cache is not None:
-                raise ValueError(
-                    "cache: the model is spread over ranks by context parallelism, which is for "
-                    "training; load it again without it to generate text"
-                )
-            shard.check(seq)
-        if cu_seqlens is not None:
-            if position_ids is not None or cache is not None:
-                raise ValueError(
-                    "cu_seqlens cannot be combined with position_ids or with a cache; leave one out"
-                )
-            if batch != 1:
-                raise ValueError(
-                    f"cu_seqlens describes one packed row: batch must be 1; got batch {batch}"
-                )
-            check_cu_seqlens(cu_seqlens, seq, max_seqlen)
-            position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
-        elif max_seqlen is not None:
-            raise ValueError("max_seqlen needs cu_seqlens, which is missing")
-        if attention_mask is not None and (
-            attention_mask.is_floating_point() or attention_mask.is_complex()
-        ):
-            raise ValueError(
-                f"attention_mask is {attention_mask.dtype}; expected bool or integers, with 1 for "
-                "tokens and 0 for padding: a mask to be added to scores is not supported"
-            )
-        if attention_mask is not None and attention_mask.shape != (batch, past + seq):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; expected "
-                f"{(batch, past + seq)}: the batch, and the cached and new tokens"
-            )
-        if position_ids is not None and (
-            position_ids.shape not in ((batch, seq), (1, seq))
-            or position_ids.dtype not in (torch.int32, torch.int64)
-        ):
-            raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
-                f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
-            )
-
-        attention_mask = _padding(attention_mask, inputs.device)
-
-        document_ids = None
-        if position_ids is not None and cache is None:
-            document_ids = document_ids_from_positions(position_ids)
-        mask = AttentionMask(
-            seq if shard is None else seq // shard.ranks,
-            past + seq,
-            document_ids=document_ids,
-            padding_mask=attention_mask,
-            padding_at_ends=True,
+        mask, position_ids, document_ids = rows_mask(
+            inputs,
+            position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
+            attention_mask=attention_mask,
             prefix_lengths=prefix_lengths,
+            cache=cache,
             shard=shard,
         )
         if cache is None:
             self._prepare(mask, batch, inputs.device)
-
         length: int | None = None
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
             length = past + seq
         contexts = {}
         shared: dict[int, tuple[Tensor, Tensor]] = {}
-        for name in sorted(set(self.ropes)):
+        for name in self._rope_names():
             cos, sin = getattr(self, name)(position_ids, length)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
@@ -492,11 +436,8 @@ class DecoderModel(HFModel):
                 f"memory: no layer of {type(self).__name__} attends to one; leave it out, or use "
                 "layers with CrossAttention"
             )
-        if memory.dim() != 3 or memory.shape[0] != batch:
-            raise ValueError(
-                f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
-            )
-        padding = _padding(memory_mask, inputs.device)
+        check_memory(memory, memory_mask, batch, self.embed_tokens, self.parameters())
+        padding = hiding(memory_mask, inputs.device)
         ranks = 1 if self.sequence_shard is None else self.sequence_shard.ranks
         mask = AttentionMask(seq // ranks, memory.shape[1], padding_mask=padding)
         dtype = self._compute_dtype
@@ -567,199 +508,9 @@ class DecoderModel(HFModel):
 
         return generate(self, input_ids, **options)
 
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Keep only the input of each block for backward, which computes the block again.
-
-        The arguments are those of transformers. They become a memory plan: see `set_memory_plan`.
-
-        Args:
-            activation_checkpointing_kwargs: None or {"use_reentrant": False}.
-            every_n_layers: backward recomputes the blocks whose index is a multiple of this.
-            offload: whether the inputs of these blocks are kept in host memory.
-        Raises:
-            ValueError: an argument asks for something that is not implemented.
-            ConfigError: offload is asked for where there is no pinned memory.
-        """
-        options = activation_checkpointing_kwargs or {}
-        if not isinstance(options, dict):
-            raise ValueError(
-                f"activation checkpointing: the options are {options!r}; expected a dict or None"
-            )
-        if unknown := options.keys() - {"use_reentrant"}:
-            raise ValueError(
-                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; use the "
-                "only accepted option, use_reentrant=False, or none"
-            )
-        if options.get("use_reentrant"):
-            raise ValueError(
-                "activation checkpointing: use_reentrant=True is not implemented; leave it out or "
-                "set it to False, which computes the same gradients"
-            )
-        every = check_count("activation checkpointing", "every_n_layers", every_n_layers, 1)
-        recomputed, kept = LayerPlan("input", host=offload), LayerPlan()
-        count = len(self.layers)
-        self.set_memory_plan(
-            MemoryPlan(tuple(kept if i % every else recomputed for i in range(count)))
-        )
-
-    def activation_checkpointing_disable(self) -> None:
-        """Keep the activations of every block for backward."""
-        self.set_memory_plan(None)
-
-    @property
-    def is_activation_checkpointing(self) -> bool:
-        """Whether backward recomputes some blocks."""
-        return self._memory_plan is not None and self._memory_plan.recomputes
-
-    def set_memory_plan(self, plan: MemoryPlan | None) -> None:
-        """Choose what each layer keeps for backward, from the next forward on.
-
-        Args: plan: a plan for this number of layers. None means that every layer keeps all.
-        Raises:
-            ConfigError: the plan has another number of layers.
-        """
-        if plan is not None:
-            if not isinstance(plan, MemoryPlan):
-                raise ConfigError(
-                    f"memory plan: {plan!r} is no MemoryPlan; make one with model.plan_memory, "
-                    "MemoryPlan.uniform or MemoryPlan.of"
-                )
-            _check_layers(plan, len(self.layers))
-        device = self.embed_tokens.weight.device
-        if plan is not None and plan.uses_host and device.type not in ("cuda", "meta"):
-            raise ConfigError(
-                f"memory plan: it keeps tensors in host memory, but the model is on {device}, "
-                "which has no pinned memory to copy to; use a plan without host memory"
-            )
-        if plan is None or not plan.uses_host:
-            self._offloaders.clear()
-        self.apply_memory_plan(plan)
-
-    def apply_memory_plan(self, plan: MemoryPlan | None) -> None:
-        """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
-        self._memory_plan = plan
-        for index, layer in enumerate(self.layers):
-            choice = LayerPlan() if plan is None else plan.layers[index]
-            set_keep(layer, choice.keep, choice.tile)
-        if self.head is not None:  # a classifier has none
-            self.head.planned_chunk_size = None if plan is None else plan.head_chunk
-
-    def plan_memory(
-        self,
-        batch: int,
-        seq: int,
-        budget: int | str = "auto",
-        host_budget: int | str = 0,
-        **step: Any,
-    ) -> MemoryPlan:
-        """Return the fastest memory plan with which a training step fits a budget.
-
-        `print(plan)` shows it, and `set_memory_plan(plan)` uses it. The arguments are those of
-        `ligermodels.memory.fit.plan_memory`: the largest batch, bytes of GPU memory ("auto": all
-        that is free) and of host memory, the optimizer's bytes, and what else a step consists of.
-
-        Raises:
-            ConfigError: the budget is too small; the message names the least bytes.
-        """
-        return fit.plan_memory(self, batch, seq, budget, host_budget, **step)
-
-    def largest_batch(self, seq: int, budget: int | str = "auto", **step: Any) -> int:
-        """Return the largest batch with which a training step fits, or 0; see `plan_memory`."""
-        return fit.largest_batch(self, seq, budget, **step)
-
-    def largest_seq(self, batch: int, budget: int | str = "auto", **step: Any) -> int:
-        """Return the longest rows with which a step fits, within 2%, or 0; see `plan_memory`."""
-        return fit.largest_seq(self, batch, budget, **step)
-
-    @property
-    def memory_plan(self) -> MemoryPlan | None:
-        """The plan in use, or None if every layer keeps all."""
-        return self._memory_plan
-
-    def gradient_checkpointing_enable(
-        self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Call `activation_checkpointing_enable`; this is its older name in transformers."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
-
-    # Older transformers versions use these names.
-    gradient_checkpointing_disable = activation_checkpointing_disable
-    is_gradient_checkpointing = is_activation_checkpointing
-
     def kernels(self) -> dict[str, str]:
         """Return which implementation each op uses on this model in its present state, and why.
 
         Returns: a dict {op: "implementation (reason)"}. It also lists swapped projections by name.
         """
         return kernels_of(self, self.embed_tokens.weight, self.head)
-
-
-def _padding(mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return a mask on the device, or None if it is seen to hide nothing.
-
-    A mask on the CPU is looked at: every tokenizer returns one of ones for a single text. On a GPU,
-    a look at the values would be a host synchronisation.
-    """
-    if mask is None:
-        return None
-    looks = mask.device.type == "cpu" and type(mask) is Tensor and not torch.compiler.is_compiling()
-    return None if looks and mask.all() else mask.to(device, non_blocking=True)
-
-
-def _check_layers(plan: MemoryPlan, count: int) -> None:
-    if len(plan.layers) != count:
-        raise ConfigError(
-            f"memory plan: it has {len(plan.layers)} layers, but the model has {count}; make a "
-            "plan with model.plan_memory"
-        )
-
-
-def next_token_targets(
-    labels: Tensor, document_ids: Tensor | None = None, ignore_index: int = -100
-) -> Tensor:
-    """Return targets aligned with hidden states: the target of each position is the next label.
-
-    Args: labels (batch, seq); document_ids (batch or 1, seq), as in `AttentionMask`.
-    Returns: (batch, seq). The last position of each row and each document holds ignore_index.
-    """
-    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    if document_ids is None:
-        return targets
-    ends = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
-    return targets.masked_fill(ends, ignore_index)
-
-
-def _check_tensors(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}; expected a tensor")
-
-
-def _check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-        raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
-    if labels.shape != shape:
-        raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
-
-
-def _check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
-    ids = check_token_ids("input_ids", input_ids, vocab_size)
-    if input_ids.dim() != 2:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
-        )
-    if 0 in input_ids.shape:
-        raise ValueError(
-            f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
-            "per row"
-        )
-    return ids

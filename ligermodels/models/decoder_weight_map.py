@@ -1,6 +1,6 @@
 """The weight map that all families share, with options for their differences."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ligermodels.converters.weight_map import (
     Entry,
@@ -72,7 +72,7 @@ def decoder_weight_map(
     out_bias: bool = False,
     mlp_bias: bool = False,
     head_norms: bool = False,
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    norms: Sequence[str] | Mapping[str, str] = ("input_layernorm", "post_attention_layernorm"),
     norm_bias: bool = False,
     attention: Part | None = None,
     mlp: Part | None = None,
@@ -85,8 +85,8 @@ def decoder_weight_map(
     Args:
         qkv_bias, out_bias, mlp_bias: whether these projections have a bias.
         head_norms: whether q and k have norms over head_dim.
-        norms: names of a block's norms over the hidden size, which are the same in HF. An export
-            writes the first one before attention and the others after it.
+        norms: names of a block's norms over the hidden size, or a dict to HF's names where these
+            differ. An export writes the first one before attention and the others after it.
         norm_bias: whether these norms and the final norm have a bias.
         attention, mlp: a function that returns the entries of a layer's `self_attn` or `mlp`, for a
             family where they differ from `attention_entries` and `mlp_entries`.
@@ -105,11 +105,12 @@ def decoder_weight_map(
         return mlp_entries(config, name, hf, bias=mlp_bias)
 
     attention, mlp = attention or default_attention, mlp or default_mlp
+    hf_norms = norms if isinstance(norms, Mapping) else dict(zip(norms, norms))
     for i in range(config.num_hidden_layers):
         block, hf = f"layers.{i}", f"model.layers.{i}"
         of_norms = [
-            norm_entries(f"{block}.{name}", f"{hf}.{name}", hidden, bias=norm_bias)
-            for name in norms
+            norm_entries(f"{block}.{name}", f"{hf}.{norm}", hidden, bias=norm_bias)
+            for name, norm in hf_norms.items()
         ]
         entries += [
             *of_norms[0],

@@ -19,7 +19,8 @@ from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
 from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
-from ligermodels.models.base import DecoderModel, next_token_targets
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.inputs import next_token_targets
 
 
 class ResidualBlock(nn.Module):
@@ -284,8 +285,8 @@ class MedusaModel(nn.Module):
         freeze_body: Medusa's first stage: the layers of the body keep nothing and get no gradient.
             Freeze the parameters too, `model.requires_grad_(False)`, before DDP or an optimizer
             gets them: a projection that the heads share would learn, and DDP would wait for the
-            others. Without it, the second stage: the loss is that of the body and heads_weight
-            times the heads'. What the body's layers add to a loss is not part of it.
+            others. Without it, the second stage: the loss is that of the body, with what its layers
+            add to it, and heads_weight times the heads'.
         heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
     """
 
@@ -319,8 +320,8 @@ class MedusaModel(nn.Module):
             with torch.no_grad():
                 hidden = self.model(input_ids, position_ids=position_ids)
             return self.heads(hidden, labels, documents, **options)
-        hidden = self.model(input_ids, position_ids=position_ids)
-        targets = next_token_targets(labels, documents, self.heads.ignore_index)
-        own = self.model.head(hidden, targets, **options).loss
-        out = self.heads(hidden, labels, documents, **options)
-        return out._replace(loss=own + self.heads_weight * out.loss)
+        own = self.model(
+            input_ids, labels, position_ids=position_ids, return_hidden=True, **options
+        )
+        out = self.heads(own.hidden, labels, documents, **options)
+        return out._replace(loss=own.loss + self.heads_weight * out.loss)

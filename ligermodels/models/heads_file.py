@@ -7,6 +7,7 @@ blocks is `i.n.weight`. Heads that share the model's projection have none in the
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ligermodels.converters.files import names_if_present
-from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
+from ligermodels.converters.checkpoint_files import HEADS_NAME
+from ligermodels.converters.files import names_if_present, sync_file
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import MedusaHeads
 
-HEADS_NAME = "medusa_lm_head.safetensors"
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
@@ -28,13 +29,22 @@ def save_heads(heads: MedusaHeads, folder: str | Path) -> None:
     """Write the heads into the folder of their model.
 
     Raises:
-        SaveError: the file cannot be written.
+        SaveError: a value is not finite, or the file cannot be written.
     """
+    write_heads(tensors_of(heads), folder)
+
+
+def write_heads(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write the tensors of heads, by their names in the file, as `save_heads` does."""
     file = Path(folder) / HEADS_NAME
-    tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(heads).items()}
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise SaveError(f"{file.name}: {name} has values that are infinite or NaN")
     part = file.with_name(file.name + ".part")
     try:
         save_file(tensors, part, {"format": "pt"})
+        sync_file(part)
         part.replace(file)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{file}: the heads cannot be written: {first_line(error)}") from error
@@ -47,7 +57,34 @@ def load_heads(model: DecoderModel, folder: str | Path) -> MedusaHeads | None:
         CheckpointError: the file cannot be read, does not belong to the model, or has a value that
             is not finite.
     """
-    file = Path(folder) / HEADS_NAME
+    found = _open(model, Path(folder) / HEADS_NAME)
+    if found is None:
+        return None
+    heads, opened = found
+    with torch.no_grad():
+        for name, tensor in tensors_of(heads).items():
+            tensor.copy_(_values(opened, name))
+    return heads
+
+
+def read_heads(model: DecoderModel, folder: str | Path) -> dict[str, Tensor] | None:
+    """Return the heads' tensors as they are stored, by name; None if the folder holds no heads.
+
+    Nothing is allocated for the heads' modules.
+
+    Raises:
+        CheckpointError: as `load_heads`.
+    """
+    empty, _ = type(model).on_meta(model.built_from)
+    found = _open(empty, Path(folder) / HEADS_NAME)
+    if found is None:
+        return None
+    _, opened = found
+    return {name: _values(opened, name) for name in opened.tensors}
+
+
+def _open(model: DecoderModel, file: Path) -> tuple[MedusaHeads, SafetensorsFile] | None:
+    """Return new heads of the file's shapes, and the file; None if there is no file."""
     # A dead link has the name, too: it is an error, and no absent file.
     if HEADS_NAME not in (names_if_present(file.parent, CheckpointError) or ()):
         return None
@@ -65,36 +102,25 @@ def load_heads(model: DecoderModel, folder: str | Path) -> MedusaHeads | None:
         )
     tied = len(places) == len(linears)
     heads = MedusaHeads(model.head, count, num_blocks=blocks, tied=tied)
-    wanted = _tensors(heads)
-    shapes = {name: tuple(x.shape) for name, x in wanted.items()}
+    shapes = {name: tuple(x.shape) for name, x in tensors_of(heads).items()}
     found = {name: tuple(x.shape) for name, x in stored.items()}
     if wrong := sorted(n for n in {**shapes, **found} if shapes.get(n) != found.get(n)):
         raise CheckpointError(
             f"{file}: {wrong[0]} has the shape {found.get(wrong[0])}; these {count} heads of this "
             f"model need {shapes.get(wrong[0])}"
         )
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(_values(opened, name))
-    return heads
+    return heads, opened
 
 
 def _values(file: SafetensorsFile, name: str) -> Tensor:
     """Read a tensor of finite values."""
-    info = file.tensors[name]
-    if info.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{file.path}: {name} has the dtype {info.dtype}; expected one of {', '.join(DTYPES)}"
-        )
-    values = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    for _ in file.read(name, out=values):
-        pass
+    values = file.tensor(name)
     if not values.isfinite().all():
         raise CheckpointError(f"{file.path}: {name} has values that are infinite or NaN")
     return values
 
 
-def _tensors(heads: MedusaHeads) -> dict[str, Tensor]:
+def tensors_of(heads: MedusaHeads) -> dict[str, Tensor]:
     """Return the parameters of the heads, by the names in the file."""
     found: dict[str, Tensor] = {}
     for i, blocks in enumerate(heads.blocks):

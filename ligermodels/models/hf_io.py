@@ -19,17 +19,34 @@ from typing_extensions import Self
 from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+)
 from ligermodels.converters.files import read_json_if_present
-from ligermodels.converters.safetensors_file import DTYPES
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.parts import TensorShard, local_parts, reshard, whole_tensor
-from ligermodels.models.ranks import error_on_all_ranks, led_by_rank_0, num_ranks, rank
+from ligermodels.models.parts import (
+    TensorShard,
+    gathers_to_rank_0,
+    local_parts,
+    reshard,
+    whole_on_rank_0,
+    whole_tensor,
+)
+from ligermodels.models.ranks import (
+    error_on_all_ranks,
+    gathered,
+    led_by_rank_0,
+    num_ranks,
+    rank,
+)
 
 
 class HFModel(nn.Module):
@@ -40,6 +57,8 @@ class HFModel(nn.Module):
         built_from: a copy of the config from the time when the modules were made.
         source_folder: the local checkpoint folder that the weights were loaded from, or None.
         source_dtype: the dtype of the weights when they were loaded, or None.
+        source_constants: HF name -> a tensor of the checkpoint that the model does not need.
+            `save_hf` writes it as it was.
         source_files: name -> content of the tokenizer and generation files that were in
             source_folder when the weights were loaded. `save_hf` writes them.
         source_generation_config: the content of generation_config.json when the weights were
@@ -57,6 +76,7 @@ class HFModel(nn.Module):
         self.built_from = copy.deepcopy(config)
         self.source_folder: Path | None = None
         self.source_dtype: torch.dtype | None = None
+        self.source_constants: dict[str, StoredTensor] = {}
         self.source_files: dict[str, bytes] = {}
         self.source_generation_config: dict[str, Any] = {}
         self.tensor_shards: dict[str, TensorShard] = {}
@@ -171,8 +191,21 @@ class HFModel(nn.Module):
             warnings.warn(
                 f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=2
             )
+        if os.path.lexists(folder / ADAPTER_CONFIG_NAME):
+            warnings.warn(
+                f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
+                stacklevel=2,
+            )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
+        constants = checkpoint.constants()
+        for name, value in weight_map.constants.items():
+            if name in constants and not constants[name].is_close(value):
+                raise CheckpointError(
+                    f"{checkpoint.tensors[name].path}: {name!r} does not hold the constant of "
+                    f"{cls.__name__}'s weight map, {value.tolist()}; the model would compute "
+                    "something else than the checkpoint's"
+                )
         weights: dict[str, Tensor] = {
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
@@ -192,6 +225,7 @@ class HFModel(nn.Module):
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
+        model.source_constants = constants
         model.source_files = source_files
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
@@ -254,6 +288,7 @@ class HFModel(nn.Module):
         max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
         overwrite: bool = True,
+        write_heads: Callable[[Path], None] | None = None,
     ) -> None:
         """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
 
@@ -263,13 +298,16 @@ class HFModel(nn.Module):
         folder and load from it: each load gets one whole checkpoint.
 
         Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
-        Rank 0 writes the same files as for a whole model; no rank takes memory for more than one
-        whole parameter.
+        Rank 0 writes the same files as for a whole model. It takes memory for one whole parameter,
+        and the other ranks take none. (Under tensor parallelism, those of its group take as much,
+        and with FSDP2 a part of a parameter more.)
 
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
+            write_heads: called with the new folder before it gets its name, to write Medusa's heads
+                into it (`heads_file.save_heads`). With it, heads in the old folder do not stay.
         Raises:
             ConfigError: max_shard_size is not a number of bytes.
             SaveError: the disk is full or not writable, the config was changed after the model was
@@ -292,7 +330,11 @@ class HFModel(nn.Module):
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
         _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        _check_buffers(self, f"{Path(folder)}: ", SaveError)
         _check_tied(self, folder)
+
+        constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
+        constants |= self.source_constants
 
         def save(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
@@ -300,20 +342,21 @@ class HFModel(nn.Module):
                 hf_config.to_hf(config),
                 weight_map,
                 get_tensor,
+                constants=constants,
                 source_files=self.source_files,
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
+                write_heads=write_heads,
             )
 
-        def whole(name: str) -> Tensor:
-            return whole_tensor(weights[name], shards.get(name))
-
-        if shards or any(map(is_sharded, weights.values())):
-            led_by_rank_0(save, whole, SaveError)
-        else:
-            save(whole)
+        if not shards and not any(map(is_sharded, weights.values())):
+            return save(lambda name: weights[name].detach())
+        simple = all(gathers_to_rank_0(weights[name], shards.get(name)) for name in weights)
+        whole = whole_on_rank_0 if all(gathered(simple)) else whole_tensor
+        led_by_rank_0(save, lambda name: whole(weights[name], shards.get(name)), SaveError)
+        return None
 
 
 def check_class(cls: type[HFModel]) -> None:
@@ -400,19 +443,25 @@ def _check_own_architecture(model: HFModel) -> None:
     _check_buffers(model)
 
 
-def _check_buffers(model: HFModel) -> None:
-    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives."""
-    name = type(model).__name__
+def _check_buffers(
+    model: HFModel, where: str = "", error: type[ConfigError | SaveError] = ConfigError
+) -> None:
+    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives.
+
+    Args: where, how the message begins; error, the class to raise.
+    """
+    name = f"{where}{type(model).__name__}"
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if buffers := sorted(model.state_dict().keys() - parameters.keys()):
-        raise ConfigError(
+        raise error(
             f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
-            "it with persistent=False, or make it a parameter without gradient"
+            "it with persistent=False, or make it a parameter without gradient\n"
+            f"{listing(buffers)}"
         )
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                raise ConfigError(
+                raise error(
                     f"{name}: {f'{path}.{key}'.lstrip('.')!r} is a tensor, but no buffer, so that "
                     "a load would leave it without values; use self.register_buffer("
                     f"{key!r}, ..., persistent=False)"

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ligermodels.layers import AttentionContext
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import DecoderModel, next_token_targets
+from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import (
     AheadOutput,
     ahead_targets,
     loss_divisors,
     shared_head_loss,
 )
+from ligermodels.models.inputs import next_token_targets
 
 
 class MultiTokenModule(nn.Module):
@@ -65,14 +66,16 @@ class MultiTokenModel(nn.Module):
     ) -> AheadOutput:
         """Return the loss for (batch, seq) ids and labels; `losses` are the body's, the modules'.
 
-        All losses go through one chunk loop of the head, with one sum of its weight gradient.
+        All losses go through one chunk loop of the head, with one sum of its weight gradient. What
+        the body's layers add to a loss is part of it.
         normalizer divides the sum over tokens of each. By default it is the number of its targets.
         """
         model = self.model
         contexts, _ = model._contexts(input_ids, None, None, None, None, None, None)
         context, embeds = contexts[model.ropes[-1]], model.embed_tokens(input_ids)
         ignore_index = model.head.loss_options.get("ignore_index", -100)
-        states, targets = [model(input_ids)], [next_token_targets(labels, None, ignore_index)]
+        hidden, extras = model._hidden(embeds, contexts)
+        states, targets = [hidden], [next_token_targets(labels, None, ignore_index)]
         later = embeds
         for k, module in enumerate(self.mtp, 1):
             # The last k positions have no later token, and no target either.
@@ -86,6 +89,8 @@ class MultiTokenModel(nn.Module):
         loss, parts = shared_head_loss(
             model.head, torch.stack(states), targets, shares / divisors, {"reduction": "sum"}
         )
+        if (auxiliary := model._auxiliary(extras, None)) is not None:
+            loss = loss + valid[0] / divisors[0] * auxiliary
         return AheadOutput(loss, parts / shares, valid)
 
     @property

@@ -8,6 +8,7 @@ blocks of rows of what tensor parallelism leaves. From the parts derive sharded 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,6 +16,9 @@ from ligermodels.layers.fusion import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Parameters are sent in blocks of this size, because a copy of a block may exist meanwhile.
+_SENT_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,16 @@ class Part:
     row: int
     column: int = 0
     is_copy: bool = False
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it begins in each dimension of the whole parameter."""
+        return (self.row, self.column, *(0 for _ in self.values.shape[2:]))[: self.values.dim()]
+
+    def place_in(self, whole: Tensor) -> Tensor:
+        """Return its place in a whole parameter, a view."""
+        ends = map(sum, zip(self.offsets, self.values.shape))
+        return whole[tuple(map(slice, self.offsets, ends))]
 
 
 @dataclass(frozen=True)
@@ -70,20 +84,28 @@ class TensorShard:
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter, made of the tensors of all ranks of the group.
 
-        The ranks send theirs in turn, so that one of them exists beside the result.
+        The ranks send their runs in turn, straight into the result; columns go block by block.
         """
-        group, shape = self.mesh.get_group(), [*local.shape]
-        out = local.new_empty(self.shape)
+        group, out = self.mesh.get_group(), local.new_empty(self.shape)
         for rank, runs in enumerate(self.runs):
-            shape[self.dim] = sum(run.size for run in runs)
-            mine = rank == self.mesh.get_local_rank()
-            piece = local.contiguous() if mine else local.new_empty(shape)
-            dist.broadcast(piece, dist.get_global_rank(group, rank), group=group)
+            source = dist.get_global_rank(group, rank)
             for run in runs:
-                here = piece.narrow(self.dim, run.local, run.size)
-                out.narrow(self.dim, run.start, run.size).copy_(here)
-            del piece
+                if run.is_copy:
+                    continue
+                here = out.narrow(self.dim, run.start, run.size)
+                if rank == self.mesh.get_local_rank():
+                    here.copy_(local.narrow(self.dim, run.local, run.size))
+                for block in here.split(_rows_to_send(here)):
+                    piece = block.contiguous()  # rows already are
+                    dist.broadcast(piece, source, group=group)
+                    if not block.is_contiguous():
+                        block.copy_(piece)
         return out
+
+
+def _rows_to_send(tensor: Tensor) -> int:
+    """Return how many rows of a tensor are sent at once."""
+    return max(1, _SENT_BYTES // max(1, tensor[:1].numel() * tensor.itemsize))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -121,6 +143,60 @@ def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
         # A mesh of one rank has nothing to gather, and full_tensor would copy.
         whole = whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
     return whole if cut is None else cut.whole(whole)
+
+
+def whole_on_rank_0(tensor: Tensor, cut: TensorShard | None = None) -> Tensor | None:
+    """Return a whole parameter on rank 0, and None or the same on others. Every rank must call it.
+
+    `gathers_to_rank_0` must be true of it on every rank.
+    """
+    own = _rows_on_first_rank(tensor) if is_sharded(tensor) else tensor.detach()
+    return own if own is None or cut is None else cut.whole(own)
+
+
+def gathers_to_rank_0(tensor: Any, cut: TensorShard | None = None) -> bool:
+    """Return whether a parameter is cut into rows, so that rank 0 can gather it.
+
+    Rank 0 itself must also be the first of the parameter's mesh.
+    """
+    if not is_sharded(tensor):
+        return True
+    from torch.distributed.tensor import Shard
+
+    # A subclass of Shard may put the rows in another order.
+    kinds = [kind for kind in tensor.placements if not kind.is_replicate()]
+    in_rows = len(kinds) <= 1 and all(type(kind) is Shard and kind.dim == 0 for kind in kinds)
+    is_first = not any(tensor.device_mesh.get_coordinate() or (1,))
+    if cut is not None:
+        is_first = is_first and cut.mesh.get_local_rank() == 0
+    return in_rows and (is_first or dist.get_rank() != 0)
+
+
+def _rows_on_first_rank(tensor: Any) -> Tensor | None:
+    """Return all rows of a DTensor on the first rank of its mesh, and None on the others."""
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    cut = next((d for d, kind in enumerate(tensor.placements) if not kind.is_replicate()), None)
+    place = mesh.get_coordinate()
+    if any(place[:cut] if cut is not None else place):
+        return None  # The copies are the outer dimension, and the first one is enough.
+    if cut is None or mesh.size(cut) == 1:
+        return local
+    group, ranks, is_first = mesh.get_group(cut), mesh.size(cut), place[cut] == 0
+    rows = -(-tensor.shape[0] // ranks)
+    part = local.contiguous()
+    if len(part) < rows:
+        part = local.new_zeros(rows, *local.shape[1:])
+        part[: len(local)] = local
+    every = local.new_empty(ranks * rows, *local.shape[1:]) if is_first else None
+    # Gloo gathers into a tensor of its own, and copies from there.
+    step = _rows_to_send(part) // ranks or 1
+    for start in range(0, rows, step):
+        piece = part[start : start + step].view(torch.uint8)
+        received = None
+        if every is not None:
+            received = [x[start : start + step].view(torch.uint8) for x in every.chunk(ranks)]
+        dist.gather(piece, received, dist.get_global_rank(group, 0), group)
+    return None if every is None else every[: tensor.shape[0]]
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several."""
+    """Return whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -77,15 +77,25 @@ class _Wanted(NamedTuple):
 
 def led_by_rank_0(
     work: Callable[[Callable[[str], Tensor]], None],
-    gather: Callable[[str], Tensor],
+    gather: Callable[[str], Tensor | None],
     kind: type[LigerError],
 ) -> None:
     """Call `work(get)` on rank 0. For each tensor that it gets, all ranks call `gather(name)`.
 
+    Only rank 0's result counts.
+
     Raises: what `work` raises; on the other ranks `kind`, with the first line of that error.
     """
+
+    def get(name: str) -> Tensor:
+        if is_distributed():
+            from_rank_0(_Wanted(name))
+        tensor = gather(name)
+        assert tensor is not None, "rank 0 gets each tensor"
+        return tensor
+
     if not is_distributed():
-        return work(gather)
+        return work(get)
     if rank():
         while (wanted := from_rank_0(_Wanted())).name is not None:
             gather(wanted.name)
@@ -94,10 +104,6 @@ def led_by_rank_0(
             repeated.is_repeated = True
             raise repeated
         return None
-
-    def get(name: str) -> Tensor:
-        from_rank_0(_Wanted(name))
-        return gather(name)
 
     error = None
     try:

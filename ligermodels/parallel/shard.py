@@ -27,6 +27,7 @@ from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import local_parts, local_tensor, reshard
 from ligermodels.parallel.context import context_parallel
+from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
@@ -94,6 +95,7 @@ def shard(
         context_parallel(model, mesh[CONTEXT])
     if TENSOR in names:
         tensor_parallel(model, mesh[TENSOR])
+        give_whole_state(model)
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,

@@ -30,6 +30,7 @@ from ligermodels.errors import CheckpointError, LigerError, listing, shown
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
 from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
+from ligermodels.parallel.state import PartsTensor
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.optimizers import allocate_state, state_of
@@ -209,7 +210,8 @@ def first_not_finite(
     """Return the first name whose tensor has a value that is not finite (in `dtype`), or None.
 
     This takes no memory for a mask: NaN and infinite values show in the extremes. Reads the device
-    once. Each of several ranks looks at its shards, and all return the first name of any.
+    once; some optimizers keep their step on the CPU. Each of several ranks looks at its shards, and
+    all return the first name of any.
     """
     names, ends = [], []
     for name, tensor in tensors:
@@ -219,7 +221,8 @@ def first_not_finite(
         low, high = tensor.aminmax()
         names.append(name)
         ends.append(torch.stack([low, high]).to(dtype or tensor.dtype).isfinite().all())
-    finite = torch.stack(ends).tolist() if ends else []
+    devices = sorted((end.device for end in ends), key=lambda device: device.type == "cpu")
+    finite = torch.stack([end.to(devices[0]) for end in ends]).tolist() if ends else []
     first = next((name for name, fine in zip(names, finite) if not fine), None)
     return next((name for name in gathered(first) if name is not None), None)
 
@@ -276,6 +279,31 @@ def _stored(
                     parts = [replace(part, is_copy=True) for part in parts]
                 found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found
+
+
+def sharded_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
+    """Return what resuming needs, for `torch.distributed.checkpoint.save` and `load`.
+
+    The tensors are whole ones, of which each rank holds parts in the memory of the model and the
+    optimizer: `load` fills these. Another number of ranks, or another layout, can read them.
+
+    Args:
+        model: sharded in any layout, or not at all. Only parameters that are trained are returned.
+        optimizer: of this model. If it has not made a step, it gets its state here.
+    """
+    if optimizer is not None and not optimizer.state:
+        allocate_state(optimizer, 0)
+    state: dict[str, Tensor] = {
+        name: PartsTensor(each.shape, each.dtype, each.parts)
+        for name, each in _stored(model, optimizer).items()
+    }
+    if optimizer is not None:
+        for name, parameter in _trained(model):
+            counts = {key: each for key, each in state_of(optimizer, parameter) if key == "step"}
+            state |= {f"{_COUNT}{name}": each for each in counts.values()}
+    return state
 
 
 def _expected(

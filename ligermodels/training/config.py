@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -331,7 +331,9 @@ class FinetuneConfig:
     sample_prompts: list[str] | None = _free_option(  # noqa: RUF009
         None, "texts that the model continues at each evaluation, greedily, into DIR/samples.jsonl"
     )
-    sample_tokens: int = _free_option(64, "most tokens of such a continuation", at_least=1)
+    sample_tokens: int = _free_option(
+        64, "most tokens of such a continuation", at_least=1, at_most=2**16
+    )
     sample_chat: bool = _free_option(
         False, "take each of these texts as the message of a user, for the chat template"
     )
@@ -361,7 +363,7 @@ class FinetuneConfig:
                 setattr(self, name, os.fspath(path))
         for name, kind in types_of(type(self)).items():
             if get_origin(kind) is list:
-                setattr(self, name, _as_list(getattr(self, name)))
+                setattr(self, name, _as_list(getattr(self, name), *get_args(kind)))
         if type(self.memory) is int:
             self.memory = str(self.memory)
         if isinstance(self.max_shard_size, str):
@@ -395,6 +397,8 @@ class FinetuneConfig:
                 "context_parallel: not with lora, which holds a whole model and whole rows on each "
                 "GPU; leave one out"
             )
+        if self.context_parallel > 1 and self.medusa_heads is not None:
+            raise ConfigError("context_parallel: not with medusa_heads, which read whole rows")
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -478,10 +482,10 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-def _as_list(paths: Any) -> Any:
-    """Return paths as a list of strings; a single path, or number, gives a list of one."""
-    if isinstance(paths, (str, os.PathLike, float)):
-        paths = [paths]
-    if not isinstance(paths, Iterable) or isinstance(paths, Mapping):
-        return paths
-    return [os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths]
+def _as_list(value: Any, item: type) -> Any:
+    """Return a list whose paths are strings; a single text, path or number gives a list of one."""
+    if isinstance(value, (str, os.PathLike) if item is str else (int, float)):
+        value = [value]
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        return value
+    return [os.fspath(each) if isinstance(each, os.PathLike) else each for each in value]

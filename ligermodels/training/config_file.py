@@ -6,7 +6,8 @@ them: `2e-5` is a number, and `off` is a text.
 
 from __future__ import annotations
 
-import io
+import errno
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -15,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from ligermodels.converters.files import open_regular
+from ligermodels.converters.files import read_if_present
 from ligermodels.errors import ConfigError, did_you_mean, first_line, shown
 from ligermodels.training.config import FinetuneConfig
 
+_LIMIT = 10**6  # bytes; PyYAML takes a second for some 100,000
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
@@ -53,11 +55,13 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
         ConfigError: the file cannot be read, is not YAML, or has an unknown key; the message names
             the line.
     """
-    with open_regular(Path(path), ConfigError) as file:
-        try:
-            text = io.BufferedReader(file).read().decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: the file cannot be read: {first_line(error)}") from None
+    content = read_if_present(Path(path), ConfigError, limit=_LIMIT)
+    if content is None:
+        raise ConfigError(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: the file cannot be read: {first_line(error)}") from None
     known = [*(each.name for each in fields(FinetuneConfig)), *also]
     try:
         loader = _Loader(text)

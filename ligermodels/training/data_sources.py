@@ -17,7 +17,7 @@ _TABLES = (".parquet", ".csv")
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a name is that of a data set of the hub: there is no such file."""
+    """Return whether a name is that of a data set of the hub: there is no such file."""
     return not os.path.lexists(name) and _dataset(name) is not None
 
 
@@ -28,9 +28,10 @@ def _dataset(name: str) -> tuple[str, str | None, str] | None:
     return match[1], match[2], match[3] or "train"
 
 
-def local_files(names: Sequence[str]) -> list[Path]:
+def local_files(names: Sequence[str], *, progress: bool = True) -> list[Path]:
     """Return the files with the data: those of these names, or copies of data sets and tables.
 
+    Args: progress, whether `datasets` may show bars.
     Raises:
         DataError: a file is missing or not supported, a data set cannot be loaded, or the library
             `datasets` is needed and not installed.
@@ -40,9 +41,9 @@ def local_files(names: Sequence[str]) -> list[Path]:
         if is_dataset(name):
             dataset = _dataset(name)
             assert dataset is not None
-            found.append(_library(name).jsonl_of(*dataset))
+            found.append(_library(name).jsonl_of(*dataset, progress=progress))
         elif Path(name).suffix.lower() in _TABLES and Path(name).is_file():
-            found.append(_library(name).jsonl_of_table(Path(name)))
+            found.append(_library(name).jsonl_of_table(Path(name), progress=progress))
         else:
             found.append(name)
     return check_files(found)

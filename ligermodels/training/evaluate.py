@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_documents
@@ -21,12 +22,17 @@ from ligermodels.training.trainer import perplexity
 
 @dataclass(frozen=True)
 class FileLoss:
-    """The loss on a file, per target, in nats; `tokens` also counts what is no target."""
+    """The loss on a file, per target, in nats; `tokens` also counts what is no target.
+
+    `truncated` counts the examples with a prompt that did not fit into a row: the targets beyond it
+    are not predicted.
+    """
 
     loss: float
     targets: int
     tokens: int
     seconds: float
+    truncated: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -37,7 +43,8 @@ class FileLoss:
         targets = self.targets + other.targets
         loss = (self.loss * self.targets + other.loss * other.targets) / targets
         seconds = self.seconds + other.seconds
-        return FileLoss(loss, targets, self.tokens + other.tokens, seconds)
+        truncated = self.truncated + other.truncated
+        return FileLoss(loss, targets, self.tokens + other.tokens, seconds, truncated)
 
 
 @torch.no_grad()
@@ -53,14 +60,16 @@ def file_loss(
 ) -> FileLoss:
     """Return the loss of the next token on files, in the formats that training reads.
 
-    The targets are those of training: all tokens of a text, and the answers of examples. Documents
-    that are longer than a row are cut, and every target is predicted once.
+    The targets are those of training: all tokens of a text, and the answers of examples. Texts that
+    are longer than a row are cut, and every target is predicted once. Examples with a prompt lose
+    their end instead.
 
     Args: seq_len, tokens of a row; batch_size, rows of a forward pass; separator, that of
         `read_documents`; progress, whether a bar goes to stderr.
     Raises:
         DataError: a file is missing, or holds nothing to predict.
         ConfigError: the tokenizer makes tokens that the model does not have.
+        LigerError: the loss is not finite.
     """
     documents = read_documents(files, tokenizer, separator=separator)
     rows = PackedRows(documents, seq_len)
@@ -86,10 +95,16 @@ def file_loss(
             batch.input_ids.to(device),
             labels=batch.labels.to(device),
             position_ids=batch.position_ids.to(device),
-            normalizer=1.0,
+            reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()
         targets += batch.num_targets
     model.train(was_training)
     loss = float(total) / targets
-    return FileLoss(loss, targets, rows.num_tokens, time.perf_counter() - started)
+    if not math.isfinite(loss):
+        raise LigerError(
+            f"{', '.join(map(str, files))}: the loss is {loss}: the model's logits are not finite "
+            "here; try another dtype"
+        )
+    seconds = time.perf_counter() - started
+    return FileLoss(loss, targets, rows.num_tokens, seconds, rows.num_truncated)

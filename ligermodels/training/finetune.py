@@ -65,9 +65,11 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 inputs = [("model", Path(config.model))]
                 if config.teacher is not None:
                     inputs.append(("teacher", Path(config.teacher)))
-                inputs += [("training data", file) for file in local_files(config.train_files)]
-                evaluated = local_files(config.eval_files or [])
-                inputs += [("evaluation data", file) for file in evaluated]
+                for what, names in (
+                    ("training data", config.train_files),
+                    ("evaluation data", config.eval_files or []),
+                ):
+                    inputs += [(what, file) for file in local_files(names, progress=progress)]
                 run_dir.check(config.resume, config.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []
             # fork_rng restores the random generators of the caller.

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, CONFIG_NAME, copied_files
+from torch import nn
+
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, is_adapter
 from ligermodels.errors import CheckpointError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
@@ -21,7 +23,7 @@ def file_hashes(source: Path) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read, or the folder holds an adapter instead of a model.
     """
-    if (source / ADAPTER_CONFIG_NAME).exists() and not (source / CONFIG_NAME).exists():
+    if is_adapter(source):
         raise CheckpointError(
             f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
             "convert'), or train on with --resume and the folder of its run"
@@ -39,13 +41,14 @@ def check_unchanged(source: Path, files: dict[str, str]) -> None:
         )
 
 
-def weights_hash(model: DecoderModel) -> str:
+def weights_hash(model: nn.Module) -> str:
     """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
     state = model.state_dict()
     if not any(map(is_sharded, state.values())):
         own = digests(state, lambda name: [state[name].detach()]) if rank() == 0 else {}
         return from_rank_0(fingerprint(own))
     found: dict[str, str] = {}
+    assert isinstance(model, DecoderModel)
     for name, _ in model.named_parameters():
         whole = [model.whole_parameter(name)]  # every rank helps to gather it
         if rank() == 0:

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.heads import MedusaHeads, MedusaModel
 from ligermodels.models.heads_file import load_heads, save_heads
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.inputs import weights_hash
 from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.packing import Batch
 
@@ -20,7 +22,7 @@ class MedusaObjective(Objective):
     """The losses of heads for the tokens after the next one, and in the second stage of that."""
 
     shown = ("eval_head_1_loss", "loss of the first head")
-    one_process = "Medusa's heads are trained in one process"
+    whole_model = True  # the heads start as copies of its projection, or share it
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
@@ -33,10 +35,20 @@ class MedusaObjective(Objective):
         heads = None if model.source_folder is None else load_heads(model, model.source_folder)
         if heads is None or config.medusa_stage == 1:
             heads = MedusaHeads(model.head, config.medusa_heads, tied=config.medusa_tied)
+        elif (len(heads.blocks), heads.tied) != (config.medusa_heads, config.medusa_tied):
+            raise ConfigError(
+                f"medusa_heads: {model.source_folder} holds {_described(heads)}, from which stage "
+                "2 goes on; set medusa_heads and medusa_tied as they were in stage 1"
+            )
         self.heads = heads
         frozen = config.medusa_stage == 1
         model.requires_grad_(not frozen)
         return MedusaModel(model, heads, freeze_body=frozen)
+
+    def hashes(self) -> dict[str, str]:
+        """Return the hash of the heads that the second stage begins with."""
+        assert self.heads is not None
+        return {"heads": weights_hash(self.heads)} if self.config.medusa_stage == 2 else {}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of the stage, and as metrics that of each head."""
@@ -52,3 +64,8 @@ class MedusaObjective(Objective):
         """Write the heads beside the model, where `generate` finds them."""
         assert self.heads is not None
         save_heads(self.heads, folder)
+
+
+def _described(heads: MedusaHeads) -> str:
+    owner = "share the model's projection" if heads.tied else "have their own projections"
+    return f"{len(heads.blocks)} heads, which {owner}"

@@ -39,7 +39,7 @@ from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_documents
-from ligermodels.training.grouped import GroupBatch, GroupedRows
+from ligermodels.training.grouped import GroupBatch, GroupedRows, padded
 from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
 from ligermodels.training.preference_data import read_judged, read_pairs
 from ligermodels.training.processes import shared_out, summed, summed_output
@@ -68,13 +68,13 @@ class Objective:
         shown: the metric of an evaluation that tells how good the model is, and its name.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
-        one_process: why a run must have one process, or None if it may have several.
+        whole_model: whether each of several processes holds the whole model, not a part of it.
     """
 
     shown = ("eval_perplexity", "perplexity")
     evaluates_loss = True
     rows_per_item = 1
-    one_process: str | None = None
+    whole_model = False
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
@@ -156,7 +156,13 @@ class Objective:
         return {"normalizer": batch.num_targets}
 
     def loss(self, call: Call, batch: Any, normalizer: Tensor, **_: Tensor) -> LossOutput:
-        """Return the loss of a batch, divided by the normalizers of the step, and its metrics."""
+        """Return the loss of a batch, divided by the normalizers of the step, and its metrics.
+
+        An evaluation measures the loss of the next token alone, because its exponential is the
+        perplexity: without what layers add, and without the weights of a loss_type.
+        """
+        if not torch.is_grad_enabled():
+            return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
         if self.config.loss_type in (None, "nll"):
             return LossOutput(call(batch, normalizer=normalizer).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -202,7 +208,7 @@ class PairObjective(Objective):
         """Copy the model, if the reference is not a file."""
         if not self.needs_reference or self.config.reference in (None, "file"):
             return 0
-        self.reference_model = reference_copy(model, self.config.reference)
+        self.reference_model = reference_copy(model, self.config.reference, self.config.precision)
         return bytes_here(self.reference_model)
 
     def prepare(
@@ -218,6 +224,11 @@ class PairObjective(Objective):
                 path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
             )
         reshard(model)
+
+    def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
+        """Return the most rows of a forward pass, and their length with the padding."""
+        count, longest = super().largest_batch(rows)
+        return count, padded(longest)
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
         """Count pairs, and the tokens of the chosen completions' likelihood."""
@@ -349,11 +360,12 @@ def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tens
     return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
 
 
-def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
+def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
     """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
 
     With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
 
+    Args: precision, that of the run: a copy computes as the model does, in bfloat16 if it is mixed.
     Raises:
         ConfigError: the dtype is int8 and the model is sharded.
     """
@@ -369,7 +381,9 @@ def reference_copy(model: DecoderModel, dtype: str) -> nn.Module:
     assert model.source_folder is not None
     wide = getattr(torch, dtype)
     copy = type(model).from_hf(model.source_folder, dtype=wide, device="meta")
-    return shard(copy.requires_grad_(False).eval(), compute_dtype=None)
+    # No autocast surrounds the forward of a sharded model.
+    compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    return shard(copy.requires_grad_(False).eval(), compute_dtype=compute_dtype)
 
 
 def bytes_here(model: nn.Module) -> int:

@@ -7,18 +7,22 @@ then computes slightly other probabilities, which `losses.importance_ratio` corr
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligermodels.converters.files import open_regular
 from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.losses import (
@@ -35,8 +39,8 @@ from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data import Document
-from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, stack
+from ligermodels.training.data import Document, file_hash
+from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.objectives import (
     Call,
     Files,
@@ -69,7 +73,7 @@ class GroupObjective(Objective):
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
         assert config.reward_function is not None
-        self.reward = load_reward(config.reward_function)
+        self.reward, self.reward_hash = load_reward(config.reward_function)
         self.model: DecoderModel | None = None
         self.reference_model: nn.Module | None = None
         self.tokenizer: Tokenizer | None = None
@@ -90,13 +94,19 @@ class GroupObjective(Objective):
         if not self.config.beta:
             return 0
         usual = "bfloat16" if self.config.lora is None else "adapters-off"
-        self.reference_model = reference_copy(model, self.config.reference or usual)
+        self.reference_model = reference_copy(
+            model, self.config.reference or usual, self.config.precision
+        )
         return bytes_here(self.reference_model)
 
+    def hashes(self) -> dict[str, str]:
+        """Return the hash of the reward function's file, if it has one."""
+        return {} if self.reward_hash is None else {"reward_function": self.reward_hash}
+
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
-        """Return the completions of a forward pass and the longest of them."""
+        """Return the completions of a forward pass, and their length with the padding."""
         longest = max(each.width for each in rows) + self.config.max_completion_length
-        return self.config.batch_size, longest
+        return self.config.batch_size, padded(longest)
 
     @property
     def batches_per_step(self) -> int:
@@ -246,6 +256,8 @@ class GroupObjective(Objective):
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
         """Return the reward of each completion: (completions) float32, NaN for None."""
         assert self.tokenizer is not None
+        if not groups:  # This rank only keeps in step with the others.
+            return torch.zeros(0)
         prompts = [group.record["prompt"] for group in groups]
         ids = [document.ids[document.loss_mask].tolist() for document in documents]
         texts: list[Any] = [self.tokenizer.decode(each) for each in ids]
@@ -257,18 +269,34 @@ class GroupObjective(Objective):
         where = f"reward function {self.config.reward_function}"
         try:
             made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
+            if isinstance(made, (Mapping, Set, str, bytes)):
+                raise TypeError(f"it returned a {type(made).__name__} and not a list")
+            made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except Exception as error:  # the function is the user's own
             raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
         if len(rewards) != len(groups):
             raise LigerError(f"{where}: it returned {len(rewards)} rewards for {len(groups)} texts")
+        for prompt, each, reward in zip(prompts, made, rewards):
+            if each is not None and not isfinite(reward):
+                raise LigerError(
+                    f"{where}: the reward of a completion of {shown(prompt)} is {reward}; return a "
+                    "finite number, or None for a completion without a reward"
+                )
+        if all(each is None for each in made):
+            raise LigerError(
+                f"{where}: no completion of this step has a reward, of {shown(prompts[0])} and the "
+                "other prompts; return a number for some, or give a step more prompts "
+                "(--gradient-accumulation-steps)"
+            )
         return torch.tensor(rewards)
 
     def _metrics(
         self, rewards: Tensor, completions: list[tuple[Document, bool]]
     ) -> dict[str, Mean]:
         scored = ~rewards.isnan()
-        deviations = rewards.view(-1, self.config.num_generations).std(1)
+        groups = rewards.view(-1, self.config.num_generations)
+        deviations = groups.std(1) if len(groups) else torch.zeros(0)  # std of nothing warns
         lengths = torch.tensor([float(document.num_targets) for document, _ in completions])
         cut_off = torch.tensor([float(not ended) for _, ended in completions])
         return {
@@ -280,8 +308,10 @@ class GroupObjective(Objective):
         }
 
 
-def load_reward(name: str) -> Reward:
-    """Return the function that FILE.py:NAME or MODULE:NAME names.
+def load_reward(name: str) -> tuple[Reward, str | None]:
+    """Return the function that FILE.py:NAME or MODULE:NAME names, and the SHA-256 of its file.
+
+    What the file imports is not part of the hash; a module without a file has none.
 
     Raises:
         ConfigError: there is no such function, or its file cannot be imported.
@@ -289,20 +319,27 @@ def load_reward(name: str) -> Reward:
     where, _, function = name.rpartition(":")
     if not where or not function.isidentifier():
         raise ConfigError(f"reward_function: {shown(name)} is not FILE.py:NAME or MODULE:NAME")
+    digest: str | None = None
     try:
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location("ligermodels_reward", where)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            # What is hashed is what is run: the import system might take an older compiled file.
+            with open_regular(Path(where), ConfigError) as file:
+                source = file.read()
+            module = ModuleType("ligermodels_reward")
+            module.__file__ = where
+            exec(compile(source, where, "exec"), module.__dict__)
+            digest = hashlib.sha256(source).hexdigest()
         else:
             module = import_module(where)
+            path = getattr(module, "__file__", None)
+            if path is not None:
+                digest = file_hash(path)
     except Exception as error:  # the file is the user's own
+        kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"reward_function: {where} cannot be imported: {type(error).__name__}: "
-            f"{first_line(error)}"
+            f"reward_function: {where} cannot be imported: {kind}{first_line(error)}"
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(f"reward_function: {where} has no function {function!r}")
-    return found
+    return found, digest

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ligermodels.converters.adapters import linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
+from ligermodels.layers import LoraLinear
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import FinetuneConfig
@@ -118,13 +120,12 @@ def _adafactor(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimize
 
 def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     decoder = decoder_of(model)
-    packed = linears(decoder.weight_map(decoder.built_from))
-    matrices = {}
-    for name, parameter in decoder.named_parameters():
-        if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad:
-            parts = packed.get(name.removesuffix(".weight"), [])
-            cuts = [slice(part.row, part.row + part.rows) for part in parts]
-            matrices[parameter] = cuts or [slice(None)]
+    rows = _rows_of_projections(decoder)
+    matrices = {
+        parameter: rows.get(parameter, [slice(None)])
+        for name, parameter in decoder.named_parameters()
+        if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad
+    }
     others = [p for p in model.parameters() if p not in matrices]
     return Muon(
         matrices,
@@ -132,6 +133,25 @@ def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
         weight_decay=config.weight_decay,
         **_adam_options(config),
     )
+
+
+def _rows_of_projections(model: DecoderModel) -> dict[nn.Parameter, list[slice]]:
+    """Return, for each weight and each factor of an adapter, the rows of each projection of HF."""
+    found: dict[nn.Parameter, list[slice]] = {}
+    for name, parts in linears(model.weight_map(model.built_from)).items():
+        linear = model.get_submodule(name)
+        if isinstance(linear, LoraLinear):
+            found[linear.lora_a] = _cuts([linear.rank] * len(linear.parts))
+            found[linear.lora_b] = _cuts([part.size for part in linear.parts])
+        elif isinstance(weight := getattr(linear, "weight", None), nn.Parameter):
+            found[weight] = [slice(part.row, part.row + part.rows) for part in parts]
+    return found
+
+
+def _cuts(sizes: Iterable[int]) -> list[slice]:
+    """Return slices of these sizes, one after the other."""
+    ends = [*accumulate(sizes, initial=0)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 class Muon(torch.optim.Optimizer):

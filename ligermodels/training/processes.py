@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 
+_ROLL_CALL = 5  # seconds in which all ranks come that have found an error of torch.distributed
+
 _host: Any = None  # the group of all ranks in which they meet
 _together: int = 1  # how many neighbouring ranks compute the same rows
 
@@ -31,12 +34,12 @@ class RankError(LigerError):
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process, beside others."""
+    """Return whether torchrun has started this process, beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the processes again after one of them failed."""
+    """Return whether torchrun has started the processes again after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -67,7 +70,8 @@ def joined(device: torch.device, timeout: int, together: int = 1) -> Iterator[No
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=limit)
+        # NCCL ends a process that has waited for too long, without a word. `meet` comes before.
+        dist.init_process_group(backend, timeout=limit * (2 if device.type == "cuda" else 1))
     _together = together
     if is_distributed():
         # Only a group of gloo alone can name a rank that does not come.
@@ -103,13 +107,29 @@ def losing_ranks() -> Iterator[None]:
         text = first_line(error)
         if not is_distributed() or not (isinstance(error, dist.DistError) or "gloo" in text):
             raise
-        raise _error(f"another process of the run has ended or hangs: {text}") from error
+        raise _roll_call(text) from error
 
 
-def _error(text: str) -> RankError:
-    error = RankError(text)
-    error.is_repeated = rank() != 0  # One line is enough.
-    return error
+def _roll_call(text: str) -> RankError:
+    """Return an error that names the ranks that do not come, after the error `text` of others."""
+    if _host is not None:
+        try:
+            limit = timedelta(seconds=_ROLL_CALL)
+            dist.monitored_barrier(_host, timeout=limit, wait_all_ranks=True)
+        except RuntimeError as error:
+            return _lost(error, "waiting for the other ranks", _ROLL_CALL)
+    found = RankError(f"another process of the run has ended or hangs: {text}")
+    found.is_repeated = rank() != 0  # One line is enough.
+    return found
+
+
+def _lost(error: RuntimeError, where: str, timeout: int) -> RankError:
+    """Return an error for a rank that did not come to a barrier."""
+    found = RankError(_who(error, where, timeout))
+    found.is_repeated = rank() > 1
+    if rank() == 1:
+        time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
+    return found
 
 
 def meet(where: str, signum: int | None, timeout: int) -> int | None:
@@ -128,14 +148,14 @@ def meet(where: str, signum: int | None, timeout: int) -> int | None:
         dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
         return int(first) or None
     except RuntimeError as error:
-        raise _error(_who(error, where, timeout)) from error
+        raise _lost(error, where, timeout) from error
 
 
 def _who(error: RuntimeError, where: str, timeout: int) -> str:
     """Return a message that names the ranks that did not come."""
     text = first_line(error)
     if rank():
-        return f"{where}: rank 0 of {num_ranks()} did not answer: {text}"
+        return f"{where}: rank 0 of {num_ranks()} did not answer within {timeout} seconds"
     _, found, names = text.partition("Ranks ")
     names = names.partition(" failed")[0] if found else ""
     missing = ", ".join(name for name in names.replace(",", " ").split() if name.isdigit())

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,7 +53,10 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
                 _write(path, values)
         return values
     with error_on_all_ranks():
-        return _read(path, count)
+        try:
+            return _read(path, count)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; remove the file, and it is computed again") from None
 
 
 def _write(path: Path, values: Tensor) -> None:
@@ -67,21 +69,16 @@ def _write(path: Path, values: Tensor) -> None:
 def _read(path: Path, count: int) -> Tensor:
     file = SafetensorsFile(path)
     if [*file.tensors] != [_NAME]:
-        raise CheckpointError(f"{path}: the file holds no log-probabilities; remove it")
+        raise CheckpointError(f"{path}: the file holds no log-probabilities")
     info = file.tensors[_NAME]
     if (info.dtype, tuple(info.shape)) != ("F32", (count,)):
         raise CheckpointError(
             f"{path}: the file holds {info.dtype} of shape {tuple(info.shape)}; expected F32 of "
-            f"shape ({count},); remove it, and it is computed again"
+            f"shape ({count},)"
         )
-    values = torch.empty(count)
-    for _ in file.read(_NAME, out=values):
-        pass
+    values = file.tensor(_NAME)
     if file.metadata.get(_SHA256) != _digest(values):
-        raise CheckpointError(
-            f"{path}: the content does not match its checksum; remove the file, and it is computed "
-            "again"
-        )
+        raise CheckpointError(f"{path}: the content does not match its checksum")
     return values
 
 

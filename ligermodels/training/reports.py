@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ligermodels.errors import LigerError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
@@ -36,27 +39,82 @@ def logger_openers(names: list[str] | None) -> list[Any]:
 def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> Iterator[None]:
     """Let loggers get each line of metrics within the context.
 
+    A logger that fails is left out from then on, with a warning: training goes on.
+
     Args: openers, of `logger_openers`; start, the step from which the run goes on.
+    Raises:
+        LigerError: a logger cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.listeners.clear)
         for open_logger in openers:
-            logger = open_logger(run_dir.path, settings, start)
-            stack.callback(logger.close)
-
-            def listen(entry: Metrics, log: Callable[..., None] = logger.log) -> None:
-                values = {name: value for name, value in entry.items() if name != "step"}
-                log(int(entry["step"]), values)
-
-            run_dir.listeners.append(listen)
+            name = open_logger.__name__
+            try:
+                logger = open_logger(run_dir.path, settings, start)
+            except LigerError:
+                raise
+            except Exception as error:  # each package has errors of its own
+                raise LigerError(
+                    f"{run_dir.path}: report_to: the {name} cannot be opened: {first_line(error)}"
+                ) from error
+            stack.enter_context(_failing_quietly(name, logger.close))
+            run_dir.listeners.append(_listener(run_dir, name, logger))
         yield
 
 
+def _listener(run_dir: RunDir, name: str, logger: Any) -> Callable[[Metrics], None]:
+    """Return what passes metrics on to a logger, until that fails."""
+
+    def listen(entry: Metrics) -> None:
+        values = {name: value for name, value in entry.items() if name != "step"}
+        try:
+            logger.log(int(entry["step"]), values)
+        except Exception as error:
+            run_dir.listeners.remove(listen)
+            _warn(name, error)
+
+    return listen
+
+
+@contextlib.contextmanager
+def _failing_quietly(name: str, close: Callable[[], None]) -> Iterator[None]:
+    """Close a logger at the end of the context; if that fails, warn."""
+    try:
+        yield
+    finally:
+        try:
+            close()
+        except Exception as error:
+            _warn(name, error)
+
+
+def _warn(name: str, error: Exception) -> None:
+    what = f"report_to: the {name} fails, and gets no more metrics: {first_line(error)}"
+    warnings.warn(what, stacklevel=2)
+
+
+def sampler_of(config: FinetuneConfig, source: Path) -> Sampler | None:
+    """Return what makes the samples of a run, or None if it makes none.
+
+    Args: source, the folder of the tokenizer.
+    Raises:
+        CheckpointError: a chat template is needed and is not there.
+        ConfigError: a prompt has no tokens.
+    """
+    if not config.sample_prompts:
+        return None
+    return Sampler(
+        Tokenizer.from_hf(source),
+        config.sample_prompts,
+        max_new_tokens=config.sample_tokens,
+        chat=config.sample_chat,
+    )
+
+
 def sampling(
-    config: FinetuneConfig,
+    sampler: Sampler | None,
     run_dir: RunDir,
     model: DecoderModel,
-    source: Path,
     *,
     last: int,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -64,20 +122,13 @@ def sampling(
 ) -> Callable[[int], None]:
     """Return what writes the samples of a step into the run's folder, and shows them.
 
-    Args: source, the folder of the tokenizer; last, the step from which the run goes on; autocast,
-        the context of a forward pass.
+    Args: last, the step from which the run goes on; autocast, the context of a forward pass.
     Raises:
-        CheckpointError: a chat template is needed and is not there, or samples.jsonl is damaged.
+        CheckpointError: samples.jsonl is damaged.
     """
-    if not config.sample_prompts:
+    if sampler is None:
         return lambda step: None
     done = run_dir.sampled_steps(last)
-    sampler = Sampler(
-        Tokenizer.from_hf(source),
-        config.sample_prompts,
-        max_new_tokens=config.sample_tokens,
-        chat=config.sample_chat,
-    )
 
     def sample(step: int) -> None:
         if step in done:
@@ -92,22 +143,28 @@ def sampling(
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
+def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
     """Profile the steps 3 to 5 within the context; yield what is to be called after each step.
+
+    If there are fewer steps, the last three are profiled.
 
     `trace.json.gz` is for https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
 
-    Args: folder, or None if nothing is profiled.
+    Args: folder, or None if nothing is profiled; steps, how many there will be.
     Raises:
         SaveError: the files cannot be written.
     """
-    if folder is None:
+    if folder is None or steps < 1:
         yield lambda: None
         return
     on_gpu = torch.cuda.is_available()
 
     def write(profiler: torch.profiler.profile) -> None:
         with writing(folder):
+            # Nothing is written through a link, or to a pipe.
+            for path in (folder, folder / "trace.json.gz", folder / "table.txt"):
+                if path.is_symlink() or (path != folder and os.path.lexists(path)):
+                    path.unlink()
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
@@ -116,7 +173,10 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    active = min(3, steps)
+    warmup = min(1, steps - active)
+    wait = min(1, steps - active - warmup)
+    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=write
     ) as profiler:

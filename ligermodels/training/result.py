@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.trainer import perplexity
 
 
 @dataclass(kw_only=True)
@@ -43,10 +42,10 @@ class FinetuneResult:
 
     @property
     def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the original checkpoint."""
-        return None if self.eval_loss_before is None else perplexity(self.eval_loss_before)
+        """Held-out perplexity of the original checkpoint; None if the loss is another one."""
+        return self.eval_before.get("eval_perplexity")
 
     @property
     def perplexity_after(self) -> float | None:
-        """Held-out perplexity of the trained weights."""
-        return None if self.eval_loss_after is None else perplexity(self.eval_loss_after)
+        """Held-out perplexity of the trained weights; None if the loss is another one."""
+        return self.eval_after.get("eval_perplexity")

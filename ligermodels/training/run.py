@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
+from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, SaveError, shown
 from ligermodels.kernels.dispatch import choose
@@ -26,7 +28,6 @@ from ligermodels.models.ranks import (
     error_on_all_ranks,
     from_rank_0,
     is_distributed,
-    num_ranks,
     rank,
 )
 from ligermodels.parallel.shard import shard
@@ -53,7 +54,7 @@ from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.push import check_login, push
-from ligermodels.training.reports import logged, logger_openers, profiled, sampling
+from ligermodels.training.reports import logged, logger_openers, profiled, sampler_of, sampling
 from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.streaming import stored_rows
@@ -85,7 +86,8 @@ class Run:
         progress: bool,
         interrupts: Interrupts,
     ) -> None:
-        self.config = config
+        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
+        self.config = config = replace(config, precision=self.precision)
         self.run_dir = run_dir
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
@@ -93,9 +95,9 @@ class Run:
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.progress = progress
         self.notes: list[str] = []
+        self.stored_hash: str | None = None  # of the base model's weights, where few bits are kept
         self.train_files: list[Path] = []
         self.objective = objective_of(config)
         if config.push_to_hub is not None:
@@ -108,11 +110,8 @@ class Run:
                 f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
                 "with several GPUs"
             )
-        if is_distributed() and (reason := self.objective.one_process):
-            raise ConfigError(
-                f"loss: {config.loss} cannot run in {num_ranks()} processes: {reason}; run it in "
-                "one process (without --gpus)"
-            )
+        # Several processes hold a part of the model each, or the whole of one that hardly learns.
+        self.shards = is_distributed() and config.lora is None and not self.objective.whole_model
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -127,7 +126,7 @@ class Run:
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
-        if is_distributed() and config.lora is None:
+        if self.shards:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
@@ -146,9 +145,11 @@ class Run:
             ranks=self.ranks,
         )
         with error_on_all_ranks():
+            sampler = sampler_of(config, source)
             check_unchanged(source, files)
         with self.interrupts.held():
-            base = {**files, "weights": weights_hash(model), **self.objective.hashes()}
+            weights = self.stored_hash or weights_hash(model)
+            base = {**files, "weights": weights, **self.objective.hashes()}
             with error_on_all_ranks():
                 self._start(source, base, rows, trainer, saved)
 
@@ -166,13 +167,12 @@ class Run:
                 profile = self.run_dir.profile_dir if config.profile and not rank() else None
                 with (
                     logged(self.run_dir, self.openers, self.saved["settings"], last),
-                    profiled(profile) as after_step,
+                    profiled(profile, trainer.total_steps - last) as after_step,
                 ):
                     sample = sampling(
-                        config,
+                        sampler,
                         self.run_dir,
                         model,
-                        source,
                         last=last,
                         autocast=trainer.autocast,
                         progress=self.progress,
@@ -218,7 +218,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = {**asdict(self.config), "precision": self.precision}
+        settings = asdict(self.config)
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [
@@ -233,8 +233,8 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        self.train_files = local_files(config.train_files)
-        eval_files = local_files(config.eval_files or [])
+        self.train_files = local_files(config.train_files, progress=self.progress)
+        eval_files = local_files(config.eval_files or [], progress=self.progress)
         if config.stream or config.data_weights:
             stored, stored_eval = stored_rows(
                 self.train_files,
@@ -280,8 +280,14 @@ class Run:
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        meta = is_distributed() and self.config.lora is None
-        model = load_model(source, self.config, self.precision, self.device, meta=meta)
+        model, self.stored_hash = load_model(
+            source, self.config, self.precision, self.device, meta=self.shards
+        )
+        if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
+            self._note(
+                f"{source / HEADS_NAME}: these heads are not exported, because they belong to the "
+                "model as it was"
+            )
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -298,6 +304,11 @@ class Run:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.lora is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
+        if self.config.medusa_heads is None and (source / HEADS_NAME).exists():
+            self._note(
+                f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
+                "(medusa_heads does)"
+            )
         return model
 
     def _plan_memory(
@@ -336,7 +347,14 @@ class Run:
             )
             run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
-            plan = run.plan(*self.objective.largest_batch(every))
+            try:
+                plan = run.plan(*self.objective.largest_batch(every))
+            except ConfigError as error:
+                if not held:
+                    raise
+                raise ConfigError(
+                    f"{error}; besides, the teacher or reference model takes {held} bytes"
+                ) from None
             model.set_memory_plan(plan)
             self._note(f"memory: {summary(plan)}")
 
@@ -394,6 +412,11 @@ class Run:
     def _check_same(self, source: Path, saved: dict[str, Any], facts: dict[str, Any]) -> None:
         """Raise LigerError if a run is resumed with another model, other data or other steps."""
         where = self.run_dir.path
+        if saved["base"].get("reward_function") != facts["base"].get("reward_function"):
+            raise LigerError(
+                f"{where}: the run was started with another content of "
+                f"{shown(self.config.reward_function)}; restore the file, or start another run"
+            )
         if other := changed(saved["base"], facts["base"]):
             raise LigerError(
                 f"{source}: this is not the model that the run in {where} was started with: "
@@ -482,9 +505,15 @@ class Run:
             trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
             trained.to(dtype)
             model.to(dtype)
-        model.save_hf(folder, max_shard_size=shard_size)
-        if rank() == 0:
-            self.objective.export(self.run_dir.model_dir)
+        save = partial(
+            model.save_hf, folder, max_shard_size=shard_size, write_heads=self.objective.export
+        )
+        if self.shards:  # all ranks together, which have a part each
+            save()
+        else:
+            with error_on_all_ranks(SaveError):
+                if rank() == 0:
+                    save()
         return model
 
     def _note(self, text: str) -> None:

@@ -279,7 +279,7 @@ class RunDir:
         """Append a line to metrics.jsonl."""
         with writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        for listener in self.listeners:
+        for listener in [*self.listeners]:
             listener(entry)
 
     def sync_metrics(self) -> None:
@@ -329,8 +329,13 @@ class RunDir:
             lines = io.BufferedReader(file).read().split(b"\n")[:-1]
         kept = []
         for number, line in enumerate(lines, start=1):
-            entry = parse_json(line, f"{self.samples_file}:{number}", CheckpointError)
-            if entry.get("step", 0) <= last:
+            where = f"{self.samples_file}:{number}"
+            entry = parse_json(line, where, CheckpointError)
+            if not is_int(entry.get("step")):
+                raise CheckpointError(
+                    f"{where}: {shown(entry)} is not a line of samples; restore or remove the file"
+                )
+            if entry["step"] <= last:
                 kept.append((entry["step"], line.decode()))
         _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
         return {step for step, _ in kept}

@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ligermodels.converters.files import read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
@@ -37,6 +30,7 @@ from ligermodels.models.ranks import (
     num_ranks,
     rank,
 )
+from ligermodels.parallel.state import PartsTensor
 from ligermodels.training.data import file_hash
 from ligermodels.training.files import PART, writing
 
@@ -50,6 +44,10 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: list[Part]
+
+
+def _whole(stored: Stored) -> PartsTensor:
+    return PartsTensor(stored.shape, stored.dtype, stored.parts)
 
 
 def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any]) -> None:
@@ -66,7 +64,7 @@ def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any])
             aside.mkdir(parents=True)
     with _quiet(SaveError, f"{folder}: cannot be written"):
         dcp.save(
-            {name: _Parts(stored) for name, stored in tensors.items()},
+            {name: _whole(stored) for name, stored in tensors.items()},
             storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
             no_dist=not is_distributed(),
         )
@@ -116,7 +114,7 @@ def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> No
                 )
     with _quiet(CheckpointError, f"{folder}: cannot be read"):
         dcp.load(
-            {name: _Parts(stored) for name, stored in tensors.items()},
+            {name: _whole(stored) for name, stored in tensors.items()},
             storage_reader=dcp.FileSystemReader(folder),
             no_dist=not is_distributed(),
         )
@@ -136,7 +134,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder was written to its end, and no removal has begun."""
+    """Return whether a folder was written to its end, and no removal has begun."""
     return (folder / FACTS).is_file()
 
 
@@ -167,55 +165,3 @@ def _quiet(kind: type[LigerError], what: str) -> Iterator[None]:
         found = kind(f"{what}: {first_line(first)}")
         found.is_repeated = rank() != 0
         raise found from error
-
-
-class _Parts(Tensor):
-    """A tensor for torch.distributed.checkpoint that has only this rank's parts.
-
-    The three special methods are that library's protocol for such tensors.
-    """
-
-    stored: Stored
-
-    @staticmethod
-    def __new__(cls, stored: Stored) -> _Parts:
-        made = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype)
-        made.stored = stored
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} needs the whole tensor")
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(part.values),
-                    size=torch.Size(self.stored.shape),
-                ),
-            )
-            for part, chunk in zip(self.stored.parts, self.__create_chunk_list__())
-            if not part.is_copy
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(_offsets(part)), part.values.shape)
-            for part in self.stored.parts
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for part in self.stored.parts:
-            if torch.Size(_offsets(part)) == index.offset:
-                return part.values
-        raise ValueError(f"{index} is not on this rank")
-
-
-def _offsets(part: Part) -> tuple[int, ...]:
-    return (part.row, part.column, *(0 for _ in part.values.shape[2:]))[: part.values.dim()]

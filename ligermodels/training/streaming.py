@@ -1,7 +1,8 @@
-"""Training data that is larger than memory: tokens in files, which are mapped into memory.
+"""Training data that is larger than memory: tokens in files, of which a run reads its rows.
 
 The first run tokenizes a file once, into HF_HOME. Of a JSONL file only a line is in memory then,
-and afterwards only the places of the documents. Rows are packed as in `packing`, but not across
+and afterwards only the places of the documents. The files have checksums; damaged ones are written
+again. Rows are packed as in `packing`, but not across
 files, and the best fit is looked for among 65536 documents at a time.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from ligermodels.converters.files import is_int, read_json
+from ligermodels.converters.files import OpenFile, is_int, read_json
 from ligermodels.errors import DataError, LigerError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import fingerprint
@@ -32,34 +33,68 @@ from ligermodels.training.packing import PackedRows, best_fit, generator, row_or
 _WINDOW = 2**16  # documents that are packed together
 _CYCLE = 1000  # rows in which the sources have their shares
 _FACTS = "facts.json"
+# The file NAME.bin holds numbers of this type.
+_DTYPES: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "loss_mask": np.bool_,
+    "ends": np.int64,
+    "divisible": np.bool_,
+}
+
+
+class _Column:
+    """The numbers in a file. A slice of them is read when it is asked for."""
+
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
+        self.path, self.dtype = path, np.dtype(dtype)
+        self._file = OpenFile(path, DataError)  # stays open: another file may take its name
+        self._identity = self._file.identity()
+
+    def __len__(self) -> int:
+        return self._identity[2] // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first, last, _ = part.indices(len(self))
+        found: np.ndarray = np.empty(max(0, last - first), self.dtype)
+        rest, offset = memoryview(found.view(np.uint8).data), first * self.dtype.itemsize
+        try:
+            while rest and (count := self._file.read_at(offset, rest)):
+                rest, offset = rest[count:], offset + count
+            changed = bool(rest) or self._file.identity() != self._identity
+        except OSError as error:
+            raise DataError(f"{self.path}: the file cannot be read: {error.strerror}") from None
+        if changed:
+            raise DataError(
+                f"{self.path}: the file was changed while a run was using it; start the run again "
+                "with --resume, which makes the file anew"
+            )
+        return found
 
 
 class TokenStore:
     """The documents of a file, as tokens on the disk.
 
     Attributes:
-        ids, loss_mask: of all documents, one after the other; int32 and bool, mapped into memory.
+        ids, loss_mask: of all documents, one after the other; int32 and bool, slices of which are
+            read from the disk.
         ends: (documents,) int64, where each one ends.
         divisible: (documents,) bool, as in `Document`.
         digest: a hash of all of these.
         max_id: the largest token id.
+    Raises:
+        DataError: the folder does not hold what `token_store` has written there.
     """
 
     def __init__(self, folder: Path) -> None:
         facts = read_json(folder / _FACTS, DataError)
-        if not (is_int(facts.get("max_id")) and isinstance(facts.get("digest"), str)):
-            raise DataError(f"{folder / _FACTS}: this is not what a run writes; remove the folder")
-        self.digest: str = facts["digest"]
+        digests = {name: file_hash(folder / f"{name}.bin") for name in _DTYPES}
+        if facts.get("digests") != digests or not is_int(facts.get("max_id")):
+            raise DataError(f"{folder}: the files do not match their checksums")
+        self.digest = fingerprint(digests)
         self.max_id: int = facts["max_id"]
-        try:
-            self.ids: np.ndarray = np.memmap(folder / "ids.bin", np.int32, "r")
-            self.loss_mask: np.ndarray = np.memmap(folder / "loss_mask.bin", np.bool_, "r")
-            self.ends = np.fromfile(folder / "ends.bin", np.int64)
-            self.divisible = np.fromfile(folder / "divisible.bin", np.bool_)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{folder}: cannot be read: {error}; remove the folder") from None
-        if not len(self.ids) == len(self.loss_mask) == self.ends[-1]:
-            raise DataError(f"{folder}: a file is cut short; remove the folder")
+        columns = {name: _Column(folder / f"{name}.bin", _DTYPES[name]) for name in _DTYPES}
+        self.ids, self.loss_mask = columns["ids"], columns["loss_mask"]
+        self.ends, self.divisible = columns["ends"][:], columns["divisible"][:]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -81,15 +116,21 @@ def token_store(
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
-        if not (folder / _FACTS).is_file():
+        try:
+            return TokenStore(folder)
+        except DataError:  # There is none yet, or it is damaged.
             _write(folder, iter_documents(file, tokenizer, separator), file)
-    return TokenStore(folder)
+        return TokenStore(folder)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Let other processes wait until this one has written the tokens."""
-    with open(path, "w") as lock:
+    # Never through a link, and without waiting for the reader of a pipe.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    with writing(path):
+        descriptor = os.open(path, flags, 0o666)
+    with open(descriptor, "rb", buffering=0) as lock:
         try:
             import fcntl
 
@@ -102,30 +143,37 @@ def _locked(path: Path) -> Iterator[None]:
 def _write(folder: Path, documents: Iterator[Document], file: Path) -> None:
     aside = folder.with_suffix(".part")
     shutil.rmtree(aside, ignore_errors=True)
-    digest, end, max_id = hashlib.sha256(), 0, -1
-    names = ("ids", "loss_mask", "ends", "divisible")
+    digests = {name: hashlib.sha256() for name in _DTYPES}
+    end, max_id = 0, -1
     try:
         with contextlib.ExitStack() as stack, writing(folder):
             aside.mkdir()
-            files = [stack.enter_context(open(aside / f"{name}.bin", "wb")) for name in names]
+            files = {n: stack.enter_context(open(aside / f"{n}.bin", "wb")) for n in _DTYPES}
             for document in documents:
                 end += len(document)
                 max_id = max(max_id, int(document.ids.max()))
                 values = (document.ids, document.loss_mask, [end], [document.divisible])
-                for out, value, kind in zip(
-                    files, values, (np.int32, np.bool_, np.int64, np.bool_)
-                ):
-                    raw = np.ascontiguousarray(value, dtype=kind).tobytes()
-                    out.write(raw)
-                    digest.update(raw)
+                for name, value in zip(_DTYPES, values):
+                    raw = np.ascontiguousarray(value, dtype=_DTYPES[name]).tobytes()
+                    files[name].write(raw)
+                    digests[name].update(raw)
         if max_id < 0:
             raise DataError(f"{file}: there is nothing to train on: every document is empty")
         with writing(folder):
-            facts = {"digest": digest.hexdigest(), "max_id": max_id}
-            (aside / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            facts = {"digests": {n: each.hexdigest() for n, each in digests.items()}}
+            (aside / _FACTS).write_text(json.dumps(facts | {"max_id": max_id}), encoding="utf-8")
+            _remove(folder)
             os.replace(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove what has this name, if anything has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def held_out(store: TokenStore, fraction: float, seed: int, number: int) -> np.ndarray:
@@ -244,9 +292,9 @@ class StoredRows(PackedRows):
         ends, store = self._ends[source], self.stores[source]
         found = []
         for start, stop in self._pieces[source][ends[index - 1] if index else 0 : ends[index]]:
-            loss_mask = np.array(store.loss_mask[start:stop])
+            loss_mask = store.loss_mask[start:stop]
             loss_mask[0] = False
-            found.append(Document(np.array(store.ids[start:stop]), loss_mask))
+            found.append(Document(store.ids[start:stop], loss_mask))
         return found
 
 

@@ -7,16 +7,19 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads import MedusaHeads
 from ligermodels.training.adapters import add_adapters, merged, quantize
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.inputs import check_unchanged, weights_hash
 from ligermodels.training.lora_options import parse_lora
+from ligermodels.training.medusa import MedusaObjective
 from ligermodels.training.memory import frozen_dtype, weight_dtype
 from ligermodels.training.optimizers import freeze
 from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir
@@ -32,26 +35,29 @@ def load_model(
     device: torch.device,
     *,
     meta: bool = False,
-) -> DecoderModel:
+) -> tuple[DecoderModel, str | None]:
     """Return the model of a checkpoint as a run trains it.
 
     Args: precision, that of the run, which is never None; meta, whether the weights are read later.
+    Returns: the model, and the hash of the weights that the checkpoint holds if they are kept in
+        few bits. Devices may round those in different ways.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
     dtype = (weight_dtype if config.lora is None else frozen_dtype)(precision)
-    place = torch.device("meta") if meta else device
+    place, stored = torch.device("meta") if meta else device, None
     if config.load_in is not None:
         place = torch.device("cpu")  # the linears are converted one by one
     model: DecoderModel = AutoLiger.from_hf(source, dtype=dtype, device=place)
     if config.lora is not None:
         if config.load_in is not None:
+            stored = weights_hash(model)
             quantize(model, int(config.load_in[0]), device)
         options, adapter_dtype = parse_lora(config.lora), weight_dtype(precision)
         add_adapters(model, options, config.lora_targets, dtype=adapter_dtype, seed=config.seed)
     elif patterns := config.freeze or config.train_only:
         freeze(model, patterns, only=config.train_only is not None)
-    return model
+    return model, stored
 
 
 def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
@@ -67,8 +73,10 @@ def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
     return run, int(match[1])
 
 
-def load_checkpoint(run: Path, step: int) -> DecoderModel:
-    """Return the model after a step of a run, on the CPU; adapters are added to its weights.
+def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | None]:
+    """Return the model after a step of a run, on the CPU, and Medusa's heads if it trained them.
+
+    Adapters are added to the model's weights.
 
     Raises:
         CheckpointError: the run has no such checkpoint, it is damaged, or the model that the run
@@ -84,23 +92,27 @@ def load_checkpoint(run: Path, step: int) -> DecoderModel:
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     known_options = {each.name for each in fields(FinetuneConfig)}
     config = FinetuneConfig(**{k: v for k, v in saved["settings"].items() if k in known_options})
-    if config.medusa_heads is not None:
-        raise CheckpointError(
-            f"{run}: a run with medusa_heads is exported at its end, together with its heads; "
-            "its checkpoints cannot be converted"
-        )
     source = Path(resolve(config.model, revision=config.revision))
-    of_weights = ("weights", "teacher")  # The other hashes are those of files.
+    of_weights = (
+        "weights",
+        "teacher",
+        "heads",
+        "reward_function",
+    )  # The other hashes are those of files.
     check_unchanged(source, {k: v for k, v in saved["base"].items() if k not in of_weights})
     precision = config.precision or "float32"
-    model = load_model(source, config, precision, torch.device("cpu"))
-    # The checkpoint holds the trained weights alone. Others of few bits may be rounded in another
-    # way on the device of the run, so they cannot be compared with its hash.
-    partial = config.lora or config.freeze or config.train_only
-    if partial and config.load_in is None and weights_hash(model) != saved["base"].get("weights"):
+    model, stored = load_model(source, config, precision, torch.device("cpu"))
+    heads: MedusaHeads | None = None
+    trained: nn.Module = model
+    if config.medusa_heads is not None:
+        medusa = MedusaObjective(config)
+        trained, heads = medusa.module(model), medusa.heads
+    # The checkpoint holds the trained weights alone.
+    partial = not all(p.requires_grad for p in model.parameters())
+    if partial and (stored or weights_hash(model)) != saved["base"].get("weights"):
         raise CheckpointError(
             f"{source}: these are not the weights that the run in {run} was started with; restore "
             "the model"
         )
-    checkpoints.load(step, model)
-    return model if config.lora is None else merged(model)
+    checkpoints.load(step, trained)
+    return model if config.lora is None else merged(model), heads

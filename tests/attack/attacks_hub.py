@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save
 
 import ligermodels
 from tests.attack.harness import Case, Fault, attack
@@ -20,6 +22,7 @@ from tests.attack.loopback_hub import COMMIT, REPO, Hub, loopback_hub
 from tests.training.tiny_run import make_checkpoint
 
 OTHER = COMMIT[::-1]
+HEADS = save({"0.0.linear.weight": torch.ones(64, 64), "0.0.linear.bias": torch.ones(64)})
 
 
 def make_repository(case: Case) -> Path:
@@ -28,6 +31,8 @@ def make_repository(case: Case) -> Path:
     if case.draw.random() < 0.5:
         model = ligermodels.AutoLiger.from_hf(folder)
         model.save_hf(folder, max_shard_size=100_000)
+    if case.draw.random() < 0.3:
+        (folder / "medusa_lm_head.safetensors").write_bytes(HEADS)
     return folder
 
 

@@ -7,14 +7,19 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.cli.options import byte_size
+from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.layers import LoraLinear
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.heads import MedusaHeads
+from ligermodels.models.heads_file import save_heads
 from ligermodels.training.adapters import add_adapters, export_adapter, merged
 from ligermodels.training.lora_options import LoraOptions
 from tests.cli.helpers import SMALL, assert_one_line
+from tests.training.tiny_run import same
 
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
@@ -146,6 +151,110 @@ def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
     assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the file")
     assert_one_line(call("convert", run / "checkpoint-7", tmp_path / "x"), "step 7; it has 1, 2")
     assert_one_line(call("convert", run / "checkpoint-2", "--verify"), "needs TARGET")
+
+
+def with_heads(checkpoint, folder):
+    """Copy a checkpoint, and put heads beside it."""
+    shutil.copytree(checkpoint, folder)
+    heads = MedusaHeads(AutoLiger.from_hf(folder).head, 2)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    save_heads(heads, folder)
+    return folder / HEADS_NAME
+
+
+def test_heads_are_converted_with_their_model(call, checkpoint, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    file = with_heads(checkpoint, source)
+    code, out, _ = call("convert", source, target, "--verify")
+    stored = load_file(file)
+    count = len(stored) + len(load_file(source / "model.safetensors"))
+    assert code == 0 and f"bitwise equal: {count} tensors" in out
+    for name, x in load_file(target / HEADS_NAME).items():
+        assert torch.equal(x, stored[name])
+    assert f"bitwise equal: {count} tensors" in call("convert", source, "--verify")[1]
+
+    half = [source, target, "--dtype", "float16"]
+    assert_one_line(call("convert", *half), "--overwrite")
+    assert call("convert", *half, "--overwrite", "--verify")[0] == 0
+    assert {x.dtype for x in load_file(target / HEADS_NAME).values()} == {torch.float16}
+    # Heads that belong to the replaced model do not stay.
+    assert call("convert", checkpoint, target, "--overwrite")[0] == 0
+    assert not (target / HEADS_NAME).exists()
+
+
+def test_heads_that_do_not_fit_are_refused(call, checkpoint, tmp_path, subtests):
+    file = with_heads(checkpoint, tmp_path / "source")
+    stored = load_file(file)
+    name = "0.0.linear.weight"
+    for value, words in (
+        (torch.full_like(stored[name], torch.nan), "infinite or NaN"),
+        (torch.ones(3, 3), "shape (3, 3)"),
+        (torch.full_like(stored[name], 1e9), "infinite or NaN"),
+    ):
+        with subtests.test(words):
+            save_file(stored | {name: value}, file)
+            arguments = [file.parent, tmp_path / "out", "--dtype", "float16"]
+            assert_one_line(call("convert", *arguments), HEADS_NAME, name, words)
+            assert not (tmp_path / "out").exists()
+    file.write_bytes(b"no heads")
+    assert_one_line(call("convert", file.parent, "--verify"), str(file))
+
+
+@pytest.mark.parametrize(
+    "name", ["value_head.safetensors", "adapter_config.json", "medusa_lm_head.pt", "mtp.bin"]
+)
+def test_weights_that_would_be_lost_are_refused(call, checkpoint, tmp_path, name):
+    shutil.copytree(checkpoint, tmp_path / "source")
+    (tmp_path / "source" / name).write_bytes(b"")
+    for arguments in ([tmp_path / "out"], ["--verify"]):
+        result = call("convert", tmp_path / "source", *arguments)
+        assert_one_line(result, f"{tmp_path}/source/{name}", "would lose", "move it")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_converted_is_said(call, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "source")
+    for name in ("README.md", "pytorch_model.bin", "optimizer.pt", ".gitattributes"):
+        (tmp_path / "source" / name).write_bytes(b"")
+    code, _, err = call("convert", tmp_path / "source", tmp_path / "out")
+    assert code == 0
+    assert err == "ligermodels: not converted: README.md, optimizer.pt, pytorch_model.bin\n"
+
+
+def test_a_checkpoint_of_a_run_with_heads_is_converted(call, checkpoint, text, tmp_path, subtests):
+    base = checkpoint
+    for stage in (1, 2):
+        with subtests.test(stage=stage):
+            run = tmp_path / f"run{stage}"
+            options = ["--train-files", text, "--output-dir", run, "--quiet", *SMALL]
+            options += ["--medusa-heads", "2", "--medusa-stage", str(stage), "--save-steps", "1"]
+            assert call("finetune", base, *options)[0] == 0
+            assert call("convert", run / "checkpoint-2", out := tmp_path / f"out{stage}")[0] == 0
+            for name in ("model.safetensors", HEADS_NAME):
+                assert same(load_file(out / name), load_file(run / "model" / name))
+            base = run / "model"
+    (tmp_path / "run2" / "checkpoints" / "step-00000002.safetensors").unlink()
+    (tmp_path / "run2" / "checkpoints" / "step-00000001.safetensors").unlink()
+    shutil.rmtree(tmp_path / "run2" / "model")
+    file = tmp_path / "run1" / "model" / HEADS_NAME
+    save_file({name: 2 * x for name, x in load_file(file).items()}, file)
+    again = call("finetune", "--resume", "--output-dir", tmp_path / "run2", "--quiet")
+    assert_one_line(again, "heads changed")
+    options = ["--train-files", text, "--output-dir", tmp_path / "plain", *SMALL]
+    code, _, err = call("finetune", tmp_path / "run1" / "model", *options)
+    assert code == 0 and f"{file}: these heads are not exported" in err
+
+
+def test_an_adapter_brings_its_tokenizer(call, checkpoint, tmp_path):
+    model = AutoLiger.from_hf(checkpoint)
+    add_adapters(model, LoraOptions(2, 4.0))
+    export_adapter(model, adapter := tmp_path / "adapter", str(checkpoint), None)
+    (adapter / "chat_template.jinja").write_text("hello")
+    assert call("convert", adapter, tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "hello"
+    (adapter / "extra.safetensors").touch()
+    assert_one_line(call("convert", adapter, tmp_path / "o"), "extra.safetensors", "would lose")
 
 
 def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_path):

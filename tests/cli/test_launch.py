@@ -68,10 +68,20 @@ def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_process_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "sent", "line"),
+    [
+        (1, signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (1, signal.SIGSTOP, "rank 1 of 2 did not come within"),
+        (0, signal.SIGSTOP, "rank 0 of 2 did not answer within"),
+    ],
+)
+def test_a_process_that_is_killed_or_hangs_is_named(
+    tmp_path: Path, number: int, sent: signal.Signals, line: str
+) -> None:
     make_checkpoint(tmp_path / "base")
     make_text(tmp_path / "text.txt")
-    process = start(tmp_path, "--max-steps", "1000", "--quiet")
+    process = start(tmp_path, "--max-steps", "1000", "--quiet", "--rank-timeout", "8")
     for _ in range(600):
         if any((tmp_path / "run").glob("checkpoints/step-0000000?")):
             break
@@ -79,10 +89,10 @@ def test_a_killed_process_is_named(tmp_path: Path) -> None:
     workers = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
-    os.kill(int(workers[1]), signal.SIGKILL)
+    os.kill(int(workers[number]), sent)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 1, err
-    assert "ligermodels: rank 1 was killed by SIGKILL" in err.splitlines(), err
+    assert process.returncode > 0, err
+    assert err.splitlines()[-1].startswith("ligermodels: ") and line in err, err
 
 
 def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +129,8 @@ def test_the_failure_that_caused_the_others_is_told() -> None:
     said = failure(6, 2, message={"message": "no such file", "extraInfo": {"code": 2}})
     assert launch._first({0: stopped, 1: killed}) == ("rank 1 was killed by SIGKILL", 1)
     assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
+    hung = failure(36, -9, "SIGKILL")  # it did not end when it was asked to
+    assert launch._first({0: said, 1: hung}) == ("no such file", 2)
+    assert launch._first({0: failure(36, 1), 1: hung}) == ("rank 1 was killed by SIGKILL", 1)
     line, code = launch._first({3: failed, 1: stopped})
     assert line == "rank 3 ended with exit code 1; its error is above" and code == 1

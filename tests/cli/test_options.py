@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import pytest
@@ -72,9 +73,11 @@ def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
     (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nway')")
     (tmp_path / "clash.py").write_text(FAMILY.format(name="llama"))
     (tmp_path / "json.py").write_text("")
+    os.mkfifo(tmp_path / "pipe.py")
     for name, words in (
         ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (f"{tmp_path}/nothing.py", "FileNotFoundError"),
+        (f"{tmp_path}/nothing.py", "No such file or directory"),
+        (f"{tmp_path}/pipe.py", "not a regular file but a pipe"),
         (f"{tmp_path}/broken.py", "RuntimeError: no"),
         (f"{tmp_path}/clash.py", "'llama' belongs to ligermodels.models.llama.LigerLlama"),
         (f"{tmp_path}/json.py", "'json' is imported already; rename the file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels.converters.adapters import pack_adapter, unpack_adapter
 from ligermodels.errors import CheckpointError
@@ -211,3 +212,60 @@ def test_an_adapter_without_its_tensors_or_its_model_is_refused(folders, tmp_pat
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         AutoLiger.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a number"),
+        ({"lora_alpha": 1e400}, "lora_alpha is inf"),
+        ({"r": 4}, r"q_proj.lora_A.weight has the shape \[3, 48\], expected \[4, 48\]"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is .* but must be an object"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "no expression for names of modules"),
+        ({"alpha_pattern": {"(": 1}}, "no expression for names of modules"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.'q_proj'. is None"),
+        ({"revision": 3}, "revision: 3"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(change, message, folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, target_modules=["q_proj"], r=3)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message) as error:
+        AutoLiger.from_hf(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x[:, 1:].contiguous(), "has the shape"),
+        (lambda x: x[0], "has the shape"),
+        (lambda x: x / 0, "holds NaN or infinite values"),
+        (lambda x: x.to(torch.int64), "has the dtype I64"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, message, folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file(tensors | {name: change(tensors[name])}, file)
+    with pytest.raises(CheckpointError, match=message):
+        AutoLiger.from_hf(tmp_path)
+
+
+def test_an_adapter_is_not_its_own_model(folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path)}
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="which is an adapter, too"):
+        AutoLiger.from_hf(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_not_added_without_a_word(folders, tmp_path) -> None:
+    shutil.copytree(folders["llama"], tmp_path / "both")
+    published(folders["llama"], tmp_path / "both", target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match="adapter beside the model is not added"):
+        AutoLiger.from_hf(tmp_path / "both")

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from ligermodels.converters.weight_map import (
     Entry,
@@ -55,6 +56,13 @@ def test_a_map_that_tiles_passes_the_check():
     # The spans of an entry may be in any order, and one tensor may fill several entries.
     split = Entry("a", (4, 3), (Span("t", 2, 2, 2), Span("t", 0, 0, 2)))
     WeightMap((split, Entry("b", (2, 3), (Span("t", 4, 0, 2),)))).check("Family", SHAPES)
+
+
+def test_a_constant_that_is_also_a_source_is_refused() -> None:
+    entry = packed_entry("a", (), ("hf.a", 2))
+    table = WeightMap((entry,), constants={"hf.a": torch.zeros(2)})
+    with pytest.raises(ConfigError, match=r"Own: weight map: constant 'hf\.a' is also a source"):
+        table.check("Own", {"a": (2,)})
 
 
 def test_a_map_that_does_not_tile_is_refused_by_family_and_entry(subtests):

@@ -32,6 +32,16 @@ def test_an_unknown_argument_is_refused(value: object) -> None:
     native_inputs(None, None, None, None, None, {"token_type_ids": None})
 
 
+@pytest.mark.gpu
+def test_a_mask_of_ones_on_a_gpu_is_left_out() -> None:
+    ones = torch.ones(2, 4, dtype=torch.int64, device="cuda")
+    padded = ones.clone()
+    padded[1, 3:] = 0
+    for mask, expected in ((ones, None), (padded, padded.bool())):
+        found = native_inputs(ones, None, mask, None, None, {})["attention_mask"]
+        assert found is expected if expected is None else torch.equal(found, expected)
+
+
 def test_layer_outputs_are_collected_until_removed() -> None:
     model, ids = random_model("llama"), torch.randint(0, VOCAB, (1, 4))
     seen = LayerOutputs(model)

@@ -54,6 +54,27 @@ def test_a_table_is_known_by_its_name_and_content_alone(tmp_path, cache):
     assert rows(file) == [{"text": "again"}]
 
 
+def test_a_damaged_copy_is_made_again(tmp_path, cache):
+    table = tmp_path / "a.csv"
+    table.write_text("text\nfirst\n")
+    (file,) = local_files([str(table)])
+    for content in ('{"text": "other"}\n', ""):
+        file.write_text(content)
+        assert local_files([str(table)]) == [file] and rows(file) == [{"text": "first"}]
+    (file.parent / f"{file.name}.sha256").unlink()
+    assert local_files([str(table)]) == [file] and rows(file) == [{"text": "first"}]
+    assert len([*file.parent.iterdir()]) == 2
+
+
+def test_bars_are_hidden_where_nothing_is_shown(tmp_path, cache, capfd):
+    (tmp_path / "a.csv").write_text("text\nfirst\n")
+    (tmp_path / "b.csv").write_text("text\nsecond\n")
+    local_files([str(tmp_path / "a.csv")], progress=False)
+    assert capfd.readouterr().err == ""
+    local_files([str(tmp_path / "b.csv")])
+    assert "examples/s" in capfd.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
     cache.write_text("no folder")
     (tmp_path / "a.csv").write_text("text\nfirst\n")

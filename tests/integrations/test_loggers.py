@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.integrations.loggers import loggers_by_name
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
@@ -83,3 +84,39 @@ def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_p
     for name in ("tensorboard", "wandb"):
         with pytest.raises(ConfigError, match=rf"report_to: {name} needs {name}, .* pip install"):
             loggers_by_name([name])
+
+
+def test_a_logger_that_fails_does_not_end_the_run(checkpoint, text, tmp_path, board, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no connection\nat all")
+
+    given = {"max_steps": 2, "report_to": ["tensorboard", "wandb"]}
+    monkeypatch.setattr(Board, "log", fails)
+    monkeypatch.setattr(Board, "finish", fails)
+    with pytest.warns(UserWarning, match="WandbLogger fails, and gets no more .*: no connection$"):
+        done = run(checkpoint, text, tmp_path / "run", **given)
+    assert done.steps == 2 and len(Board.made[0].entries) > 2
+    monkeypatch.setattr(Board, "__init__", fails)
+    with pytest.raises(LigerError, match="TensorBoardLogger cannot be opened: no connection"):
+        run(checkpoint, text, tmp_path / "other", **given)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "bytes"])
+def test_an_odd_id_of_wandb(checkpoint, text, tmp_path, board, kind):
+    given = {"max_steps": 2, "save_steps": 1, "report_to": ["wandb"]}
+    run(checkpoint, text, tmp_path / "run", **given)
+    file = tmp_path / "run" / "wandb_id"
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+        with pytest.raises(LigerError, match="wandb_id: this is not a regular file but a pipe"):
+            run(checkpoint, text, tmp_path / "run", **given, resume=True)
+        return
+    if kind == "link":
+        file.symlink_to(tmp_path / "mine")
+        (tmp_path / "mine").write_text("mine")
+    else:
+        file.write_bytes(b"\xff")
+    run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    if kind == "link":
+        assert (tmp_path / "mine").read_text() == "mine" and not file.is_symlink()

@@ -67,7 +67,9 @@ def test_adapters_on_a_quantised_shell(folder, kind) -> None:
     assert len(grads) == 14 and all(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if "8bit" in kind else ()) for kind in KINDS]
+)
 def test_quantised_checkpoints_both_ways(folder, tmp_path, kind) -> None:
     config = quantization_config(kind)
     auto = transformers.AutoModelForCausalLM

@@ -206,7 +206,8 @@ def test_impossible_requests_are_refused(
 
 
 def test_the_memory_of_cross_attention_is_counted() -> None:
-    model = Crossed(LlamaConfig(vocab_size=97, hidden_size=32, num_attention_heads=4))
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = Crossed(LlamaConfig(vocab_size=97, **sizes))
     short, long = (Planner(model, "1GiB", memory_seq=keys).least_bytes(4, 16) for keys in (8, 520))
     assert long - short > 2 * (512 * 4 * 20 * 4)  # the memory, its gradient, keys and values
     assert model.plan_memory(4, 16, "1GiB", memory_seq=8).prediction is not None

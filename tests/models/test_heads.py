@@ -14,6 +14,7 @@ from ligermodels.layers import LossHead
 from ligermodels.models.heads import MedusaHeads, MedusaModel, ahead_targets
 from tests.layers.heads import swap
 from tests.models.pairs import relative
+from tests.models.test_base import tokens, with_third
 
 HIDDEN, VOCAB, BATCH, SEQ, HEADS = 20, 37, 3, 9, 3
 
@@ -187,6 +188,18 @@ def test_the_stages() -> None:
     assert relative(out.loss, wanted) <= 1e-6
     out.loss.backward()
     assert all(x.grad is not None for x in body.parameters())
+
+
+def test_the_second_stage_keeps_what_layers_add_to_the_loss() -> None:
+    body = with_third()
+    heads = MedusaHeads(body.head, 1)
+    ids, labels = tokens()
+    for normalizer in (None, 40):
+        own = body(ids, labels=labels, normalizer=normalizer)
+        assert own.auxiliary_loss > 0
+        out = MedusaModel(body, heads, freeze_body=False)(ids, labels, normalizer=normalizer)
+        alone = MedusaModel(body, heads)(ids, labels, normalizer=normalizer)
+        torch.testing.assert_close(out.loss, own.loss + 0.2 * alone.loss)
 
 
 def test_refusals() -> None:

@@ -24,6 +24,7 @@ from ligermodels import (
     load_pretrained,
     register,
 )
+from ligermodels.converters.verify import compare, verify
 from ligermodels.layers import Attention, DecoderBlock, GatedMLP, LossHead, RMSNorm, RotaryEmbedding
 from ligermodels.models import auto, hf_io
 from ligermodels.models.base import DecoderModel
@@ -406,6 +407,75 @@ def _with_buffers(register: bool = True, persistent: bool = False) -> Any:
                 norm.slopes = slopes
 
     return Slopes
+
+
+def test_a_subclass_of_a_family_does_not_save_without_its_buffers(tmp_path: Path) -> None:
+    class Counting(LigerLlama):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.norm.register_buffer("seen", torch.zeros(3))
+
+    class Stateful(LigerLlama):
+        def get_extra_state(self) -> int:
+            return 1
+
+    for cls, name in ((Counting, r"norm\.seen"), (Stateful, "_extra_state")):
+        with pytest.raises(SaveError, match=f"{cls.__name__}: .*'{name}' .*persistent=False"):
+            cls(LlamaConfig(**SIZES)).save_hf(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: Path) -> None:
+    """In one file and in shards, also those of dtypes that no parameter has."""
+
+    class Constant(LigerLlama):
+        @staticmethod
+        def weight_map(config: LlamaConfig) -> Any:
+            found = LigerLlama.weight_map(config)
+            given = {"layers.1.beta": torch.tensor(0.501), "layers.1.steps": torch.arange(5)}
+            return dataclasses.replace(
+                found,
+                ignored=(*found.ignored, ".mask"),
+                constants={**given, "new": torch.eye(2) > 0},
+            )
+
+    Constant(LlamaConfig(**SIZES)).save_hf(tmp_path / "new")
+    found = tensors(tmp_path / "new")
+    assert found["layers.1.beta"] == torch.tensor(0.501) and found["new"].tolist() == [
+        [1, 0],
+        [0, 1],
+    ]
+    saved(tmp_path / "a")
+    constants = {
+        "layers.0.rotary_emb.inv_freq": torch.rand(8),
+        "layers.0.mask": torch.ones(3, 1).tril().bool(),
+        "layers.1.steps": torch.arange(5),
+        "layers.1.beta": torch.tensor(0.5, dtype=torch.float64),
+        "layers.1.mask": torch.full((2, 2), float("-inf"), dtype=torch.bfloat16),
+    }
+    expected = tensors(tmp_path / "a") | constants
+    save_file(expected, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    model = Constant.from_hf(tmp_path / "a", dtype=torch.float16)
+    for shard in (8000, 5 * 10**9):
+        model.save_hf(tmp_path / "b", max_shard_size=shard)
+        found = tensors(tmp_path / "b")
+        assert found.keys() == expected.keys() | {"new"}
+        for name, constant in constants.items():
+            assert found[name].dtype == constant.dtype and torch.equal(found[name], constant), name
+        assert compare(tmp_path / "a", tmp_path / "b", Constant, dtype=torch.float16).ok
+    assert verify(tmp_path / "a", Constant).ok
+    del expected["layers.1.beta"]
+    save_file(expected, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    report = compare(tmp_path / "a", tmp_path / "b", Constant)
+    assert report.differences[0] == "layers.1.beta: differs"
+    for wrong in (
+        torch.tensor(0.6),
+        torch.tensor([0.501]),
+        torch.tensor(0.5).to(torch.float8_e5m2),
+    ):
+        save_file(expected | {"layers.1.beta": wrong}, tmp_path / "b" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"'layers.1.beta' does not .* map, 0\.50"):
+            Constant.from_hf(tmp_path / "b")
 
 
 def test_a_load_computes_the_buffers_of_the_constructor(tmp_path: Path) -> None:

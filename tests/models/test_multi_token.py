@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
 from ligermodels.models.multi_token import MultiTokenModel
 from tests.models.pairs import relative
+from tests.models.test_base import tokens, with_third
 
 COMMON = {
     "vocab_size": 37,
@@ -50,6 +51,18 @@ def test_the_loss(body) -> None:
     grads = torch.autograd.grad(out.loss, parameters)
     for grad, want in zip(grads, torch.autograd.grad(total, parameters)):
         assert relative(grad, want) <= 1e-4
+
+
+def test_the_loss_has_what_layers_add_to_it() -> None:
+    body = with_third()
+    model = MultiTokenModel(body, 1)
+    ids, labels = tokens()
+    out = model(ids, labels=labels)
+    own = body(ids, labels=labels)
+    added = own.auxiliary_loss
+    torch.testing.assert_close(out.loss, out.losses[0] + 0.3 * out.losses[1] + added)
+    half = model(ids, labels=labels, normalizer=2 * own.num_valid)
+    torch.testing.assert_close(half.loss, half.losses[0] + 0.3 * half.losses[1] + added / 2)
 
 
 def test_no_module_sees_what_it_predicts() -> None:

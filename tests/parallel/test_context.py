@@ -21,6 +21,7 @@ from ligermodels.memory.simulate import simulate
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
+from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.test_shard import (
     FLOAT32,
@@ -33,7 +34,7 @@ from tests.parallel.test_shard import (
     save,
     step,
 )
-from tests.parallel_worker import SIZES, StorageTracker, relative
+from tests.parallel_worker import SIZES, relative
 
 BATCH, SEQ = 2, 16
 # Of the families from outside, one has parallel blocks, and another one experts.
@@ -121,8 +122,14 @@ def padding() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
+def ends() -> dict[str, Any]:
+    """Of documents in a single row of all tokens."""
+    return {"cu_seqlens": torch.tensor([0, 5, 6, 13, 31, BATCH * SEQ]), "max_seqlen": 18}
+
+
 INPUTS: dict[str, Any] = {
     "documents": documents,
+    "ends of documents": ends,
     "padding": padding,
     "prefixes": lambda: {"prefix_lengths": torch.tensor([9, 2])},
 }
@@ -165,6 +172,8 @@ def rows(
     shard(sharded, mesh, **FLOAT32)
     sharded.set_memory_plan(plan)
     (ids, labels), given = data(), inputs()
+    if "cu_seqlens" in given:
+        ids, labels = ids.view(1, -1), labels.view(1, -1)
     expected = model(ids, labels=labels, **given, **(options or {}))
     out = sharded(ids, labels=labels, **given, **(options or {}))
     upstream = torch.rand(expected.loss.shape, generator=torch.Generator().manual_seed(1))

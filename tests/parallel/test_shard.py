@@ -7,10 +7,12 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,11 +25,14 @@ from ligermodels import (
     mean_over_ranks,
     no_sync,
     shard,
+    sharded_state,
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
+from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel_worker import SIZES, count, data, relative
 
@@ -70,6 +75,8 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 def cases(ranks: int) -> dict[str, Case]:
     layouts = meshes(ranks)
     found: dict[str, Case] = {"refused meshes": refused}
+    backwards = DeviceMesh("cpu", [*range(ranks)][::-1], mesh_dim_names=("dp_shard",))
+    found["ranks in another order, save"] = partial(save, backwards)
     for layout, mesh in layouts.items():
         for number, family in enumerate(sorted(OWN)):
             tied = number % 2 == 0
@@ -89,6 +96,7 @@ def cases(ranks: int) -> dict[str, Case]:
             f"{layout}, load, tied": partial(load, mesh, True),
             f"{layout}, save": partial(save, mesh),
             f"{layout}, save, an error": partial(save_fails, mesh),
+            f"{layout}, training state": partial(training_state, mesh),
             f"{layout}, logits and their gradient": partial(logits, mesh),
             f"{layout}, norm of the gradients": partial(clipping, mesh),
         }
@@ -99,6 +107,9 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
+        if "tp" in layout:
+            found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
+            found[f"{layout}, state dict"] = partial(state_dict, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
             found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
@@ -108,7 +119,8 @@ def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
     torch.manual_seed(7)
     cls = families()[family]
     sizes = {**SIZES, "intermediate_size": 28, **OWN.get(family, {}), **changes}
-    return cls(cls.config_class(**sizes, tie_word_embeddings=tied, initializer_range=0.3))
+    options = {"tie_word_embeddings": tied, "initializer_range": 0.3, **sizes}
+    return cls(cls.config_class(**options))
 
 
 def own_rows(mesh: DeviceMesh) -> torch.Tensor:
@@ -122,8 +134,6 @@ def own_rows(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def gradients(model: DecoderModel) -> dict[str, Tensor]:
-    from ligermodels.models.parts import whole_tensor
-
     grads = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -235,6 +245,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "a budget": {"max_scratch_bytes": 12000},
     "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
+    "tokens in chunks": {"reduction": "none", "return_token_stats": True, "chunk_size": 7},
     "sum": {"reduction": "sum"},
 }
 
@@ -345,13 +356,85 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
     with torch.no_grad():
         sharded(data()[0])  # leaves gathered weights behind
-    sharded.save_hf(folder / "ours", max_shard_size=5000)
+    with mock.patch("ligermodels.models.parts._SENT_BYTES", 1000):
+        sharded.save_hf(folder / "ours", max_shard_size=5000)
     if rank == 0:
         model.save_hf(folder / "whole", max_shard_size=5000)
     dist.barrier()
     ours, whole = contents(folder / "ours"), contents(folder / "whole")
     assert len(json.loads(ours["model.safetensors.index.json"])["weight_map"]) > 1
     return {"files": float(ours != whole)}
+
+
+def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """What tensor parallelism has cut becomes whole in the memory of one whole parameter."""
+    sharded = shard(make(True), mesh, **FLOAT32)
+    result = {}
+    for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
+        own = whole_tensor(sharded.get_parameter(name)).clone()
+        tracker = StorageTracker()
+        tracker.hold([own])
+        with tracker, mock.patch("ligermodels.models.parts._SENT_BYTES", 80):
+            whole = sharded.tensor_shards[name].whole(own)
+        # A thread of gloo may hold a block a moment longer.
+        result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
+    return result
+
+
+def state_dict(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """torch's checkpoints hold whole parameters, which any other layout reads."""
+    model = make(True, "qwen2")  # it has biases
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    with torch.no_grad():
+        sharded(data()[0])  # leaves gathered weights behind
+    state = sharded.state_dict()
+    wholes = {name: x.full_tensor() for name, x in state.items()}
+    result = {"full_tensor": differences(wholes, model.state_dict())}
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        state["embed_tokens.weight"].clone()
+    dcp.save(state, checkpoint_id=folder / "dcp")
+    fresh = make(True, "qwen2", initializer_range=0.1)
+    dcp.load(alone := fresh.state_dict(), checkpoint_id=folder / "dcp")
+    result["one process"] = differences(alone, model.state_dict())
+    second = shard(make(True, "qwen2", initializer_range=0.1), mesh_of(dp_shard=mesh.size()))
+    dcp.load(parts := second.state_dict(), checkpoint_id=folder / "dcp")
+    second.load_state_dict(parts)
+    third = shard(make(True, "qwen2", initializer_range=0.1), mesh, **FLOAT32)
+    third.load_state_dict(state)
+    for name, each in (("fsdp", second), ("another model", third)):
+        whole = {key: each.whole_parameter(key) for key in wholes}
+        result[name] = differences(whole, model.state_dict())
+    return result
+
+
+def training_state(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """Weights and AdamW's state go to another layout, and to one process, and train on there."""
+    ids, labels = data()
+
+    def steps(model: DecoderModel, optimizer: torch.optim.Optimizer, mesh: Any, number: int) -> Any:
+        for _ in range(number):
+            if mesh is None:
+                model(ids, labels=labels).loss.backward()
+            else:
+                train_step(model, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: model.whole_parameter(name).detach() for name, _ in model.named_parameters()}
+
+    def made(mesh: Any, **changes: Any) -> tuple[DecoderModel, torch.optim.Optimizer]:
+        model = make(True, **changes)
+        model = model if mesh is None else shard(model, mesh, **FLOAT32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    first = made(mesh)
+    steps(*first, mesh, 2)
+    dcp.save(sharded_state(*first), checkpoint_id=folder / "dcp")
+    expected, result = steps(*first, mesh, 2), {}
+    for name, layout in (("one process", None), ("fsdp", mesh_of(dp_shard=mesh.size()))):
+        second = made(layout, initializer_range=0.1)
+        dcp.load(sharded_state(*second), checkpoint_id=folder / "dcp")
+        result[f"{name}, gradients' effect"] = differences(steps(*second, layout, 2), expected)
+    return result
 
 
 def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:

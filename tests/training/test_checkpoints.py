@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 
@@ -196,6 +197,13 @@ def test_values_too_large_for_a_dtype_are_found():
     assert first_not_finite(tensors.items(), torch.float16) == "b"
     assert first_not_finite(tensors.items(), torch.bfloat16) is None
     assert first_not_finite([]) is None
+
+
+@pytest.mark.gpu
+def test_tensors_of_two_devices_are_looked_at():
+    tensors = {"step": torch.tensor(1.0), "a": torch.ones(2, device="cuda")}
+    assert first_not_finite(tensors.items()) is None
+    assert first_not_finite([*tensors.items(), ("b", torch.tensor(math.nan))]) == "b"
 
 
 def test_states_of_eight_bits_are_kept(folder):

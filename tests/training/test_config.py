@@ -34,6 +34,7 @@ def test_values_that_make_no_sense_are_refused(subtests):
         ({"memory": 10**9, "activation_checkpointing": True}, "memory: choose one of the two"),
         ({"train_files": []}, "train_files: at least one file"),
         ({"train_files": 3}, "train_files: must be a list of paths, not 3"),
+        ({"data_weights": True}, "data_weights: must be a list of numbers, not [True]"),
         ({"train_files": [None]}, "train_files: must be a list of paths"),
         ({"train_files": {"a": 1}}, "train_files: must be a list of paths"),
         ({"train_files": None}, "train_files: must be a list of paths"),
@@ -70,9 +71,11 @@ def test_the_type_of_an_optional_value_is_that_of_the_value():
     assert types["train_files"] == types["eval_files"] == list[str]
 
 
-def test_paths_become_strings_and_one_file_a_list():
+def test_paths_become_strings_and_one_value_a_list():
     config = make(model=Path("m"), train_files=Path("a.txt"), eval_files=("b", Path("c")))
     assert (config.model, config.train_files, config.eval_files) == ("m", ["a.txt"], ["b", "c"])
+    assert make(data_weights=2, report_to="wandb").data_weights == [2]
+    assert make(data_weights=0.5).data_weights == [0.5]
 
 
 def test_memory_is_a_text_and_may_be_a_number():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
 from ligermodels.losses import cpo_loss, dpo_loss, orpo_loss
 from ligermodels.models.reference import token_log_probs
+from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.objectives import PairObjective
+from ligermodels.training.objectives import PairObjective, reference_copy
 from ligermodels.training.run import OBJECTIVES
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint
@@ -243,6 +246,29 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo"])
+def test_a_memory_plan_is_for_the_padded_rows(folder: Path, loss: str) -> None:
+    trainer = trainer_of(folder, loss, 2, 1)
+    shape = trainer.rows.batch(range(2)).input_ids.shape
+    assert trainer.objective.largest_batch([trainer.rows]) == shape == (4, 64)
+
+
+def test_a_sharded_reference_computes_as_the_model_does(folder: Path, tmp_path: Path) -> None:
+    """At first the rewards are 0, also if float32 weights are multiplied in bfloat16."""
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for precision, compute in (("bf16-mixed", torch.bfloat16), ("float32", None)):
+            model = AutoLiger.from_hf(folder / "model")
+            shard(model, compute_dtype=compute)
+            reference = reference_copy(model, "float32", precision)
+            ids = torch.arange(64).view(2, 32)
+            with torch.no_grad():
+                mine, other = (token_log_probs(each, ids, ids) for each in (model, reference))
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "orpo"])
 def test_what_layers_add_to_the_loss_is_kept(folder: Path, tmp_path: Path, loss: str) -> None:
     """The micro-batches of a step add their shares of it."""
@@ -261,3 +287,20 @@ def test_what_layers_add_to_the_loss_is_kept(folder: Path, tmp_path: Path, loss:
         return sum(part.loss.item() for part in made)
 
     assert total(0.5) == pytest.approx(total(None) + 0.5, rel=1e-5)
+
+
+def test_the_perplexity_is_that_of_the_next_token(folder: Path) -> None:
+    """What layers add, and a loss_type's weights, belong to the training loss alone."""
+    plain, focal = (trainer_of(folder, "sft", 2, 1, **o) for o in ({}, {"loss_type": "focal"}))
+    want = plain.evaluate()
+    assert want["eval_perplexity"] == pytest.approx(math.exp(want["eval_loss"]))
+    assert focal.evaluate() == want
+    for layer in plain.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **kwargs: (
+            *forward(*args, **kwargs),
+            torch.tensor(0.5),
+        )
+    batch = plain.micro_batches(0)[0]
+    assert plain.call(batch).auxiliary_loss == 1.0
+    assert plain.evaluate() == want

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,17 @@ def vowels(prompts, completions, completion_ids, wanted, **_):
 def some(completions, **_):
     return [None if i % 4 == 0 else float(i) for i in range(len(completions))]
 
+def odd(completions, **_):
+    return [float("nan") if i == 2 else 1.0 for i in range(len(completions))]
+
+def none(completions, **_):
+    return [None for _ in completions]
+
 def few(completions, **_):
     return [1.0]
+
+def by_number(completions, **_):
+    return {i: 1.0 for i in range(len(completions))}
 
 def broken(**_):
     raise KeyError("x")
@@ -66,8 +76,7 @@ def run(folder: Path, out: Path, function: str = "vowels", **options):
         train_files=folder / "pairs.jsonl",
         output_dir=out,
         loss="grpo",
-        reward_function=f"{folder / 'rewards.py'}:{function}",
-        **settings | options,
+        **{"reward_function": f"{folder / 'rewards.py'}:{function}"} | settings | options,
     )
     return finetune(config, progress=False)
 
@@ -124,6 +133,7 @@ def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
     assert isinstance(trainer.objective, GroupObjective)
     (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert batch.input_ids.shape == (8, 64) and batch.advantages.shape == (8,)
+    assert trainer.objective.largest_batch([trainer.rows]) == (8, 64)
     assert batch.mask.sum(1).max() <= 6
     call = trainer.objective._tempered(trainer.call)
     found = 0.0 - call(batch, reduction="none").loss
@@ -145,14 +155,41 @@ def test_rewards_that_are_missing_or_wrong(folder: Path) -> None:
     (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert batch.advantages[::4].eq(0).all() and batch.advantages.isfinite().all()
     assert float(metrics["reward"].value) == pytest.approx((1 + 2 + 3 + 5 + 6 + 7) / 6)
-    for function, fault in (("few", "it returned 1 rewards for 8"), ("broken", "KeyError: 'x'")):
+    for function, fault in (
+        ("few", "it returned 1 rewards for 8"),
+        ("broken", "KeyError: 'x'"),
+        ("by_number", "TypeError: it returned a dict and not a list"),
+        ("odd", r"the reward of a completion of 'say \d:' is nan"),
+        ("none", "no completion of this step has a reward"),
+    ):
         trainer = grpo_trainer(folder, 8, 1, function=function)
         with pytest.raises(LigerError, match=fault):
             trainer.objective.begin(trainer.call, trainer.micro_batches(0))
 
 
+def test_another_reward_is_noticed(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    given = {"reward_function": f"{file}:vowels", "max_steps": 1, "eval_steps": 1}
+    run(folder, tmp_path / "run", **given)
+    file.write_text(REWARDS.replace("max(1,", "max(2,"))
+    with pytest.raises(LigerError, match=r"another content of .*rewards\.py:vowels"):
+        run(folder, tmp_path / "run", **given, resume=True)
+
+
+def test_a_batch_that_only_keeps_ranks_in_step_has_no_rewards(folder: Path, recwarn) -> None:
+    """The function may need completions; none are counted here."""
+    trainer = grpo_trainer(folder, 8, 1)
+    extra = [batch.uncounted() for batch in trainer.micro_batches(0)]
+    (batch,), metrics = trainer.objective.begin(trainer.call, extra)
+    assert batch.num_targets == 0 and batch.advantages.eq(0).all()
+    assert all(mean.count == 0 for mean in metrics.values())
+    assert not [each for each in recwarn if "std" in str(each.message)]
+
+
 def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    assert load_reward("operator:add")(1, 2) == 3
+    assert load_reward("operator:add")[0](1, 2) == 3
+    os.mkfifo(tmp_path / "pipe.py")
     (tmp_path / "bad.py").write_text("1 +")
     for name, fault in (
         ("vowels", "is not FILE.py:NAME"),
@@ -160,6 +197,7 @@ def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         ("no_such_module:f", "No module named 'no_such_module'"),
         (f"{tmp_path / 'bad.py'}:f", "SyntaxError"),
         (f"{tmp_path / 'none.py'}:f", "cannot be imported"),
+        (f"{tmp_path / 'pipe.py'}:f", "not a regular file but a pipe"),
     ):
         with pytest.raises(ConfigError, match=fault):
             load_reward(name)

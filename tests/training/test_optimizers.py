@@ -9,7 +9,9 @@ import torch
 
 from ligermodels import LigerLlama
 from ligermodels.errors import ConfigError
+from ligermodels.training.adapters import add_adapters, quantize
 from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
+from ligermodels.training.lora_options import LoraOptions
 from ligermodels.training.optimizers import (
     Muon,
     allocate_state,
@@ -22,9 +24,9 @@ from ligermodels.training.optimizers import (
 from tests.training.tiny_run import run, same, tensors, tiny_config
 
 
-def make(name, **options):
+def make(name, model=None, **options):
     torch.manual_seed(0)
-    model = LigerLlama(tiny_config())
+    model = LigerLlama(tiny_config()) if model is None else model
     config = FinetuneConfig(
         model="m", train_files=["t"], output_dir="o", optimizer=name, learning_rate=1e-2, **options
     )
@@ -93,6 +95,30 @@ def test_muon_takes_each_projection_by_itself():
         each.step()
     assert torch.equal(qkv[:64], query)
     torch.testing.assert_close(model.embed_tokens.weight, embedding)
+
+
+@pytest.mark.parametrize("load_in", [None, 4])
+def test_muon_takes_each_factor_of_an_adapter_by_itself(load_in):
+    model = LigerLlama(tiny_config())
+    if load_in is not None:
+        quantize(model, load_in, torch.device("cpu"))
+    add_adapters(model, LoraOptions(4, 8.0), ["q_proj", "v_proj", "down_proj"])
+    qkv = model.layers[0].self_attn.qkv_proj
+    optimizer = make("muon", model=model)[1]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    alone = []
+    for end in ("lora_a", "lora_b"):
+        packed = getattr(qkv, end)
+        sizes = [4, 4] if end == "lora_a" else [part.size for part in qkv.parts]
+        for part, grad in zip(packed.detach().split(sizes), packed.grad.split(sizes)):
+            alone.append(torch.nn.Parameter(part.clone()))
+            alone[-1].grad = grad.clone()
+    theirs = torch.optim.Muon(alone, lr=1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for each in (optimizer, theirs):
+        each.step()
+    assert torch.equal(qkv.lora_a, torch.cat(alone[:2]))
+    assert torch.equal(qkv.lora_b, torch.cat(alone[2:]))
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from ligermodels.errors import ConfigError, DataError
+from ligermodels.errors import ConfigError, DataError, SaveError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training import streaming
 from ligermodels.training.data import Document, read_documents
@@ -86,11 +87,41 @@ def test_tokens_are_written_once_and_not_half(checkpoint, records, cache, monkey
     with pytest.raises(DataError, match="line 2 is wrong"):
         token_store(records, tokenizer, checkpoint, separator="x")
     assert {path.suffix for path in {*cache.iterdir()} - {*before}} == {".lock"}
-    (folder,) = (path for path in before if path.is_dir())
-    with open(folder / "ids.bin", "ab") as file:
-        file.write(b"1234")
-    with pytest.raises(DataError, match="a file is cut short; remove the folder"):
+
+
+@pytest.mark.parametrize("name", ["ids", "loss_mask", "ends", "divisible", "facts.json", "all"])
+def test_damaged_tokens_are_written_again(checkpoint, records, cache, name):
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    first = token_store(records, tokenizer, checkpoint)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    if name == "all":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "x").touch()
+    else:
+        file = folder / name if "." in name else folder / f"{name}.bin"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.unlink()  # `first` has it open
+        file.write_bytes(content)
+    again = token_store(records, tokenizer, checkpoint)
+    assert again.digest == first.digest and np.array_equal(again.ids[:], first.ids[:])
+    file = folder / "ids.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"ids\.bin: the file was changed while a run was using it"):
+        again.ids[:5]
+
+
+def test_the_lock_is_not_written_through_a_link(checkpoint, records, cache, tmp_path):
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    token_store(records, tokenizer, checkpoint)
+    (lock,) = cache.glob("*.lock")
+    lock.unlink()
+    (tmp_path / "mine").write_text("mine")
+    lock.symlink_to(tmp_path / "mine")
+    with pytest.raises(SaveError, match=r"\.lock: cannot be written"):
         token_store(records, tokenizer, checkpoint)
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_streamed_run_is_the_same_run(checkpoint, records, tmp_path):

@@ -23,9 +23,9 @@ def test_the_names_of_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"lora": "r=4"}, {"freeze": ["embed_tokens"]}])
 def test_the_last_checkpoint_is_the_export(checkpoint, text, tmp_path, changes):
     done = run(checkpoint, text, tmp_path / "run", max_steps=2, save_steps=1, **changes)
-    found = load_checkpoint(done.output_dir, 2).state_dict()
+    found = load_checkpoint(done.output_dir, 2)[0].state_dict()
     assert same(found, done.model.state_dict())
-    before = load_checkpoint(done.output_dir, 1).state_dict()
+    before = load_checkpoint(done.output_dir, 1)[0].state_dict()
     assert not same(before, found)
 
 
@@ -42,10 +42,14 @@ def test_what_is_not_there_is_named(text, tmp_path):
         load_checkpoint(tmp_path / "run", 1)
 
 
-@pytest.mark.parametrize("changes", [{"lora": "r=4"}, {"freeze": ["embed_tokens"]}])
+FEW_BITS = [{"lora": "r=4", "load_in": bits} for bits in ("4bit", "8bit")]
+
+
+@pytest.mark.parametrize("changes", [{"lora": "r=4"}, {"freeze": ["embed_tokens"]}, *FEW_BITS])
 def test_other_weights_than_those_of_the_start_are_refused(text, tmp_path, changes):
     base = make_checkpoint(tmp_path / "base")
     run(base, text, tmp_path / "run", max_steps=1, save_steps=1, **changes)
+    load_checkpoint(tmp_path / "run", 1)
     replace_weights(base)
     with pytest.raises(CheckpointError, match="not the weights that the run"):
         load_checkpoint(tmp_path / "run", 1)

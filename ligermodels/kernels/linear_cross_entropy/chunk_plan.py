@@ -51,8 +51,10 @@ class Sizes(NamedTuple):
     accumulator_bytes: int = 0  # sum of the weight gradient over chunks; 0 without that gradient
     single_chunk_bytes: int = 0  # in addition to the logits, if there is a single chunk
     saved_weight_bytes: int = 0  # weight gradient that forward saves, if there is a single chunk
+    rounded_weight_bytes: int = 0  # weight gradient that is made of the sum when no logits are left
     saved_hidden_bytes: int = 0  # hidden gradient that forward saves for backward
     fixed_bytes: int = 0  # memory that does not depend on the plan
+    ahead_bytes: int = 0  # for each row of a next chunk whose logits are computed beside a chunk's
     vocab_loop: bool = True  # whether `vocab_loop` may compute the weight gradient instead
 
 
@@ -79,7 +81,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
     have at least `MIN_ACCUMULATED_ROWS` rows; otherwise two loops, if `vocab_loop` is possible.
     Without a budget (None), the plan is one chunk if all logits take at most the accumulator plus
     `DEFAULT_LOGITS_BYTES`, or at most twice the accumulator. Otherwise it is chunks whose logits
-    take `DEFAULT_LOGITS_BYTES`.
+    take `DEFAULT_LOGITS_BYTES`, or as much as the weight gradient that is made of the sum later.
 
     Raises:
         ValueError: the budget cannot hold one row and one column of logits, or, without a
@@ -92,14 +94,17 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         return ChunkPlan(1)
     # hidden_bytes counts twice: for the hidden states of a chunk and for their gradient.
     row_bytes = vocab * logit_bytes + 2 * hidden_bytes
+    whole_bytes = rows * row_bytes + sizes.single_chunk_bytes + sizes.saved_weight_bytes
+    if rows > 1:
+        row_bytes += sizes.ahead_bytes  # from here on, of one of several chunks
     if max_scratch_bytes is None:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
-        if rows * row_bytes <= default:
+        if rows * (vocab * logit_bytes + 2 * hidden_bytes) <= default:
             return ChunkPlan(rows)
-        return ChunkPlan(_balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
+        logits = max(DEFAULT_LOGITS_BYTES, sizes.rounded_weight_bytes)
+        return ChunkPlan(balanced(rows, max(logits // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
-    whole_bytes = rows * row_bytes + sizes.single_chunk_bytes + sizes.saved_weight_bytes
     # `vocab_loop` needs at least one logit, one row of hidden states and one column of the sum.
     column_bytes = accumulator_bytes // vocab
     least = row_bytes
@@ -123,7 +128,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         return ChunkPlan(rows, grads_in_forward=grads_in_forward)
     accumulated = (free - accumulator_bytes) // row_bytes
     if not (accumulator_bytes and sizes.vocab_loop) or accumulated >= MIN_ACCUMULATED_ROWS:
-        return ChunkPlan(_balanced(rows, accumulated), grads_in_forward=grads_in_forward)
+        return ChunkPlan(balanced(rows, accumulated), grads_in_forward=grads_in_forward)
 
     block_rows = rows
     while True:
@@ -132,7 +137,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         if columns >= min(128, vocab) or block_rows == 1:
             break
         block_rows = -(-block_rows // 2)
-    chunk_size, vocab_block = _balanced(rows, free // row_bytes), _balanced(vocab, columns)
+    chunk_size, vocab_block = balanced(rows, free // row_bytes), balanced(vocab, columns)
     return ChunkPlan(chunk_size, vocab_block, block_rows, grads_in_forward)
 
 
@@ -141,12 +146,13 @@ def smaller_chunk(sizes: Sizes) -> int | None:
 
     It needs less memory and more time, because the weight gradient is accumulated chunk by chunk.
     """
-    most = max(DEFAULT_LOGITS_BYTES // (sizes.vocab * sizes.logit_bytes), 1)
-    chunk = _balanced(sizes.rows, most)
+    row_bytes = sizes.vocab * sizes.logit_bytes + sizes.ahead_bytes
+    most = max(DEFAULT_LOGITS_BYTES // row_bytes, 1)
+    chunk = balanced(sizes.rows, most)
     return chunk if chunk < plan_chunks(sizes, None).chunk_size else None
 
 
-def _balanced(total: int, most: int) -> int:
+def balanced(total: int, most: int) -> int:
     """Return the length of the fewest pieces of at most `most`, nearly equal in length.
 
     Equal pieces avoid a short last piece, which would cost nearly as much time as a whole one. The

@@ -100,7 +100,8 @@ def linear_cross_entropy(
         class_weights: (vocab). They get no gradient.
         token_weights: (...) factors of the loss of each token, such as advantages. They get no
             gradient, and the normalizer does not depend on them.
-        chunk_size: the number of rows whose logits exist at once; it overrides the budget.
+        chunk_size: the number of rows whose logits exist at once (twice as many with vocab_shard);
+            it overrides the budget.
         max_scratch_bytes: the most memory to use besides inputs, outputs and gradients. It must
             hold at least a row of logits and 64 bytes for each token (64 more for
             return_token_stats, and 64 more for skip_ignored). If it cannot hold a float32 sum of
@@ -330,6 +331,10 @@ def make_head(
             may_save_logits_grad,
             0 if shard is None else wide_copies(options, request),
         )
+        if shard is not None:
+            # `token_loop` computes the next chunk's logits while the ranks exchange.
+            columns = sizes.vocab + (weight.shape[1] if skip else 0)
+            sizes = sizes._replace(ahead_bytes=columns * hidden.element_size())
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
         # If the last chunk has one row, the compiler makes the number of rows a constant. torch
@@ -414,7 +419,7 @@ def _classes(weight: Tensor, shard: VocabShard | None) -> int:
 
 
 def _saves_logits_grad(rows: int, weight: Tensor, vocab: int, needs_grad: NeedsGrad) -> bool:
-    """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
+    """Return whether forward saves the gradient of logits of a single chunk for backward.
 
     Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
     the gradient of the logits avoids this copy. On a GPU it must also take less memory than the

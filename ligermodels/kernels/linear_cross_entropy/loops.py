@@ -1,8 +1,8 @@
 """The two loops of the loss head: over chunks of tokens, and over blocks of the vocabulary.
 
-Both call `chunk_logits_grad` for a chunk's logits and their gradient. If the vocabulary is split
-over ranks, that function reduces what depends on all classes, and the gradient of hidden is this
-rank's part of a sum over the group.
+Both begin a chunk with its logits, and finish it with their gradient. If the vocabulary is split
+over ranks, they exchange what depends on all classes in between, while the next chunk's logits are
+computed. The gradient of hidden is then this rank's part of a sum over the group.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import ShardedRows, VocabShard
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
     OutputGrads,
@@ -72,10 +72,36 @@ class TokenLoss(NamedTuple):
     grad_bias: Tensor | None
 
 
-def chunk_logits_grad(
+class Begun(NamedTuple):
+    """A chunk of tokens whose logits are computed, and whose gradient is not."""
+
+    hidden: Tensor  # (chunk, in)
+    logits: Tensor  # (chunk, classes)
+    exchange: ShardedRows | None  # between the ranks that have the vocabulary together
+
+
+def begin(head: Head, chunk: slice, exchanges: bool, block: slice | None = None) -> Begun:
+    """Compute the logits of a chunk of tokens; with block, only those of these classes.
+
+    Args: exchanges: whether the ranks of a split vocabulary compute the losses now.
+    """
+    _, weight, bias, args = head
+    if block is not None:
+        weight, bias = weight[block], None if bias is None else bias[block]
+    hidden = head.rows(chunk)
+    logits = F.linear(hidden, weight, bias)
+    exchange = None
+    if exchanges and args.shard is not None:
+        exchange = ShardedRows(
+            logits, args.targets[chunk], args.class_weights, args.options, args.shard
+        )
+    return Begun(hidden, logits, exchange)
+
+
+def finish(
     head: Head,
-    hidden: Tensor,
     chunk: slice,
+    begun: Begun,
     grad_output: OutputGrads | None = None,
     lse: Tensor | None = None,
     stats: TokenStats | None = None,
@@ -83,17 +109,14 @@ def chunk_logits_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute loss, z-loss, logsumexp and the gradient of the logits of a chunk of tokens.
 
-    Args: hidden: the rows of the chunk; grad_output, lse, stats: for the rows of all chunks. If
-        stats is given, this function fills it. lse is from an earlier pass. With block, only the
-        logits of these classes are computed, and lse must be given.
+    Args: grad_output, lse, stats: for the rows of all chunks. If stats is given, this function
+        fills it. lse is from an earlier pass. With block, lse must be given.
     Returns: (chunk), (chunk), (chunk, 2) and (chunk, classes); the gradient is None without
         grad_output. If lse is given, the two losses are meaningless.
     """
-    _, weight, bias, args = head
-    vocab, first_column = len(head.weight), 0 if block is None else block.start
-    if block is not None:
-        weight, bias = weight[block], None if bias is None else bias[block]
-    logits, targets = F.linear(hidden, weight, bias), args.targets[chunk]
+    hidden, logits, exchange = begun
+    args, first_column = head.args, 0 if block is None else block.start
+    vocab = len(head.weight)
     if stats is not None:
         stats = stats.rows(chunk)
         stats.fill_likeliest(logits, args.request.top_k)
@@ -101,16 +124,14 @@ def chunk_logits_grad(
     losses = None
     if args.shard is not None:
         vocab, first_column = args.shard.vocab, args.shard.first + first_column
-        if lse is None:
-            losses = sharded_rows(
-                logits, targets, args.class_weights, args.options, args.shard, stats
-            )
-            if grad_output is None:
-                return *losses, None
-            lse, stats = losses[2], None
+    if exchange is not None:
+        losses = exchange.losses(logits, stats)
+        if grad_output is None:
+            return *losses, None
+        lse, stats = losses[2], None
     made = select("cross_entropy", hidden).cross_entropy_rows(
         logits,
-        targets,
+        args.targets[chunk],
         None if grad_output is None else grad_output.rows(chunk),
         lse,
         args.class_weights,
@@ -188,14 +209,20 @@ def token_loop(
         grad_output, needs_grad = None, NeedsGrad()
     pieces = chunks(len(args.targets), args.plan.chunk_size)
     grads = GradSums(hidden, weight, args.row_index, needs_grad, len(pieces) == 1)
-    made = []
-    for chunk in pieces:
-        chunk_hidden = head.rows(chunk)
-        *losses, grad = chunk_logits_grad(head, chunk_hidden, chunk, grad_output, lse, stats)
+    exchanges = args.shard is not None and lse is None
+    made, begun = [], []
+    ahead = int(exchanges)  # the ranks exchange while the next chunk's logits are computed
+    for number in range(len(pieces) + ahead):
+        if number < len(pieces):
+            begun.append(begin(head, pieces[number], exchanges))
+        if number < ahead:
+            continue
+        chunk, current = pieces[number - ahead], begun.pop(0)
+        *losses, grad = finish(head, chunk, current, grad_output, lse, stats)
         made.append(losses)
         if grad is not None:
-            grads.add(chunk, chunk_hidden, grad)
-        del chunk_hidden, grad  # free them before the next chunk's logits
+            grads.add(chunk, current.hidden, grad)
+        del current, grad  # free them before more logits are computed
     loss, z_loss, lse = made[0] if len(made) == 1 else map(torch.cat, zip(*made))
     return TokenLoss(loss, z_loss, lse, grads.of_hidden(), grads.weight, grads.bias)
 
@@ -218,17 +245,17 @@ def vocab_loop(head: Head, grad_output: OutputGrads, lse: Tensor) -> tuple[Tenso
         block = slice(first, min(first + vocab_block, vocab))
         total = bias_total = None
         for chunk in chunks(rows, chunk_size):
-            chunk_hidden = head.rows(chunk)
-            *_, grad = chunk_logits_grad(head, chunk_hidden, chunk, grad_output, lse, block=block)
+            begun = begin(head, chunk, False, block)
+            *_, grad = finish(head, chunk, begun, grad_output, lse, block=block)
             assert grad is not None
             if chunk_size >= rows:
-                _product_into(grad_weight, block, grad.t(), chunk_hidden)
+                _product_into(grad_weight, block, grad.t(), begun.hidden)
             else:
-                total = add_product(total, grad.t(), chunk_hidden)
+                total = add_product(total, grad.t(), begun.hidden)
             if grad_bias is not None:
                 chunk_bias = grad.sum(0, dtype=dtype)
                 bias_total = chunk_bias if bias_total is None else bias_total + chunk_bias
-            del chunk_hidden, grad  # free them before the next block's logits
+            del begun, grad  # free them before the next block's logits
         if total is not None:
             grad_weight[block] = total
         if grad_bias is not None and bias_total is not None:

@@ -18,7 +18,8 @@ from ligermodels.kernels.linear_cross_entropy.loops import (
     LossArgs,
     NeedsGrad,
     add_product,
-    chunk_logits_grad,
+    begin,
+    finish,
     token_loop,
     vocab_loop,
 )
@@ -75,9 +76,8 @@ class LogitsGradInForward(torch.autograd.Function):
         grad_output, late_scale = _forward_scale(head)
         stats = TokenStats.empty(len(args.targets), hidden, args.request)
         everything = slice(0, len(args.targets))
-        loss, z_loss, _, grad_logits = chunk_logits_grad(
-            head, head.rows(everything), everything, grad_output, stats=stats
-        )
+        begun = begin(head, everything, True)
+        loss, z_loss, _, grad_logits = finish(head, everything, begun, grad_output, stats=stats)
         needed_weight = weight if args.needs_grad.hidden else None
         ctx.save_for_backward(hidden, needed_weight, args.row_index, grad_logits, late_scale)
         ctx.needs_bias = args.needs_grad.bias

@@ -1,7 +1,8 @@
 """The loss of rows of logits whose classes are split over the ranks of a process group.
 
 Each rank computes the logits of its own classes, and a kernel their logsumexp. One gathering of a
-few numbers for each row makes the loss of all classes from them, the same on all ranks.
+few numbers for each row makes the loss of all classes from them, the same on all ranks. It runs
+beside the product of the next chunk's logits.
 """
 
 from collections.abc import Callable
@@ -42,78 +43,99 @@ class VocabShard:
 
 
 def wide_copies(options: CrossEntropyOptions, request: TokenRequest) -> int:
-    """Return how many copies of the logits in `compute_dtype` `sharded_rows` makes at its peak.
+    """Return how many copies of the logits in `compute_dtype` `ShardedRows` makes at its peak.
 
     Without an option that needs all of them, it only calls the kernel.
     """
     return 6 if not request.is_empty else 3 if options.label_smoothing else 0
 
 
-def sharded_rows(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    shard: VocabShard,
-    stats: TokenStats | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute loss (rows), z-loss (rows) and lse (rows, 2), as `cross_entropy_rows` returns them.
+class ShardedRows:
+    """The losses of rows of logits, of which each rank has its own classes.
 
-    Args: logits (rows, classes of this rank), which stay as they are; targets (rows), of all
-        classes; class_weights (vocab), of all classes; stats, to be filled.
+    Making one begins the exchange between the ranks. `losses` waits for it, so what is computed
+    in between runs beside it. All ranks make these in the same order, and call `losses` in the same
+    order.
     """
-    ignore_index, smoothing, z_loss, softcap, logit_scale = options
-    ops, dtype, columns = select("cross_entropy", logits), compute_dtype(logits), logits.shape[1]
-    valid = targets != ignore_index
-    inside = (targets >= 0) & (targets < shard.vocab)
-    here = targets - shard.first
-    mine = valid & (here >= 0) & (here < columns)
-    index = torch.where(mine, here, 0)
 
-    def capped(values: Tensor) -> Tensor:
-        t = cast(values, dtype) * logit_scale
-        return t if softcap is None else softcap * torch.tanh(t / softcap)
+    def __init__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        class_weights: Tensor | None,
+        options: CrossEntropyOptions,
+        shard: VocabShard,
+    ) -> None:
+        """Begin with logits (rows, classes of this rank), targets (rows) and class_weights (vocab).
 
-    # Ignored rows get the default mark here: ignore_index may be the number of a rank's class.
-    alone = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
-    own_targets = torch.where(valid, index, alone.ignore_index)
-    own_lse = ops.cross_entropy_rows(logits, own_targets, None, None, None, alone, False)[2]
-    own_top, own_sum = ops.natural_lse(own_lse, alone)
-    own_raw = cast(logits.gather(1, index[:, None])[:, 0], dtype)
-    parts = [own_top, own_sum, torch.where(mine, own_raw, 0.0)]
-    if smoothing:
-        t = capped(logits) - own_top[:, None]
-        if class_weights is not None:
-            weights = cast(class_weights[shard.first : shard.first + columns], dtype)
-            parts += [(t * weights).sum(-1), weights.sum().expand_as(own_top)]
-        else:
-            parts += [t.sum(-1), torch.full_like(own_top, columns)]
-    tops, sums, raws, *smooth = _gathered(torch.stack(parts), shard).unbind(1)
+        Targets and class_weights are of all classes.
+        """
+        self.targets, self.class_weights = targets, class_weights
+        self.options, self.shard = options, shard
+        ops, dtype = select("cross_entropy", logits), compute_dtype(logits)
+        columns = logits.shape[1]
+        here = targets - shard.first
+        self.valid = targets != options.ignore_index
+        mine = self.valid & (here >= 0) & (here < columns)
+        index = torch.where(mine, here, 0)
 
-    top = tops.amax(0)
-    shift = torch.where(top == -torch.inf, 0.0, top)
-    log_sum = torch.exp(tops - shift + sums).sum(0).log()
-    target_raw = raws.sum(0)
-    target_t = capped(target_raw)
-    log_p = target_t - top - log_sum
-    target_weight = torch.full_like(log_p, 1 - smoothing)
-    if class_weights is not None:
-        target_weight = target_weight * class_weights[torch.where(inside, targets, 0)]
-    loss = -target_weight * log_p
-    if smoothing:
-        away, weight_sums = smooth
-        # The sum over classes of weight * (logsumexp - t).
-        total = (weight_sums * (top + log_sum - tops) - away).sum(0)
-        loss = loss + smoothing / shard.vocab * total
-    z = z_loss * (top + log_sum).square()
-    nan = torch.where(inside, 0.0, torch.nan)
-    if stats is not None:
-        own_log_p = capped(logits) - top[:, None] - log_sum[:, None]
-        _fill(
-            stats, logits, own_log_p, log_p, top + log_sum, valid, nan, targets, target_raw, shard
-        )
-    loss, z = (torch.where(valid, x + nan, 0.0).to(dtype) for x in (loss + z, z))
-    return loss, z, ops.kernel_lse(top, log_sum, options)
+        # Ignored rows get the default mark here: ignore_index may be the number of a rank's class.
+        alone = CrossEntropyOptions(softcap=options.softcap, logit_scale=options.logit_scale)
+        own_targets = torch.where(self.valid, index, alone.ignore_index)
+        own_lse = ops.cross_entropy_rows(logits, own_targets, None, None, None, alone, False)[2]
+        own_top, own_sum = ops.natural_lse(own_lse, alone)
+        own_raw = cast(logits.gather(1, index[:, None])[:, 0], dtype)
+        parts = [own_top, own_sum, torch.where(mine, own_raw, 0.0)]
+        if options.label_smoothing:
+            t = _capped(cast(logits, dtype), options) - own_top[:, None]
+            if class_weights is not None:
+                weights = cast(class_weights[shard.first : shard.first + columns], dtype)
+                parts += [(t * weights).sum(-1), weights.sum().expand_as(own_top)]
+            else:
+                parts += [t.sum(-1), torch.full_like(own_top, columns)]
+        self.sent = torch.stack(parts)
+        self.received, self.work = _begin_gathering(self.sent, shard)
+
+    def losses(self, logits: Tensor, stats: TokenStats | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss (rows), z-loss (rows) and lse (rows, 2), as `cross_entropy_rows` does.
+
+        Args: logits, the same as before, which stay as they are; stats, to be filled.
+        """
+        if self.work is not None:
+            self.work.wait()  # on a GPU, the stream waits, and not the host
+        smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
+        targets, valid, shard = self.targets, self.valid, self.shard
+        inside = (targets >= 0) & (targets < shard.vocab)
+        tops, sums, raws, *smooth = self.received.unbind(1)
+        top = tops.amax(0)
+        shift = torch.where(top == -torch.inf, 0.0, top)
+        log_sum = torch.exp(tops - shift + sums).sum(0).log()
+        target_raw = raws.sum(0)
+        log_p = _capped(target_raw, self.options) - top - log_sum
+        target_weight = torch.full_like(log_p, 1 - smoothing)
+        if self.class_weights is not None:
+            target_weight = target_weight * self.class_weights[torch.where(inside, targets, 0)]
+        loss = -target_weight * log_p
+        if smoothing:
+            away, weight_sums = smooth
+            # The sum over classes of weight * (logsumexp - t).
+            total = (weight_sums * (top + log_sum - tops) - away).sum(0)
+            loss = loss + smoothing / shard.vocab * total
+        lse = top + log_sum
+        z = z_loss * lse.square()
+        nan = torch.where(inside, 0.0, torch.nan)
+        if stats is not None:
+            own_t = _capped(cast(logits, lse.dtype), self.options)
+            own_log_p = own_t - top[:, None] - log_sum[:, None]
+            del own_t
+            _fill(stats, logits, own_log_p, log_p, lse, valid, nan, targets, target_raw, shard)
+        loss, z = (torch.where(valid, x + nan, 0.0).to(lse.dtype) for x in (loss + z, z))
+        return loss, z, select("cross_entropy", logits).kernel_lse(top, log_sum, self.options)
+
+
+def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+    t = logits * options.logit_scale
+    return t if options.softcap is None else options.softcap * torch.tanh(t / options.softcap)
 
 
 def _fill(
@@ -164,12 +186,25 @@ def _fill(
         stats.picked_log_probs.copy_(torch.where(skipped, 0.0, found))
 
 
-def _gathered(values: Tensor, shard: VocabShard) -> Tensor:
-    """Return (ranks, *values.shape): the values of each rank."""
+def _begin_gathering(values: Tensor, shard: VocabShard) -> tuple[Tensor, Any]:
+    """Return (ranks, *values.shape) for the values of each rank, and a handle to wait for them.
+
+    Contiguous values must exist until then. Without a handle (None), the values are there.
+    """
     ranks = dist.get_world_size(shard.group)
     out = values.new_empty(ranks * values.shape[0], *values.shape[1:])
-    all_gather(out, values.contiguous(), group=shard.group)
-    return out.view(ranks, *values.shape)
+    # torch.compile can only trace collectives that wait.
+    later = not torch.compiler.is_compiling()
+    work = all_gather(out, values, group=shard.group, async_op=later)
+    return out.view(ranks, *values.shape), work if later else None
+
+
+def _gathered(values: Tensor, shard: VocabShard) -> Tensor:
+    """Return (ranks, *values.shape): the values of each rank."""
+    out, work = _begin_gathering(values.contiguous(), shard)
+    if work is not None:
+        work.wait()
+    return out
 
 
 class SumGradient(torch.autograd.Function):

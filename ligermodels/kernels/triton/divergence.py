@@ -19,25 +19,66 @@ JSD: tl.constexpr = tl.constexpr(2)
 TOTAL_VARIATION: tl.constexpr = tl.constexpr(3)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+ULP: tl.constexpr = tl.constexpr(2.0**-23)
+TINY: tl.constexpr = tl.constexpr(1e-37)  # keeps the logarithm of a sum of probabilities finite
+MIN_LOG: tl.constexpr = tl.constexpr(-200.0)  # 2 to the power of it is 0 in float32
 
 
 @triton.jit
-def _capped(logits, inner, mask, HAS_SOFTCAP: tl.constexpr):
-    """Return the logits, or with a softcap tanh(logits * inner / (2 log2(e))); -inf outside."""
-    x = logits.to(tl.float32)
-    if HAS_SOFTCAP:
-        x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
-        x = tl.where(mask, x, -float("inf"))
-    return x
+def _inputs(
+    student_ptr,
+    teacher_ptr,
+    at,
+    mask,
+    inner,
+    teacher_inner,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """Load a tile of both rows: the logits, or with a softcap their tanh; -inf outside the row.
+
+    inner is 2 log2(e) * logit_scale / softcap, and tanh(x) = 1 - 2 / (1 + e^2x).
+    """
+    infinity = float("inf")
+    x = tl.load(student_ptr + at, mask=mask, other=-infinity, eviction_policy=EVICT).to(tl.float32)
+    y = tl.load(teacher_ptr + at, mask=mask, other=-infinity, eviction_policy=EVICT).to(tl.float32)
+    if HAS_SOFTCAP and HAS_TEACHER_SOFTCAP:
+        # One reciprocal serves both: 1 / e = f / (e f). At 2^60 the tanh is 1, and e f is finite.
+        e = 1.0 + tl.exp2(tl.minimum(x * inner, 60.0, propagate_nan=tl.PropagateNan.ALL))
+        f = 1.0 + tl.exp2(tl.minimum(y * teacher_inner, 60.0, propagate_nan=tl.PropagateNan.ALL))
+        root = tl.rsqrt(e * f)
+        both = -2.0 * root * root  # cheaper than a division
+        x = tl.where(mask, 1.0 + both * f, -infinity)
+        y = tl.where(mask, 1.0 + both * e, -infinity)
+    elif HAS_SOFTCAP:
+        x = tl.where(mask, 1.0 - 2.0 / (1.0 + tl.exp2(x * inner)), -infinity)
+    elif HAS_TEACHER_SOFTCAP:
+        y = tl.where(mask, 1.0 - 2.0 / (1.0 + tl.exp2(y * teacher_inner)), -infinity)
+    return x, y
+
+
+@triton.jit
+def _log2(x):
+    """Return log2(x) of a positive normal number, in a third of the instructions of tl.log2.
+
+    As an integer, the bits of x are about 2^23 (127 + log2(x)), which gives a guess of log2(x) with
+    an error of at most 0.043. The rest is log2(1 + d), d = x / 2^guess - 1, and its series to the
+    fourth power has an error below 1e-8.
+    """
+    guess = x.to(tl.int32, bitcast=True).to(tl.float32) * ULP - 126.957
+    d = x * tl.exp2(-guess) - 1.0
+    series = 1.0 + d * (-0.5 + d * (0.3333333333333333 - d * 0.25))
+    return guess + d * LOG2_E * series
 
 
 @triton.jit
 def _fold(x, highest, total, unit_2):
     """Add a tile to the highest x and the sum of 2^(unit_2 (x - highest)) of each lane."""
     new = tl.maximum(highest, tl.max(x, 0, keep_dims=True))
-    shift = tl.where(new == -float("inf"), 0.0, new)
-    total = total * tl.exp2((highest - shift) * unit_2)
-    total += tl.sum(tl.exp2((x - shift) * unit_2), 0, keep_dims=True)
+    total = total * tl.exp2((highest - new) * unit_2)
+    total += tl.sum(tl.exp2((x - new) * unit_2), 0, keep_dims=True)
     return new, total
 
 
@@ -77,7 +118,6 @@ def divergence_kernel(
     logit_scale = tl.cast(logit_scale, tl.float32)
     teacher_softcap = tl.cast(teacher_softcap, tl.float32)
     teacher_scale = tl.cast(teacher_scale, tl.float32)
-    infinity = float("inf")
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
@@ -102,18 +142,26 @@ def divergence_kernel(
     unit_2 = unit * LOG2_E
     teacher_unit_2 = teacher_unit * LOG2_E
 
-    highest = tl.full((1, BLOCK), -infinity, tl.float32)
+    # The maxima start at a finite number, because the difference of two infinite ones is NaN.
+    highest = tl.full((1, BLOCK), LOWEST, tl.float32)
     total = tl.zeros((1, BLOCK), tl.float32)
-    teacher_highest = tl.full((1, BLOCK), -infinity, tl.float32)
+    teacher_highest = tl.full((1, BLOCK), LOWEST, tl.float32)
     teacher_total = tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, columns, PIECES * BLOCK):
         at = start + column
         mask = at < columns
-        logits = tl.load(student_ptr + at, mask=mask, other=-infinity, eviction_policy="evict_last")
-        x = _capped(logits, inner, mask, HAS_SOFTCAP)
+        x, y = _inputs(
+            student_ptr,
+            teacher_ptr,
+            at,
+            mask,
+            inner,
+            teacher_inner,
+            HAS_SOFTCAP,
+            HAS_TEACHER_SOFTCAP,
+            "evict_last",
+        )
         highest, total = _fold(x, highest, total, unit_2)
-        logits = tl.load(teacher_ptr + at, mask=mask, other=-infinity, eviction_policy="evict_last")
-        y = _capped(logits, teacher_inner, mask, HAS_TEACHER_SOFTCAP)
         teacher_highest, teacher_total = _fold(y, teacher_highest, teacher_total, teacher_unit_2)
     top = tl.max(highest)
     log_sum = tl.log2(tl.sum(total * tl.exp2((highest - top) * unit_2)))
@@ -129,30 +177,34 @@ def divergence_kernel(
     for start in range(0, columns, PIECES * BLOCK):
         at = start + column
         mask = at < columns
-        logits = tl.load(student_ptr + at, mask=mask, other=-infinity)
-        x = _capped(logits, inner, mask, HAS_SOFTCAP)
-        logits = tl.load(teacher_ptr + at, mask=mask, other=-infinity)
-        y = _capped(logits, teacher_inner, mask, HAS_TEACHER_SOFTCAP)
+        x, y = _inputs(
+            student_ptr,
+            teacher_ptr,
+            at,
+            mask,
+            inner,
+            teacher_inner,
+            HAS_SOFTCAP,
+            HAS_TEACHER_SOFTCAP,
+            "",
+        )
         log_p = (x - top) * unit_2 - log_sum
         log_q = (y - teacher_top) * teacher_unit_2 - teacher_log_sum
         p = tl.exp2(log_p)
         q = tl.exp2(log_q)
         # A class of probability 0 adds nothing, also if its logarithm is -infinity.
         if KIND == FORWARD_KL:
-            values = tl.where(q > 0.0, q * (log_q - log_p), 0.0)
+            sums += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 0, keep_dims=True)
         elif KIND == REVERSE_KL:
-            values = tl.where(p > 0.0, p * (log_p - log_q), 0.0)
+            sums += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), 0, keep_dims=True)
         elif KIND == JSD:
-            log_m = tl.log2((1.0 - beta) * p + beta * q)
-            of_p = tl.where(p > 0.0, p * (log_p - log_m), 0.0)
-            of_q = tl.where(q > 0.0, q * (log_q - log_m), 0.0)
-            values = beta * of_q + (1.0 - beta) * of_p
-            slopes += tl.sum((1.0 - beta) * of_p, 0, keep_dims=True)
+            log_m = _log2((1.0 - beta) * p + (beta * q + TINY))
+            slopes += tl.sum(p * (tl.maximum(log_p, MIN_LOG) - log_m), 0, keep_dims=True)
+            sums += tl.sum(q * (tl.maximum(log_q, MIN_LOG) - log_m), 0, keep_dims=True)
         else:
-            values = 0.5 * tl.abs(p - q)
+            sums += tl.sum(0.5 * tl.abs(p - q), 0, keep_dims=True)
             sign = tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0))
             slopes += tl.sum(p * sign, 0, keep_dims=True)
-        sums += tl.sum(values, 0, keep_dims=True)
         if (KIND == FORWARD_KL) and (grad_ptr is not None):
             grad = (p - q) * scale
             if HAS_SOFTCAP:
@@ -162,6 +214,9 @@ def divergence_kernel(
     slope = tl.sum(slopes)
     if KIND == REVERSE_KL:
         slope = loss
+    elif KIND == JSD:
+        slope *= 1.0 - beta
+        loss = beta * loss + slope
     if KIND == TOTAL_VARIATION:
         tl.store(loss_ptr + row, loss)
     else:
@@ -172,26 +227,31 @@ def divergence_kernel(
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
-            logits = tl.load(
-                student_ptr + at, mask=mask, other=-infinity, eviction_policy="evict_first"
+            x, y = _inputs(
+                student_ptr,
+                teacher_ptr,
+                at,
+                mask,
+                inner,
+                teacher_inner,
+                HAS_SOFTCAP,
+                HAS_TEACHER_SOFTCAP,
+                "evict_first",
             )
-            x = _capped(logits, inner, mask, HAS_SOFTCAP)
-            logits = tl.load(
-                teacher_ptr + at, mask=mask, other=-infinity, eviction_policy="evict_first"
-            )
-            y = _capped(logits, teacher_inner, mask, HAS_TEACHER_SOFTCAP)
             log_p = (x - top) * unit_2 - log_sum
             log_q = (y - teacher_top) * teacher_unit_2 - teacher_log_sum
             p = tl.exp2(log_p)
             if KIND == REVERSE_KL:
                 own = log_p - log_q
             elif KIND == JSD:
-                log_m = tl.log2((1.0 - beta) * p + beta * tl.exp2(log_q))
-                own = (1.0 - beta) * (log_p - log_m)
+                log_m = _log2((1.0 - beta) * p + (beta * tl.exp2(log_q) + TINY))
+                own = (1.0 - beta) * (tl.maximum(log_p, MIN_LOG) - log_m)
             else:
                 q = tl.exp2(log_q)
                 own = tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0))
-            grad = tl.where(p > 0.0, p * (own - slope), 0.0) * scale
+            if KIND == REVERSE_KL:
+                own = tl.where(p > 0.0, own, 0.0)
+            grad = p * (own - slope) * scale
             if HAS_SOFTCAP:
                 grad *= 1.0 - x * x
             tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)

@@ -154,6 +154,15 @@ def test_a_row_larger_than_the_default_still_works() -> None:
     assert plan_chunks(Sizes(10, 2**30, 2), None) == ChunkPlan(1)
 
 
+def test_logits_may_take_the_memory_of_a_later_weight_gradient() -> None:
+    """Without a budget, a chunk of Gemma-2-9B's head may take more than the default."""
+    rounded = 2 * 3584 * 256000
+    sizes = Sizes(32768, 256000, 2, accumulator_bytes=2 * rounded)
+    assert plan_chunks(sizes, None).chunk_size == 2048
+    plan = plan_chunks(sizes._replace(rounded_weight_bytes=rounded), None)
+    assert plan == ChunkPlan(3328) and 3328 * 256000 * 2 <= rounded
+
+
 def test_too_small_a_budget_names_the_least() -> None:
     for (vocab, width), gathered in product(
         ((1, 1), (3, 2000), (2000, 3), (51, 14)), (False, True)
@@ -171,3 +180,19 @@ def test_too_small_a_budget_names_the_least() -> None:
 def test_nothing_to_do() -> None:
     assert plan_chunks(head(0, 64, 1000), None) == ChunkPlan(1)
     assert plan_chunks(head(0, 64, 1000), 10**6) == ChunkPlan(1)
+
+
+def test_two_chunks_of_a_split_vocabulary_exist_at_once() -> None:
+    alone = head(10_000, 64, 1000)
+    both = alone._replace(ahead_bytes=2 * 1000)
+    assert plan_chunks(both, None).chunk_size == plan_chunks(alone, None).chunk_size == 10_000
+    for frozen in (False, True):
+        changes = {"accumulator_bytes": 0, "saved_weight_bytes": 0} if frozen else {}
+        first, second = alone._replace(**changes), both._replace(**changes)
+        for budget in (4_000_000, 8_000_000):
+            most, chunk = (plan_chunks(sizes, budget).chunk_size for sizes in (first, second))
+            assert chunk <= most / 2 + 64
+    with pytest.raises(ValueError, match="at least") as error:
+        plan_chunks(both, 1)
+    least = int(str(error.value).split()[-1])
+    assert plan_chunks(both, least).chunk_size == 1

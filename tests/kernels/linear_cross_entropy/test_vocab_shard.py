@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sharded_rows
+from ligermodels.kernels.linear_cross_entropy import vocab_shard
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import ShardedRows, VocabShard
 from ligermodels.kernels.loss_options import CrossEntropyOptions
 from tests.kernels.scratch import peak_scratch
 
@@ -62,18 +64,24 @@ def test_a_shard_of_all_classes_changes_nothing(shard: VocabShard) -> None:
     check(shard)
 
 
+@pytest.mark.parametrize("budget", [2_000_000, 800_000])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"label_smoothing": 0.1, "softcap": 5.0}, {"return_token_stats": True}],
-    ids=["plain", "smoothing", "stats"],
+    [
+        {},
+        {"label_smoothing": 0.1, "softcap": 5.0},
+        {"return_token_stats": True},
+        {"skip_ignored": True},
+    ],
+    ids=["plain", "smoothing", "stats", "skipped"],
 )
 def test_logits_and_their_copies_stay_within_the_budget(
-    shard: VocabShard, options: dict[str, Any]
+    shard: VocabShard, options: dict[str, Any], budget: int
 ) -> None:
     shard = VocabShard(shard.group, 0, 3000)
     hidden = torch.randn(300, WIDTH).bfloat16().requires_grad_()
     weight = torch.randn(shard.vocab, WIDTH).bfloat16().requires_grad_()
-    targets, budget = torch.arange(300), 2_000_000  # all logits take 1.8 MB
+    targets = torch.arange(300)  # all logits take 1.8 MB
 
     def forward() -> torch.Tensor:
         return kernels.linear_cross_entropy(
@@ -81,6 +89,59 @@ def test_logits_and_their_copies_stay_within_the_budget(
         ).loss
 
     assert max(peak_scratch(forward, (hidden, weight))) <= budget
+
+
+def test_the_ranks_exchange_while_the_next_logits_are_computed(
+    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    product, gather = F.linear, vocab_shard._begin_gathering
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events.append("wait")
+            self.work.wait()
+
+    def recorded_product(*args: Any) -> torch.Tensor:
+        events.append("product")
+        return product(*args)
+
+    def recorded_gather(*args: Any) -> tuple[torch.Tensor, Work]:
+        events.append("exchange")
+        received, work = gather(*args)
+        return received, Work(work)
+
+    monkeypatch.setattr(F, "linear", recorded_product)
+    monkeypatch.setattr(vocab_shard, "_begin_gathering", recorded_gather)
+    hidden, weight = torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH)
+    targets = torch.arange(ROWS)
+    kernels.linear_cross_entropy(hidden, weight, targets, chunk_size=4, vocab_shard=shard)
+    begin = ["product", "exchange"]
+    assert events == [*begin, *begin, "wait", *begin, "wait", "wait"]
+
+
+@pytest.mark.gpu
+def test_nccl_exchanges_on_a_stream_of_its_own(tmp_path: Path) -> None:
+    """The chunks are long enough for a stream that does not wait to read what is not there yet."""
+    dist.init_process_group("nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        check(VocabShard(dist.group.WORLD, 0, VOCAB), "cuda")
+        hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(32768, 512, device="cuda", dtype=torch.bfloat16)
+        targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")
+        losses = [
+            kernels.linear_cross_entropy(
+                hidden, weight, targets, chunk_size=1024, reduction="none", vocab_shard=shard
+            ).loss
+            for shard in (None, *[VocabShard(dist.group.WORLD, 0, len(weight))] * 3)
+        ]
+    finally:
+        dist.destroy_process_group()
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreter
@@ -99,5 +160,6 @@ def test_an_ignored_class_is_no_number_of_a_rank(
     marks = []
     for ignore_index in (-100, 5, 0):  # 25 is class 5 of this rank
         options = CrossEntropyOptions(ignore_index)
-        marks.append(sharded_rows(logits, targets, None, options, second, None)[0])
+        rows = ShardedRows(logits, targets, None, options, second)
+        marks.append(rows.losses(logits, None)[0])
     assert marks[0].equal(marks[1]) and marks[0].equal(marks[2])

@@ -1,0 +1,245 @@
+"""What a forward is given: checks of the tensors, the mask of the rows, and the targets."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.checks import check_token_ids
+from ligermodels.layers.attention_mask import (
+    AttentionMask,
+    check_cu_seqlens,
+    document_ids_from_positions,
+    positions_from_cu_seqlens,
+)
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.sequence_shard import SequenceShard
+
+
+def next_token_targets(
+    labels: Tensor, document_ids: Tensor | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Return targets aligned with hidden states: the target of each position is the next label.
+
+    Args: labels (batch, seq); document_ids (batch or 1, seq), as in `AttentionMask`.
+    Returns: (batch, seq). The last position of each row and each document holds ignore_index.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    if document_ids is None:
+        return targets
+    ends = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
+    return targets.masked_fill(ends, ignore_index)
+
+
+def rows_mask(
+    inputs: Tensor,
+    *,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    attention_mask: Tensor | None,
+    prefix_lengths: Tensor | None,
+    cache: KVCache | None,
+    shard: SequenceShard | None,
+) -> tuple[AttentionMask, Tensor | None, Tensor | None]:
+    """Return the mask of the rows, the positions and the document ids, after checks.
+
+    The positions are None if they are those after the cached tokens. The document ids are None if
+    rows are not packed.
+
+    Args:
+        inputs: (batch, seq, ...), of which only shape and device count.
+        shard: the part of each row that this rank computes, or None.
+        position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache: as in
+            `DecoderModel.forward`.
+    Raises:
+        ValueError: the arguments contradict each other, or one has a wrong shape or dtype.
+    """
+    batch, seq = inputs.shape[:2]
+    past = 0 if cache is None else cache.length
+    if shard is not None:
+        if cache is not None:
+            raise ValueError(
+                "cache: the model is spread over ranks by context parallelism, which is for "
+                "training; load it again without it to generate text"
+            )
+        shard.check(seq)
+    if cu_seqlens is not None:
+        if position_ids is not None or cache is not None:
+            raise ValueError(
+                "cu_seqlens cannot be combined with position_ids or with a cache; leave one out"
+            )
+        if batch != 1:
+            raise ValueError(
+                f"cu_seqlens describes one packed row: batch must be 1; got batch {batch}"
+            )
+        check_cu_seqlens(cu_seqlens, seq, max_seqlen)
+        position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
+    elif max_seqlen is not None:
+        raise ValueError("max_seqlen needs cu_seqlens, which is missing")
+    if attention_mask is not None and (
+        attention_mask.is_floating_point() or attention_mask.is_complex()
+    ):
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype}; expected bool or integers, with 1 for "
+            "tokens and 0 for padding: a mask to be added to scores is not supported"
+        )
+    if attention_mask is not None and attention_mask.shape != (batch, past + seq):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected "
+            f"{(batch, past + seq)}: the batch, and the cached and new tokens"
+        )
+    if position_ids is not None and (
+        not _has_rows(position_ids, batch, seq)
+        or position_ids.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
+            f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
+        )
+    if prefix_lengths is not None and not _has_rows(prefix_lengths, batch):
+        raise ValueError(
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; expected {(batch,)} or (1,): "
+            "a length for each row"
+        )
+    document_ids = None
+    if position_ids is not None and cache is None:
+        document_ids = document_ids_from_positions(position_ids)
+    padding = hiding(attention_mask, inputs.device)
+    mask = AttentionMask(
+        seq if shard is None else seq // shard.ranks,
+        past + seq,
+        document_ids=document_ids,
+        padding_mask=padding,
+        padding_at_ends=padding is None or not _seen_between_tokens(attention_mask),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        prefix_lengths=prefix_lengths,
+        shard=shard,
+    )
+    return mask, position_ids, document_ids
+
+
+def hiding(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return a padding mask on the device, or None if it is seen to hide nothing.
+
+    A mask on the CPU is looked at: every tokenizer returns one of ones for a single text. On a GPU,
+    a look at the values would be a host synchronisation.
+    """
+    if mask is None or (_may_look(mask) and mask.all()):
+        return None
+    return mask.to(device, non_blocking=True)
+
+
+def _may_look(mask: Tensor) -> bool:
+    return mask.device.type == "cpu" and type(mask) is Tensor and not torch.compiler.is_compiling()
+
+
+def _seen_between_tokens(mask: Tensor | None) -> bool:
+    """Return whether a mask is seen to have padding between the tokens of a row."""
+    if mask is None or not _may_look(mask):
+        return False
+    tokens = F.pad(mask.bool(), (1, 0))
+    begins = tokens[:, 1:] & ~tokens[:, :-1]
+    return bool((begins.sum(1) > 1).any())
+
+
+def check_tensors(**given: object) -> None:
+    """Raise ValueError, with the name of the argument, unless each is a tensor or None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; expected a tensor")
+
+
+def check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless labels are int64 and have the inputs' shape (batch, seq)."""
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
+    if labels.shape != shape:
+        raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
+
+
+def check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return ids as `check_token_ids` does; raise ValueError unless they are (batch, seq)."""
+    ids = check_token_ids("input_ids", input_ids, vocab_size)
+    if input_ids.dim() != 2:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
+        )
+    if 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
+            "per row"
+        )
+    return ids
+
+
+def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]) -> None:
+    """Raise ValueError unless embeddings (batch, seq, hidden) are such as `embedding` returns.
+
+    Args: weights, the model's. The embeddings have the dtype of one of them, or autocast is on.
+    """
+    shape, hidden_size = tuple(inputs_embeds.shape), embedding.embedding_dim
+    if inputs_embeds.dim() != 3 or shape[-1] != hidden_size:
+        raise ValueError(f"inputs_embeds has shape {shape}; expected (batch, seq, {hidden_size})")
+    if not inputs_embeds.is_floating_point() or 0 in shape:
+        raise ValueError(
+            f"inputs_embeds is {inputs_embeds.dtype} of shape {shape}; expected floating point "
+            "numbers, and at least one token per row"
+        )
+    _check_dtype("inputs_embeds", inputs_embeds, embedding, weights)
+
+
+def check_memory(
+    memory: Tensor,
+    memory_mask: Tensor | None,
+    batch: int,
+    embedding: nn.Embedding,
+    weights: Iterable[Tensor],
+) -> None:
+    """Raise ValueError unless a memory (batch, keys, size) and its mask (batch or 1, keys) fit."""
+    if memory.dim() != 3 or memory.shape[0] != batch:
+        raise ValueError(
+            f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
+        )
+    keys = memory.shape[1]
+    if memory_mask is not None and (
+        not _has_rows(memory_mask, batch, keys)
+        or memory_mask.is_floating_point()
+        or memory_mask.is_complex()
+    ):
+        raise ValueError(
+            f"memory_mask has shape {tuple(memory_mask.shape)} and {memory_mask.dtype}; expected "
+            f"bool or integers of shape {(batch, keys)} or {(1, keys)}, 0 for padding"
+        )
+    _check_dtype("memory", memory, embedding, weights)
+
+
+def _has_rows(given: Tensor, batch: int, *width: int) -> bool:
+    """Whether a tensor has the shape (batch or 1, *width).
+
+    torch.compile does not find a shape with symbolic sizes in a tuple of shapes.
+    """
+    rows = given.shape[0] if given.dim() == 1 + len(width) else 0
+    return (rows == batch or rows == 1) and given.shape[1:] == width
+
+
+def _check_dtype(
+    name: str, given: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]
+) -> None:
+    """Raise ValueError unless a tensor has the dtype of a weight, or autocast casts it.
+
+    The dtype in which sharded weights compute is not known here: FSDP2 may cast them.
+    """
+    if autocast_dtype(given) is None and not any(
+        weight.dtype == given.dtype or is_sharded(weight) for weight in weights
+    ):
+        expected = embedding.weight.dtype
+        raise ValueError(
+            f"{name} is {given.dtype}, but the model's weights are {expected}; pass "
+            f"{name}.to({expected})"
+        )
