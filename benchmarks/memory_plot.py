@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, table
-from benchmarks.memory import GIB, HF, LIGER, OURS
+from benchmarks.memory_works import GIB, HF, LIGER, OURS
 
 Row = dict[str, Any]
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import RESULTS, environment, write
-from benchmarks.memory import GIB, LIGER, OURS, Row, merge, milliseconds, release, training_step
+from benchmarks.memory import Row, merge, milliseconds, release, training_step
 from benchmarks.memory_cases import run_cases, shard
+from benchmarks.memory_works import GIB, LIGER, OURS
 
 PRESET = "llama-3-8b"
 # Rows and tokens on each GPU, and the GiB that a plan may take.

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks import memory, memory_cases
-from benchmarks.memory import HF, LIGER, OURS, WORKS, Models, Setting, Work
+from benchmarks.memory import Models
+from benchmarks.memory_works import GIB, HF, LIGER, OURS, WORKS, Setting, Work
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import MemoryPlan, Prediction
 
@@ -180,15 +181,15 @@ def without_gpu(monkeypatch):
     for name in ("release", "host_bytes"):
         monkeypatch.setattr(memory, name, lambda: 0)
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 3 * memory.GIB)
+        monkeypatch.setattr(torch.cuda, name, lambda: 3 * GIB)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9)
     )
 
 
 def test_each_setting_of_a_work_takes_its_turns(without_gpu, monkeypatch):
-    peak = 2 * memory.GIB
-    prediction = Prediction(2, 16, 3 * memory.GIB, peak, peak, 0, 0, 0, 0, 0, seconds=0.5)
+    peak = 2 * GIB
+    prediction = Prediction(2, 16, 3 * GIB, peak, peak, 0, 0, 0, 0, 0, seconds=0.5)
     made = []
 
     def plan_memory(model, *shape, **options):
@@ -219,7 +220,7 @@ def test_each_setting_of_a_work_takes_its_turns(without_gpu, monkeypatch):
     assert (ours["peak GiB"], ours["predicted GiB"], ours["predicted ms"]) == (3.0, 2.0, 500.0)
     assert ours["loss"] == pytest.approx(rows[settings[0].name]["loss"], rel=0.1)
     ((shape, options),) = made
-    assert shape == (2, 16) and options["budget"] == 3 * memory.GIB and options["reserve"] == 0
+    assert shape == (2, 16) and options["budget"] == 3 * GIB and options["reserve"] == 0
     assert isinstance(options["optimizer_bytes"], torch.optim.AdamW)
 
     emitted.clear()

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import memory_plot
 from benchmarks.common import RESULTS
-from benchmarks.memory import HF, LIGER, OURS
+from benchmarks.memory_works import HF, LIGER, OURS
 from tests import markdown
 
 

@@ -201,6 +201,15 @@ def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, 
     assert again.model.memory_plan == other.model.memory_plan
 
 
+def test_a_plan_counts_the_states_of_the_optimizer_that_runs(checkpoint, text, tmp_path):
+    states = {}
+    for name in ("adamw", "adafactor", "muon"):
+        given = {"optimizer": name, "max_steps": 1, "memory": "1GB"}
+        done = run(checkpoint, text, tmp_path / name, **given)
+        states[name] = done.model.memory_plan.prediction.optimizer_bytes
+    assert states["adafactor"] < states["muon"] < states["adamw"]
+
+
 def test_a_run_without_a_budget_has_no_plan_on_a_cpu(checkpoint, text, tmp_path):
     for name, memory in (("a", None), ("b", "off")):
         done = run(checkpoint, text, tmp_path / name, max_steps=1, memory=memory)
