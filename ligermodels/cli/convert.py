@@ -62,6 +62,7 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
+    from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.checkpoint_files import CONFIG_NAME, files_left_out, is_adapter
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
@@ -100,7 +101,7 @@ def run(given: argparse.Namespace) -> None:
             raise LigerError("convert: a checkpoint of a run needs TARGET, and cannot be verified")
         model, heads = load_checkpoint(*place)
         model = model if dtype is None else model.to(dtype)
-        _write(given, model, target, None if heads is None else tensors_of(heads))
+        _write(given, model, None if heads is None else tensors_of(heads), target)
         return
     source = resolve(given.source, revision=given.revision)
     adapter = is_adapter(source)
@@ -111,7 +112,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
     if family is None:
         assert target is not None
-        _write(given, AutoLiger.from_hf(source, **loading_options(given)), target)
+        _write(given, AutoLiger.from_hf(source, **loading_options(given)), None, target)
         return
     if target is None:
         read_heads(AutoLiger.from_hf(source, device="meta"), source)  # It checks them.
@@ -128,8 +129,12 @@ def run(given: argparse.Namespace) -> None:
                 "convert: SOURCE and TARGET are the same folder, so --verify would have nothing to "
                 "compare; choose another TARGET"
             )
-        model = AutoLiger.from_hf(source, **loading_options(given))
-        _write(given, model, target, read_heads(model, source))
+
+        def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
+            model = AutoLiger.from_hf(folder, **loading_options(given))
+            return model, read_heads(model, folder)
+
+        _write(given, *read_one_version(source, load), target)
         if not given.verify:
             return
         report = compare(source, target, family, dtype=dtype)
@@ -141,8 +146,8 @@ def run(given: argparse.Namespace) -> None:
 def _write(
     given: argparse.Namespace,
     model: DecoderModel,
+    heads: dict[str, Tensor] | None,
     target: Path,
-    heads: dict[str, Tensor] | None = None,
 ) -> None:
     """Save a model, and the tensors of its heads."""
     from ligermodels.models.heads_file import write_heads

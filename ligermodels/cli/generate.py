@@ -12,7 +12,10 @@ from ligermodels.cli.options import loading_arguments, loading_options, number
 from ligermodels.errors import LigerError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ligermodels.models.base import DecoderModel
+    from ligermodels.models.heads import MedusaHeads
     from ligermodels.text.tokenizer import Tokenizer
 
 HELP = "generate text from a prompt, or chat"
@@ -74,6 +77,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
+    from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.hub import resolve
     from ligermodels.models.auto import AutoLiger
     from ligermodels.models.heads_file import load_heads
@@ -94,8 +98,12 @@ def run(given: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_hf(folder)
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
-    model = AutoLiger.from_hf(folder, device=device, **loading_options(given))
-    given.heads = None if given.no_heads else load_heads(model, folder)
+
+    def load(real: Path) -> tuple[DecoderModel, MedusaHeads | None]:
+        model = AutoLiger.from_hf(real, device=device, **loading_options(given))
+        return model, None if given.no_heads else load_heads(model, real)
+
+    model, given.heads = read_one_version(folder, load)
     if not given.chat:
         _continue(given, model, tokenizer, ids)
         return

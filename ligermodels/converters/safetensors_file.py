@@ -155,18 +155,18 @@ class SafetensorsFile:
         return StoredTensor(info.dtype, info.shape, bytes(data))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in its stored dtype, as a new tensor.
+        """Return a tensor of floats in its stored dtype, as a new tensor.
 
         Raises:
-            CheckpointError: as `read`, or the dtype is none that this library reads.
+            CheckpointError: as `read`, or the dtype is another one.
         """
         info = self.tensors[name]
-        if info.dtype not in READABLE:
+        if info.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.path}: {shown(name)} has the dtype {info.dtype}; expected one of "
                 f"{', '.join(DTYPES)}"
             )
-        out = torch.empty(info.shape, dtype=READABLE[info.dtype])
+        out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         for _ in self.read(name, out=out):
             pass
         return out

@@ -243,6 +243,7 @@ def test_a_config_that_does_not_fit_is_refused(change, message, folders, tmp_pat
         (lambda x: x[0], "has the shape"),
         (lambda x: x / 0, "holds NaN or infinite values"),
         (lambda x: x.to(torch.int64), "has the dtype I64"),
+        (lambda x: x.to(torch.uint8), "has the dtype U8"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message, folders, tmp_path) -> None:

@@ -53,7 +53,11 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
             load_heads(model, tmp_path)
     save_heads(MedusaHeads(model.head, 1), tmp_path)
     good = load_file(file)
-    for change, message in ((float("nan"), "infinite or NaN"), (torch.tensor(1), "dtype I64")):
+    for change, message in (
+        (float("nan"), "infinite or NaN"),
+        (torch.tensor(1), "dtype I64"),
+        (torch.tensor(1, dtype=torch.uint8), "dtype U8"),
+    ):
         changed = {n: (x * change).to(getattr(change, "dtype", x.dtype)) for n, x in good.items()}
         save_file(changed, file)
         with pytest.raises(CheckpointError, match=message):
