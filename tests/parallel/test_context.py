@@ -21,6 +21,7 @@ from ligermodels.memory.simulate import simulate
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
+from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.test_shard import (
     FLOAT32,
@@ -33,7 +34,7 @@ from tests.parallel.test_shard import (
     save,
     step,
 )
-from tests.parallel_worker import SIZES, StorageTracker, relative
+from tests.parallel_worker import SIZES, relative
 
 BATCH, SEQ = 2, 16
 # Of the families from outside, one has parallel blocks, and another one experts.

@@ -32,8 +32,9 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
+from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel_worker import SIZES, StorageTracker, count, data, relative
+from tests.parallel_worker import SIZES, count, data, relative
 
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
