@@ -17,10 +17,15 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+# The tests start many processes, which would otherwise compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 SMOLLM2 := build/smollm2
 # The last transformers 4. It reads the older spelling of configs, and exports must open in it, too.
 OLD := build/transformers-4.57.6
 INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
+# Each process runs a half of the tests, so that it makes few fixtures a second time. The one that is
+# done first takes over some of the other's.
+SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-long coverage lint format parity parity-gpu bench-ops clean
 
@@ -31,24 +36,29 @@ demo: $(VENV)/.demo
 # It imports only the files that have such tests, since importing all of them takes seconds.
 # The larger run comes last, so that its summary is the last line.
 test: lint $(SMOLLM2)/config.json $(OLD)/transformers
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter $(INTERPRETED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SHARED) -m interpreter $(INTERPRETED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SHARED) -m "not interpreter"
 
 # tests/conftest.py leaves these out of every run that does not ask for them.
 test-long: $(SMOLLM2)/config.json $(OLD)/transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
-# Both processes write data files of their own, which `combine` puts together.
+# Both processes write data files of their own, which `combine` puts together. A test that fails does
+# not keep the report back. Its total counts lines and branches together.
 coverage: $(SMOLLM2)/config.json $(OLD)/transformers
 	rm -rf build/coverage && mkdir -p build/coverage
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
-		$(BIN)/python -m pytest -q -n $(WORKERS) -m interpreter $(INTERPRETED) \
+	-TRITON_INTERPRET=1 OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
+		$(BIN)/python -m pytest -q $(SHARED) -m interpreter $(INTERPRETED) \
 		--cov --cov-report=
-	OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
-		$(BIN)/python -m pytest -q -n $(WORKERS) -m "not interpreter" --cov --cov-report=
+	-OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
+		$(BIN)/python -m pytest -q $(SHARED) -m "not interpreter" --cov --cov-report=
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
+	$(BIN)/python -m coverage json --quiet -o build/coverage/totals.json
+	@$(BIN)/python -c "import json; t = json.load(open('build/coverage/totals.json'))['totals']; \
+		print(f'all: {t[\"percent_covered\"]:.2f}%, branches alone:', \
+		f'{100 * t[\"covered_branches\"] / t[\"num_branches\"]:.2f}%')"
 
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .

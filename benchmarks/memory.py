@@ -38,6 +38,7 @@ KEYS = {
     "environments": (),
     "rows": ("work", "setting"),
     "levels": ("level",),
+    "recipes": ("work", "recipe"),  # of examples/optimizer_memory.py
     "predictions": ("case",),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, table
-from benchmarks.memory import HF, LIGER, OURS
+from benchmarks.memory import GIB, HF, LIGER, OURS
 
 Row = dict[str, Any]
 
@@ -74,6 +74,17 @@ def levels_table(rows: list[Row]) -> str:
     return table(lines, columns)
 
 
+def recipes_table(rows: list[Row]) -> str:
+    """Return the table of what each recipe of examples/optimizer_memory.py holds, and its time."""
+    names = ("parameter", "state", "gradient", "peak")
+    lines = [
+        {"recipe": row["recipe"], "ms": number(row["ms"], 0)}
+        | {f"{name} GiB": number(row[f"{name} bytes"] / GIB) for name in names}
+        for row in rows
+    ]
+    return table(lines, ["recipe", *(f"{name} GiB" for name in names), "ms"])
+
+
 def prediction_text(rows: list[Row]) -> str:
     """Return how far the predicted peaks are from the measured ones, and which were not measured.
 
@@ -110,6 +121,8 @@ def page(result: dict[str, Any]) -> str:
         parts.append(f"## {work}, on {gpu}\n\n{work_table(rows)}\n")
     for (gpu,), rows in groups(result.get("levels", []), "gpu").items():
         parts.append(f"## Levels, on {gpu}\n\n{levels_table(rows)}\n")
+    for (gpu, work), rows in groups(result.get("recipes", []), "gpu", "work").items():
+        parts.append(f"## Optimizers, {work}, on {gpu}\n\n{recipes_table(rows)}\n")
     for (gpu,), rows in groups(result.get("predictions", []), "gpu").items():
         texts = prediction_text(rows), prediction_table(rows)
         parts.append(f"## Predicted peaks, on {gpu}\n\n{texts[0]}\n\n{texts[1]}\n")

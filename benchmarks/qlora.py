@@ -64,7 +64,6 @@ def native(device: str, tiny: bool) -> Any:
 def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
     from ligermodels.training.adapters import add_adapters, quantize
     from ligermodels.training.lora_options import LoraOptions
-    from ligermodels.training.memory import planner
 
     model = native(device, tiny)
     quantize(model, 8 if "8bit" in row else 4, torch.device(device))
@@ -73,7 +72,7 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
         model.activation_checkpointing_enable()
     elif device == "cuda":
         torch.cuda.empty_cache()
-        plan = planner(model, recomputes, precision="bf16-mixed").plan(batch, seq)
+        plan = model.plan_memory(batch, seq, recomputes, autocast=torch.bfloat16)
         print(plan, file=sys.stderr)
         model.set_memory_plan(plan)
 
@@ -216,7 +215,7 @@ def run_trl(batch: int, seq: int, steps: int, device: str, tiny: bool) -> tuple[
 
 def import_all(kind: str) -> None:
     """Import what an implementation needs, so that it does not take time on the GPU."""
-    modules = ["ligermodels.training.adapters", "ligermodels.training.memory"]
+    modules = ["ligermodels.training.adapters", "ligermodels.memory.fit"]
     if kind != OURS:
         modules = ["bitsandbytes", "peft", "ligermodels.integrations.hf_model"]
         modules += ["liger_kernel.transformers"] if kind == LIGER else []
@@ -316,6 +315,7 @@ def main() -> None:
     if given.only:
         import_all(ROWS[given.only][0])
         if given.waits:
+            print("ready", flush=True)
             input()
         sizes = given.batch, given.seq, given.steps
         print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
@@ -326,6 +326,9 @@ def main() -> None:
     command += ["--tiny"] if given.tiny else []
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [subprocess.Popen([*command, "--only", n], text=True, **pipes) for n in names]
+    for worker in workers:  # an import would disturb what is measured
+        assert worker.stdout is not None
+        worker.stdout.readline()
     rows = []
     for name, worker in zip(names, workers):
         rows.append(result_of(name, worker, given.limit))

@@ -1,18 +1,18 @@
 """Teach a model of half the layers what the whole model says, beside training on text alone.
 
-    python examples/distillation.py build/smollm2 --output-dir runs/distillation
+    python -m examples.distillation build/smollm2 --output-dir runs/distillation
 
 The student begins with every second layer of its teacher. It is trained twice on a part of a novel,
 with the same batches in the same order: on the text alone, which it soon knows by heart, and with
 the teacher. The run prints the held-out loss of the next token before, and after each.
 """
 
-import argparse
 import copy
 from pathlib import Path
 
 import torch
 
+from examples.command import call
 from ligermodels import AutoLiger
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
@@ -82,21 +82,12 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="hub id or local folder of the teacher")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--characters", type=int, default=60_000, help="length of the text")
-    parser.add_argument("--max-steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--teacher-share", type=float, default=0.8)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    given = parser.parse_args()
-    main(
-        given.model,
-        given.output_dir,
-        characters=given.characters,
-        teacher_share=given.teacher_share,
-        temperature=given.temperature,
-        max_steps=given.max_steps,
-        learning_rate=given.learning_rate,
+    call(
+        main,
+        __doc__,
+        characters=60_000,
+        max_steps=150,
+        learning_rate=2e-4,
+        teacher_share=0.8,
+        temperature=1.0,
     )

@@ -1,13 +1,12 @@
 """Train heads that guess the tokens after the next one, and generate with them.
 
-    python examples/medusa.py build/smollm2 --output-dir runs/medusa
+    python -m examples.medusa build/smollm2 --output-dir runs/medusa
 
 The heads learn from what the model itself writes after the beginnings of sentences of a novel. The
 run prints how many tokens a forward pass gives, for sentences that the heads have not seen, and
 checks that they are the tokens of greedy generation.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
 from ligermodels.generation import generate_ahead
 from ligermodels.models.heads import MedusaHeads
@@ -106,17 +106,4 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="hub id or local folder")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=1024)
-    parser.add_argument("--max-steps", type=int, default=200)
-    given = parser.parse_args()
-    main(
-        given.model,
-        given.output_dir,
-        heads=given.heads,
-        prompts=given.prompts,
-        max_steps=given.max_steps,
-    )
+    call(main, __doc__, heads=3, prompts=1024, max_steps=200)

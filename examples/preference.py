@@ -1,18 +1,18 @@
 """Teach a model to prefer "&" to "and", which it finds less likely at first.
 
-    python examples/preference.py build/smollm2 --output-dir runs/preference
+    python -m examples.preference build/smollm2 --output-dir runs/preference
 
 The pairs are made from a novel. The run prints for how many sentences that it has not seen the
 model gives the form with "&" the higher probability, before and after.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
 
 import torch
 
+from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer, token_log_probs
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import FinetuneResult, finetune
@@ -87,17 +87,4 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="hub id or local folder")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--loss", default="dpo", choices=["dpo", "orpo", "cpo", "simpo"])
-    parser.add_argument("--pairs", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    given = parser.parse_args()
-    main(
-        given.model,
-        given.output_dir,
-        loss=given.loss,
-        pairs=given.pairs,
-        learning_rate=given.learning_rate,
-    )
+    call(main, __doc__, loss="dpo", pairs=256, learning_rate=1e-5)

@@ -1,15 +1,15 @@
 """Teach a model to speak in short words, with GRPO and its own `generate` as the sampler.
 
-    python examples/rewards.py build/smollm2 --output-dir runs/rewards
+    python -m examples.rewards build/smollm2 --output-dir runs/rewards
 
 The reward of an answer is the share of its words that have at most four letters. The run prints the
 mean reward of answers to other questions, before and after.
 """
 
-import argparse
 import json
 from pathlib import Path
 
+from examples.command import call
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import FinetuneResult, finetune
 
@@ -73,15 +73,4 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="hub id or local folder")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--max-steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
-    given = parser.parse_args()
-    main(
-        given.model,
-        given.output_dir,
-        max_steps=given.max_steps,
-        learning_rate=given.learning_rate,
-    )
+    call(main, __doc__, max_steps=60, learning_rate=5e-5)

@@ -106,12 +106,13 @@ def run(given: argparse.Namespace) -> None:
     adapter = is_adapter(source)
     if adapter and (target is None or given.verify):
         raise LigerError("convert: an adapter needs TARGET, and cannot be verified")
+    family = None if adapter else family_of(source)
     if left_out := files_left_out(source):
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
-    if adapter and target is not None:
+    if family is None:
+        assert target is not None
         _write(given, AutoLiger.from_hf(source, **loading_options(given)), target)
         return
-    family = family_of(source)
     if target is None:
         read_heads(AutoLiger.from_hf(source, device="meta"), source)  # It checks them.
         with raise_on_interrupt():  # It removes its temporary folder.

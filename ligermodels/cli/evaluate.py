@@ -75,9 +75,10 @@ def run(given: argparse.Namespace) -> None:
     names = [*found.get("files", ()), *found.get("tasks", ())]
     width = max(map(len, names))
     for file, result in found.get("files", {}).items():
+        cut = f"  (long examples cut: {result['truncated']:,})" if result["truncated"] else ""
         print(
             f"{file:<{width}}  perplexity {result['perplexity']:.4f}  loss {result['loss']:.4f}  "
-            f"{result['targets']:,} targets"
+            f"{result['targets']:,} targets{cut}"
         )
     for task, result in found.get("tasks", {}).items():
         numbers = {k: v for k, v in result.items() if isinstance(v, float)}
@@ -113,6 +114,7 @@ def _files(
             "loss": one.loss,
             "targets": one.targets,
             "tokens": one.tokens,
+            "truncated": one.truncated,
             "tokens_per_second": one.tokens / max(one.seconds, 1e-9),
         }
         for file, one in losses.items()

@@ -50,12 +50,12 @@ class LaunchOptions:
 
 
 def is_worker() -> bool:
-    """Whether torchrun or this module has started this process."""
+    """Return whether torchrun or this module has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks() -> bool:
-    """Whether this process prints the result: the only one, or rank 0."""
+    """Return whether this process prints the result: the only one, or rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 

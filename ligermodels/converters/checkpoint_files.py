@@ -61,7 +61,7 @@ def copied_files(folder: Path) -> dict[str, bytes]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter in PEFT's format, and no model."""
+    """Return whether a folder holds an adapter in PEFT's format, and no model."""
     return os.path.lexists(folder / ADAPTER_CONFIG_NAME) and not os.path.lexists(
         folder / CONFIG_NAME
     )

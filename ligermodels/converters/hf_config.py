@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Protocol, get_args, get_type_hints
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 from typing_extensions import Self
 
 from ligermodels.converters import hf_rope
-from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, is_adapter
 from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import is_int, is_number, is_token_id, read_json_if_present
 from ligermodels.errors import CheckpointError, ConfigError, shown
@@ -104,7 +105,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     found = read_json_if_present(path, ConfigError)
     if found is None:
         what = "there is no such folder"
-        if os.path.isdir(folder):
+        if is_adapter(Path(folder)):
+            what = "the file is missing: the folder holds an adapter, and no model"
+        elif os.path.lexists(path.with_name("run.json")):
+            what = "the file is missing: this is the folder of a run, whose model is in model/"
+        elif os.path.isdir(folder):
             what = "the file is missing; choose a folder that holds a Hugging Face checkpoint"
         raise CheckpointError(f"{path}: {what}")
     return found
@@ -316,9 +321,14 @@ def _type_fault(name: str, value: Any, hint: Any) -> str | None:
     return None if good else f"{name!r} is {shown(value)}, expected {expected}"
 
 
+@cache
+def _hints(config_class: type[HFConfig]) -> dict[str, Any]:
+    return get_type_hints(config_class)
+
+
 def type_faults(config: HFConfig) -> Iterator[str]:
     """Yield a message for each field whose value does not fit its annotation."""
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         if name in config.__dataclass_fields__ and set(_kinds(hint)) <= _TYPES.keys():
             if fault := _type_fault(name, getattr(config, name), hint):
                 yield fault

@@ -69,7 +69,8 @@ class WeightMap:
         ignored: name endings of HF tensors that the model does not need. A load keeps them, and a
             save writes them back as they were.
         constants: HF name of a tensor that the model does not need -> its value, for the export of
-            a model that was made anew. A loaded model writes back what it was loaded with.
+            a model that was made anew. A checkpoint with other values is not loaded, and a loaded
+            model writes back what it was loaded with.
         towers: the other towers that a checkpoint of the family may hold. None if it has none.
     """
 

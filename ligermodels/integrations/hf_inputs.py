@@ -39,7 +39,7 @@ class LayerOutputs:
 
 
 def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
-    """Whether a mask (batch, keys) on a GPU is all ones, where its values can be looked at.
+    """Return whether a mask (batch, keys) on a GPU is all ones, where its values can be looked at.
 
     Tools pass such masks with every batch, and causal attention is faster without one. The look
     waits for the GPU, as that of transformers' models does.

@@ -7,8 +7,9 @@ transformers under HF's model types, and its Auto classes stay as they are.
 """
 
 import copy
-import json
+import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,17 +27,21 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import find_adapter_config_file
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.in_memory import joined_rows
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.errors import ConfigError, SaveError, shown
+from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
+from ligermodels.integrations.hf_families import (
+    architecture,
+    class_at,
+    class_of,
+    native_config,
+    raw_config,
+)
 from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names, shell_name
 from ligermodels.layers import RotaryEmbedding
@@ -88,7 +93,12 @@ class LigerPreTrainedModel(PreTrainedModel):
             native = self.family(native_config(config, self.family))
         # The tuple keeps nn.Module from registering the native model as a child.
         self._native = (native,)
-        self.weight_map = self.family.weight_map(native.built_from)
+        with torch.device("cpu"):  # its constants have values, also in a load
+            self.weight_map = self.family.weight_map(native.built_from)
+        # A checkpoint also holds these, and the model has no place for them.
+        self._keys_to_ignore_on_load_unexpected = [
+            f"^{re.escape(name)}$" for name in self.weight_map.constants
+        ]
         self._no_split_modules = sorted({type(layer).__name__ for layer in native.layers})
         if not native.embed_tokens.weight.is_meta:
             for module in native.modules():  # or transformers would draw the weights again
@@ -109,6 +119,19 @@ class LigerPreTrainedModel(PreTrainedModel):
             if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
                 setattr(native, name, child)
         return native
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Write HF's checkpoint as transformers does, with the constants of the weight map."""
+        if self.weight_map.constants:
+            weights = options.get("state_dict") or self.state_dict()
+            options["state_dict"] = weights | self.weight_map.constants
+        super().save_pretrained(save_directory, **options)
+
+    def get_parameter_or_buffer(self, target: str) -> Any:
+        """Return a tensor by its name; transformers asks for each one that it saves."""
+        if target in self.weight_map.constants:
+            return self.weight_map.constants[target]
+        return super().get_parameter_or_buffer(target)
 
     def add_adapter(self, *args: Any, **options: Any) -> None:
         """Add an adapter of PEFT, as in transformers; projections that get one are split."""
@@ -264,7 +287,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         super().__init__(config, native)
         native = self._native[0]
         self.fused_head = FusedHead()
-        self.model = _class_of(type(native), LigerModel)(config, native)
+        self.model = class_of(type(native), LigerModel)(config, native)
         if native.config.tie_word_embeddings:
             weight = native.embed_tokens.weight
             vocab, hidden = weight.shape
@@ -296,8 +319,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             ConfigError: no family is registered for the checkpoint's model_type.
         """
         if not hasattr(cls, "family"):
-            return _class_at(path, cls, options).from_pretrained(path, *args, **options)
-        if _raw_config(path, options).get("quantization_config"):
+            return class_at(path, cls, options).from_pretrained(path, *args, **options)
+        if raw_config(path, options).get("quantization_config"):
             options["split_projections"] = True
         return super().from_pretrained(path, *args, **options)
 
@@ -308,7 +331,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     @classmethod
     def from_native(cls, model: DecoderModel) -> Self:
         """Return a shell that shares the modules and parameters of a native model."""
-        shell = _class_of(type(model), cls)
+        shell = class_of(type(model), cls)
         raw = copy.deepcopy(hf_config.to_hf(model.config))
         config = shell.config_class.from_dict(raw)
         if model.source_folder is not None:
@@ -526,15 +549,15 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         native = self._native[0]
         native.head.to("meta")  # it is not used
         self.num_labels = config.num_labels
-        self.model = _class_of(type(native), LigerModel)(config, native)
+        self.model = class_of(type(native), LigerModel)(config, native)
         self.score = nn.Linear(native.config.hidden_size, self.num_labels, bias=False)
         self.register_load_state_dict_pre_hook(pack_hf_names)
         entries = (e for e in self.weight_map if not e.name.startswith("head."))
-        self.weight_map = WeightMap(tuple(entries))
+        self.weight_map = dataclasses.replace(self.weight_map, entries=tuple(entries))
         found = conversions(self.weight_map)
         register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
         self._weight_conversions = found
-        self._keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+        self._keys_to_ignore_on_load_unexpected.append(r"^lm_head\.")
         self.post_init()
 
     @classmethod
@@ -546,81 +569,7 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         """
         if hasattr(cls, "family"):
             return super().from_pretrained(path, *args, **options)
-        return _class_at(path, cls, options).from_pretrained(path, *args, **options)
-
-
-def architecture(family: type[DecoderModel]) -> str:
-    """Return the name of transformers' class for a family."""
-    return hf_config.architecture(family.config_class)
-
-
-def native_config(config: PreTrainedConfig, family: type[DecoderModel]) -> Any:
-    """Return the native config for one of transformers.
-
-    Raises:
-        ConfigError: a key is not implemented or has a wrong value.
-    """
-    raw = config.to_dict()
-    raw.pop("quantization_config", None)  # transformers replaces the linears itself
-    return family.config_class(**hf_config.fields_from_hf(raw, family.config_class))
-
-
-def _raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the config.json at a path or hub id, or of an adapter's model."""
-    known = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
-    given = {name: options[name] for name in known if name in options}
-    raw, _ = PreTrainedConfig.get_config_dict(path, **given)
-    if not raw.get("model_type") and (adapter := find_adapter_config_file(path, **given)):
-        # transformers loads the model that an adapter belongs to, and then the adapter.
-        model = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        raw, _ = PreTrainedConfig.get_config_dict(model)
-    return raw
-
-
-def _class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
-    """Return the class of shells for the config.json at a path or hub id."""
-    raw, found = _raw_config(path, options), families()
-    if "text_config" in raw:
-        raise ConfigError(
-            f"{path}: it is a checkpoint of a text model and other towers, which this class "
-            "cannot load here; for the text model alone use "
-            "LigerForCausalLM.from_native(AutoLiger.from_hf(...))"
-        )
-    if raw.get("model_type") not in found:
-        raise ConfigError(
-            f"{path}: model_type {shown(raw.get('model_type'))} is not supported; these are "
-            f"supported: {', '.join(found)}"
-        )
-    return _class_of(found[raw["model_type"]], base)
-
-
-def _class_of(family: type[DecoderModel], base: type) -> Any:
-    """Return the subclass of a shell class for one family."""
-    if getattr(base, "family", family) is not family:
-        raise ConfigError(f"{base.__name__} is the class of another family than {family.__name__}")
-    if hasattr(base, "family"):
-        return base
-    if (family, base) not in _made:
-        _made[family, base] = _make_class(family, base)
-    return _made[family, base]
-
-
-_made: dict[tuple[type, type], Any] = {}
-
-
-def _make_class(family: type[DecoderModel], base: type) -> Any:
-    model_type = family.config_class.model_type
-    config_class: Any = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
-    if config_class is None:
-        own = {"model_type": model_type, "__module__": __name__}
-        config_class = type(f"{family.__name__}Config", (PreTrainedConfig,), own)
-    members: dict[str, Any] = {
-        "family": family,
-        "config_class": config_class,
-        "__module__": __name__,
-        "__doc__": f"`{base.__name__}` of the family {family.__name__}.",
-    }
-    return type(family.__name__ + base.__name__.removeprefix("Liger"), (base,), members)
+        return class_at(path, cls, options).from_pretrained(path, *args, **options)
 
 
 def __getattr__(name: str) -> Any:
@@ -629,5 +578,5 @@ def __getattr__(name: str) -> Any:
         end = base.__name__.removeprefix("Liger")
         for family in families().values():
             if name == family.__name__ + end:
-                return _class_of(family, base)
+                return class_of(family, base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,7 +96,7 @@ def _checksum(path: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a JSONL file is there, as it was written."""
+    """Return whether a JSONL file is there, as it was written."""
     try:
         return _checksum(path).read_bytes().decode("ascii", "replace") == file_hash(path)
     except (OSError, DataError):

@@ -161,37 +161,37 @@ class _LoadsReference(_OnLossHead):
 
 
 def _is_adapted(given: dict[str, Any]) -> bool:
-    """Whether the reference is the model without its adapter, or not a model of this package."""
+    """Return whether the reference is the model without its adapter, or of another package."""
     is_ours = isinstance(given["model"], LigerForCausalLM)
     return given.get("peft_config") is not None or not is_ours
 
 
 class LigerSFTTrainer(_OnLossHead, trl.SFTTrainer):
-    """`trl.SFTTrainer`."""
+    """The SFT trainer of TRL, on this package's loss head."""
 
 
 class LigerDPOTrainer(_TakesReference, trl.DPOTrainer):
-    """`trl.DPOTrainer`."""
+    """The DPO trainer of TRL, on this package's loss head."""
 
 
 class LigerKTOTrainer(_TakesReference, trl.KTOTrainer):
-    """`trl.KTOTrainer`."""
+    """The KTO trainer of TRL, on this package's loss head."""
 
 
 class LigerGRPOTrainer(_LoadsReference, trl.GRPOTrainer):
-    """`trl.GRPOTrainer`."""
+    """The GRPO trainer of TRL, on this package's loss head."""
 
 
 class LigerRLOOTrainer(_LoadsReference, trl.RLOOTrainer):
-    """`trl.RLOOTrainer`."""
+    """The RLOO trainer of TRL, on this package's loss head."""
 
 
 class LigerDistillationTrainer(_OnLossHead, trl.DistillationTrainer):
-    """`trl.DistillationTrainer`. Its loss is TRL's own, which takes both heads' weights."""
+    """The distillation trainer of TRL. Its loss is TRL's own, which takes both heads' weights."""
 
 
 class LigerRewardTrainer(_OnLossHead, trl.RewardTrainer):
-    """`trl.RewardTrainer` on a `LigerForSequenceClassification`."""
+    """The reward trainer of TRL. It trains a `LigerForSequenceClassification`."""
 
     _model_class = LigerForSequenceClassification
 

@@ -9,7 +9,7 @@ from ligermodels.kernels.simulation import simulator_of
 
 
 def autocast_is_on(x: Tensor) -> bool:
-    """Whether autocast is enabled for x's device."""
+    """Return whether autocast is enabled for x's device."""
     kind = x.device.type
     if kind == "meta":
         simulator = simulator_of(x.device)

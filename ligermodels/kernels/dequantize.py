@@ -1,4 +1,4 @@
-"""The values of 4-bit codes."""
+"""Turn 4-bit codes back into the weights that they stand for."""
 
 import torch
 from torch import Tensor

@@ -200,6 +200,7 @@ def _sizes(
         accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
         single_chunk_bytes=vocab * width * wide if in_float32 else 0,
         saved_weight_bytes=vocab * width * narrow if saved and not in_float32 else 0,
+        rounded_weight_bytes=vocab * width * narrow if needs_grad.weight else 0,
         saved_hidden_bytes=rows.numel() * narrow if one_loss and needs_grad.hidden else 0,
         fixed_bytes=chunk_plan.TOKEN_BYTES * len(rows)
         + vocab * of_piece  # a piece has at least one row
@@ -228,7 +229,7 @@ def _chunks(
             of_teacher = teacher_logits[: len(rows[piece])]
             _linear_into(logits[piece], rows[piece], weight, bias)
             _linear_into(of_teacher, teacher_rows[piece], teacher.weight, teacher.bias)
-            loss, _ = ops.divergence_rows(
+            made = ops.divergence_rows(
                 logits[piece],
                 of_teacher,
                 None if valid is None else valid[piece],
@@ -236,8 +237,8 @@ def _chunks(
                 args.options,
                 True,
             )
-            losses.append(loss)
-        del of_teacher, teacher_logits  # free them before the gradients
+            losses.append(made[0])
+        del made, of_teacher, teacher_logits  # made has a view of the logits
         yield chunk, torch.cat(losses), None if scale is None else logits
         del logits  # free them before the next chunk's
 

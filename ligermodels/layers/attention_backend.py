@@ -211,7 +211,7 @@ def prepare(
 
 
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
+    """Return whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
 
     Without a GPU, an H100 is simulated.
     """

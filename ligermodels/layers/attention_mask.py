@@ -153,7 +153,7 @@ class AttentionMask:
         return not (self.document_ids is None and self.padding_mask is None and self.mask is None)
 
     def is_causal(self, window: int | None, past: int = 0) -> bool:
-        """Whether each query of a causal layer sees just all keys up to its own position.
+        """Return whether each query of a causal layer sees just all keys up to its own position.
 
         Args: past, the number of keys that there must be before the first query.
         """
@@ -167,7 +167,7 @@ class AttentionMask:
     def hides_nothing(
         self, window: int | None, key_positions: Tensor | None = None, *, causal: bool = True
     ) -> bool:
-        """Whether every query sees every key that the layer holds."""
+        """Return whether every query sees every key that the layer holds."""
         held = self.keys if key_positions is None else len(key_positions)
         sees_ahead = (self.queries == 1 and self.past == self.keys - 1) or not causal
         return sees_ahead and not self._has_hidden_keys and (window is None or held <= window)

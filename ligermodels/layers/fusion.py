@@ -12,7 +12,7 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether `module` behaves exactly like `kind`, so that a fused op may use only its weight.
+    """Return whether `module` behaves exactly like `kind`, so that a fused op may take its weight.
 
     It is False for a subclass or wrapper (LoRA, float8), for a module with hooks, for every module
     while hooks of all modules are registered (`register_module_forward_hook`), and for an instance
@@ -33,7 +33,7 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor, so that this rank may hold only a shard of it."""
+    """Return whether a tensor is a DTensor, so that this rank may hold only a shard of it."""
     return hasattr(tensor, "full_tensor")
 
 

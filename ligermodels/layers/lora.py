@@ -75,7 +75,7 @@ class LoraLinear(nn.Module):
 
     @property
     def scaling(self) -> float:
-        """The factor of B A."""
+        """The factor by which the product B A is multiplied."""
         return self.alpha / self.rank
 
     def enable_adapters(self, enabled: bool) -> None:

@@ -8,28 +8,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from ligermodels import kernels
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
-    check_request,
-    check_token_weights,
-    reduce_tokens,
-    token_output,
-    token_values,
 )
-from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.groups import GroupLoss
-from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    gather,
-    gather_targets,
-    scatter,
-    valid_rows,
-)
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     GatherClasses,
     SumGradient,
@@ -41,14 +27,14 @@ from ligermodels.kernels.loss_options import (
     LogProbOptions,
     LossOptions,
     TokenInputs,
-    TokenRequest,
     check_classes,
     loss_divisor,
     split_options,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
 from ligermodels.layers.sequence_shard import SequenceShard
-from ligermodels.layers.teacher import Teacher
+from ligermodels.layers.swapped_loss import swapped_loss
+from ligermodels.layers.teacher import HeadParameters, Teacher, teacher_loss
 
 # The options that a teacher's loss has as well.
 _TAUGHT_OPTIONS = (
@@ -244,7 +230,8 @@ class LossHead(nn.Module):
                     f"LossHead: {', '.join(odd) or 'return_token_loss'}: not with a teacher, whose "
                     f"loss has only the options {', '.join(_TAUGHT_OPTIONS)}"
                 )
-            loss = self._divergence(hidden, targets, token_weights, teacher, options)
+            parameters = self.plain_parameters(hidden, "head")
+            loss = teacher_loss(hidden, parameters, targets, token_weights, teacher, options)
             if teacher.share == 1:
                 return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
             own = self(hidden, targets, token_weights=token_weights, **loss_options)
@@ -262,7 +249,7 @@ class LossHead(nn.Module):
                 **options,
             )
         else:
-            made = self._module_loss(hidden, targets, token_weights, alternatives, **options)
+            made = self._swapped_loss(hidden, targets, token_weights, alternatives, **options)
         loss, z_loss, token_loss, *stats = made
         if not return_token_loss and all(x is None for x in stats):
             return HeadOutput(loss, z_loss, num_valid)
@@ -281,66 +268,8 @@ class LossHead(nn.Module):
             token_top_log_probs=made.top_log_probs,
         )
 
-    def _divergence(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        token_weights: Tensor | None,
-        teacher: Teacher,
-        options: LossOptions,
-    ) -> Tensor:
-        """Return the divergence from a teacher at the targets that are not ignored."""
-        if teacher.hidden.shape[:-1] != targets.shape or not 0 <= teacher.share <= 1:
-            raise ValueError(
-                f"LossHead: teacher.hidden {tuple(teacher.hidden.shape)} and teacher.share="
-                f"{teacher.share}; expected {tuple(targets.shape)} + (hidden,) and a share in "
-                "[0, 1]"
-            )
-        weight, bias, softcap, logit_scale = self.plain_parameters(hidden, "head")
-        if len(teacher.weight) < self.vocab_size:
-            raise ValueError(
-                f"LossHead: the teacher has {len(teacher.weight)} classes and the head "
-                f"{self.vocab_size}; expected at least as many"
-            )
-        settings, chunking, _ = split_options(options)
-        row_targets = targets.flatten()
-        index = valid_rows(row_targets, settings.ignore_index, chunking)
-        row_targets = gather_targets(row_targets, index, settings.ignore_index)
-        states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
-        reduction = options.get("reduction", "mean")
-        if token_weights is not None:
-            check_token_weights(token_weights, targets)
-            token_weights = gather(token_weights.reshape(-1, 1), index).flatten()
-        rows, teacher_rows = states
-        classes, chunk_size = slice(0, self.vocab_size), chunking.chunk_size
-        if chunk_size is not None:  # a chunk also holds the teacher's logits of a third of it
-            chunk_size = max(1, chunk_size * 3 // 4)
-        loss = kernels.linear_divergence(
-            rows,
-            weight,
-            teacher_rows,
-            teacher.weight[classes],
-            bias,
-            None if teacher.bias is None else teacher.bias[classes],
-            beta=teacher.beta,
-            mask=row_targets != settings.ignore_index,
-            token_weights=token_weights,
-            reduction=reduction,
-            normalizer=options.get("normalizer"),
-            temperature=teacher.temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            teacher_softcap=teacher.softcap,
-            teacher_scale=teacher.logit_scale,
-            chunk_size=chunk_size,
-            max_scratch_bytes=chunking.max_scratch_bytes,
-        )
-        return scatter(loss, index, targets, settings.ignore_index) if loss.dim() else loss
-
-    def plain_parameters(
-        self, hidden: Tensor, name: str
-    ) -> tuple[Tensor, Tensor | None, float | None, float]:
-        """Return weight, bias, softcap and logit_scale for a divergence.
+    def plain_parameters(self, hidden: Tensor, name: str) -> HeadParameters:
+        """Return what a divergence reads of the head.
 
         Raises:
             ValueError: the projection is not a plain nn.Linear, or its vocabulary is split. `name`
@@ -358,7 +287,8 @@ class LossHead(nn.Module):
             )
         weight, bias = self.parameters_here(hidden)
         options = self.loss_options
-        return weight, bias, options.get("softcap"), options.get("logit_scale", 1.0)
+        softcap, logit_scale = options.get("softcap"), options.get("logit_scale", 1.0)
+        return HeadParameters(weight, bias, softcap, logit_scale)
 
     def log_probs(
         self,
@@ -394,7 +324,7 @@ class LossHead(nn.Module):
                 vocab_shard=self.vocab_shard,
                 **options,
             )
-        made = self._module_loss(
+        made = self._swapped_loss(
             hidden,
             targets,
             reduction="none",
@@ -454,7 +384,7 @@ class LossHead(nn.Module):
                 hidden, weight, targets, bias, alternatives=alternatives, **given
             )
         else:
-            made = self._module_loss(hidden, targets, None, alternatives, **given)
+            made = self._swapped_loss(hidden, targets, None, alternatives, **given)
         return loss_function(made, slice(0, len(targets)))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -508,7 +438,7 @@ class LossHead(nn.Module):
             )
         return weight, None if self._tied else self.proj.bias
 
-    def _module_loss(
+    def _swapped_loss(
         self,
         hidden: Tensor,
         targets: Tensor,
@@ -516,109 +446,13 @@ class LossHead(nn.Module):
         alternatives: Tensor | None = None,
         **given: Unpack[LossOptions],
     ) -> CrossEntropyOutput:
-        """Compute `linear_cross_entropy` with a swapped projection: call the module for each chunk.
-
-        Each chunk runs under `torch.utils.checkpoint`, so backward recomputes its logits. Autograd
-        computes and accumulates the projection's gradients. The valid rows of all chunks are
-        gathered before the first one.
-        """
         if self.vocab_shard is not None:
             raise ValueError(
                 "loss head: its vocabulary is split over ranks, and its projection is a "
                 f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
             )
-        # These are read before the chunks: under torch.compile, a checkpointed function cannot use
-        # a number that an earlier checkpointed function has made.
-        options, chunking, request = split_options(given)
-        ignore_index = options.ignore_index
-        reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
-        if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
-            raise ValueError(
-                f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
-                f"{tuple(hidden.shape)}, without its last dimension"
-            )
-        request = check_request(
-            request._replace(alternatives=alternatives), targets, self.vocab_size
-        )
-        row_targets = targets.flatten()
-        index = valid_rows(row_targets, ignore_index, chunking)
-        rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
-        row_targets = gather_targets(row_targets, index, ignore_index)
-        chunk_size = chunking.chunk_size
-        if chunk_size is None:
-            token_bytes = chunk_plan.TOKEN_BYTES * (1 + chunking.skip_ignored)
-            token_bytes += request.bytes_per_token(chunk_plan.TOKEN_BYTES)
-            copied = chunking.skip_ignored or not hidden.is_contiguous()
-            fixed_bytes = rows.numel() * rows.element_size() if copied else 0
-            fixed_bytes += token_bytes * targets.numel()
-            sizes = self._sizes(rows, fixed_bytes, request, chunking.max_scratch_bytes)
-            chunk_size = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
-
-        row_alternatives = request.alternatives
-        if row_alternatives is not None and index is not None:
-            row_alternatives = row_alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
-
-        def chunk_outputs(
-            chunk: Tensor,
-            chunk_targets: Tensor,
-            class_weights: Tensor | None,
-            chunk_alternatives: Tensor | None,
-        ) -> tuple[Tensor, ...]:
-            logits = self.proj(chunk)
-            of_chunk = request._replace(alternatives=chunk_alternatives)
-            return token_values(logits, chunk_targets, class_weights, options, of_chunk)
-
-        made = [
-            # Autograd detects in-place changes before backward only in tensors that are arguments
-            # of the checkpointed function, so all of them are arguments.
-            checkpoint(
-                chunk_outputs,
-                rows[chunk],
-                row_targets[chunk],
-                class_weights,
-                None if row_alternatives is None else row_alternatives[chunk],
-                use_reentrant=False,
-            )
-            for chunk in chunk_plan.chunks(len(rows), chunk_size)
-        ]
-        tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
-        loss, z_loss, *stats = tokens
-        if token_weights is not None:
-            check_token_weights(token_weights, targets)
-            loss, z_loss = loss * token_weights.detach(), z_loss * token_weights.detach()
-        out = token_output(loss, z_loss.detach(), loss, request, stats)
-        if reduction == "none":
-            return out
-        divisor = loss_divisor(
-            targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
-        )
-        return reduce_tokens(out, divisor)
-
-    def _sizes(
-        self, rows: Tensor, fixed_bytes: int, request: TokenRequest, max_scratch_bytes: int | None
-    ) -> chunk_plan.Sizes:
-        """Return the memory needs of calling a swapped projection on rows (rows, hidden)."""
-        narrow = rows.element_size()
-        wide = compute_dtype(rows).itemsize
-        copies, row_copies = chunk_plan.wide_copies(rows, request)
-        # The larger of two peaks: in backward the logits, their gradient and float32 copies of
-        # both; in the loss the logits and the copies that the loss makes.
-        logit_bytes = max(2 * narrow + 16, narrow + wide * copies)
-        one_row = narrow + wide * (copies + row_copies)
-        sums = 0
-        if torch.is_grad_enabled() and max_scratch_bytes is not None:
-            # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
-            # the new gradient and their total exist at the same time.
-            sums = sum(3 * _local(p).nbytes for p in self.proj.parameters() if p.requires_grad)
-            if rows.requires_grad:  # Autograd joins the gradients of all chunks' rows.
-                fixed_bytes += rows.numel() * narrow
-        return chunk_plan.Sizes(
-            len(rows),
-            self.vocab_size,
-            logit_bytes=logit_bytes,
-            accumulator_bytes=sums,
-            fixed_bytes=fixed_bytes + max(0, one_row - logit_bytes) * self.vocab_size,
-            vocab_loop=False,
+        return swapped_loss(
+            self.proj, self.vocab_size, hidden, targets, token_weights, alternatives, **given
         )
 
 
@@ -652,11 +486,6 @@ def _check_known(caller: str, options: Iterable[str], known: Collection[str]) ->
     # This builds a list because torch 2.11's Dynamo does not trace the difference of two sets.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or this rank's shard of it if it is a DTensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.dtypes import cast
 
 BITS = (4, 8)
 BLOCK = 64  # neighbouring 4-bit values of a row with a scale of their own
-_ROWS = 4096  # that are converted at once
+_ROWS = 4096  # so many rows are converted at once
 # NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -62,14 +63,14 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if bits not in BITS:
-            raise ValueError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
+            raise ConfigError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
         self.in_features, self.out_features, self.bits = (
             linear.in_features,
             linear.out_features,
             bits,
         )
         if bits == 4 and self.in_features % 2:
-            raise ValueError(
+            raise ConfigError(
                 f"QuantizedLinear: in_features={self.in_features} is odd; 4-bit values come in "
                 "pairs, so use 8 bits for this layer"
             )
@@ -106,7 +107,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """The product with a quantised weight, which backward converts again instead of keeping it."""
+    """Multiply by a quantised weight. Backward converts it again instead of keeping the result."""
 
     @staticmethod
     def forward(

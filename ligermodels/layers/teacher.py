@@ -4,6 +4,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ligermodels import kernels
+from ligermodels.kernels.cross_entropy import check_token_weights
+from ligermodels.kernels.linear_cross_entropy.valid_rows import (
+    gather,
+    gather_targets,
+    scatter,
+    valid_rows,
+)
+from ligermodels.kernels.loss_options import LossOptions, split_options
+
 
 class Teacher(NamedTuple):
     """A teacher's hidden states and head, for the option `teacher` of `LossHead.forward`.
@@ -28,3 +38,76 @@ class Teacher(NamedTuple):
     beta: float | None = 0.5
     temperature: float = 1.0
     share: float = 1.0
+
+
+class HeadParameters(NamedTuple):
+    """What a divergence reads of a head whose projection is a plain nn.Linear."""
+
+    weight: Tensor  # (vocab, hidden)
+    bias: Tensor | None  # (vocab)
+    softcap: float | None
+    logit_scale: float
+
+
+def teacher_loss(
+    hidden: Tensor,
+    head: HeadParameters,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    teacher: Teacher,
+    options: LossOptions,
+) -> Tensor:
+    """Return the divergence from a teacher at the targets that are not ignored.
+
+    Args: hidden (..., hidden) and targets (...), with the weights of tokens (...) and the options
+        of `LossHead.forward`; head, of the student.
+    Raises:
+        ValueError: the teacher's tensors or its share do not fit.
+    """
+    if teacher.hidden.shape[:-1] != targets.shape or not 0 <= teacher.share <= 1:
+        raise ValueError(
+            f"LossHead: teacher.hidden {tuple(teacher.hidden.shape)} and teacher.share="
+            f"{teacher.share}; expected {tuple(targets.shape)} + (hidden,) and a share in "
+            "[0, 1]"
+        )
+    weight, bias, softcap, logit_scale = head
+    vocab = len(weight)
+    if len(teacher.weight) < vocab:
+        raise ValueError(
+            f"LossHead: the teacher has {len(teacher.weight)} classes and the head "
+            f"{vocab}; expected at least as many"
+        )
+    settings, chunking, _ = split_options(options)
+    row_targets = targets.flatten()
+    index = valid_rows(row_targets, settings.ignore_index, chunking)
+    row_targets = gather_targets(row_targets, index, settings.ignore_index)
+    states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
+    reduction = options.get("reduction", "mean")
+    if token_weights is not None:
+        check_token_weights(token_weights, targets)
+        token_weights = gather(token_weights.reshape(-1, 1), index).flatten()
+    rows, teacher_rows = states
+    classes, chunk_size = slice(0, vocab), chunking.chunk_size
+    if chunk_size is not None:  # a chunk also holds the teacher's logits of a third of it
+        chunk_size = max(1, chunk_size * 3 // 4)
+    loss = kernels.linear_divergence(
+        rows,
+        weight,
+        teacher_rows,
+        teacher.weight[classes],
+        bias,
+        None if teacher.bias is None else teacher.bias[classes],
+        beta=teacher.beta,
+        mask=row_targets != settings.ignore_index,
+        token_weights=token_weights,
+        reduction=reduction,
+        normalizer=options.get("normalizer"),
+        temperature=teacher.temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        teacher_softcap=teacher.softcap,
+        teacher_scale=teacher.logit_scale,
+        chunk_size=chunk_size,
+        max_scratch_bytes=chunking.max_scratch_bytes,
+    )
+    return scatter(loss, index, targets, settings.ignore_index) if loss.dim() else loss

@@ -133,7 +133,7 @@ def _aot(pairs: _Pairs) -> Tensor:
 
 
 def _aot_unpaired(pairs: _Pairs) -> Tensor:
-    """The unpaired form of `_aot`: the sorted log ratios of chosen and of rejected completions."""
+    """Compute `_aot` without pairs, from the sorted log ratios of each kind of completion."""
     margin = torch.sort(pairs.chosen).values - torch.sort(pairs.rejected).values
     return smoothed_nll(pairs.beta * margin, pairs.label_smoothing)
 
@@ -144,7 +144,7 @@ def _apo_zero(pairs: _Pairs) -> Tensor:
 
 
 def _apo_down(pairs: _Pairs) -> Tensor:
-    """The same paper, eq. 8."""
+    """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8."""
     margin = pairs.chosen - pairs.rejected
     return torch.sigmoid(pairs.beta * pairs.chosen) + torch.sigmoid(-pairs.beta * margin)
 

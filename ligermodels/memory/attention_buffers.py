@@ -39,7 +39,7 @@ def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, *arguments: Any) -> int
 
 
 def _expanded(keys: int, heads: int, kv_heads: int, head_dim: int, size: int) -> int:
-    """The gradients of k and v for each query head, before grouped heads are summed."""
+    """Return the bytes of the gradients of k and v for each query head, before they are summed."""
     return 0 if heads == kv_heads else 2 * keys * heads * head_dim * size
 
 
@@ -99,7 +99,7 @@ def cublas_workspaces() -> tuple[int, int]:
 def sdpa_backend(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> SDPBackend:
     """Return the kernel of scaled_dot_product_attention for a causal mask.
 
-    PyTorch is asked, with small tensors. Without a GPU it is what PyTorch takes on an H100.
+    This asks PyTorch with small tensors. Without a GPU, it returns what PyTorch takes on an H100.
     """
     if torch.cuda.is_available():
         packed = torch.empty(1, 128, heads + 2 * kv_heads, head_dim, dtype=dtype, device="cuda")

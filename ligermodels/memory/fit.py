@@ -15,6 +15,7 @@ from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.buckets import Buckets
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
@@ -51,8 +52,9 @@ class Planner:
             device is not a GPU of this machine.
         device: the device to plan for. By default it is that of the parameters, and for a model on
             the meta device a GPU.
-        optimizer_bytes: bytes of the optimizer's states, or the optimizer itself. By default they
-            are twice the bytes of the parameters that need gradients, as for AdamW.
+        optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
+            have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
+            they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
         autocast: the dtype of torch.autocast, if forward runs under it.
         packed: whether the rows contain several documents (position_ids).
         max_seqlen: with cu_seqlens, the longest document.
@@ -124,6 +126,9 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
             ddp_buckets=ddp_buckets,
+            step_bytes=step_bytes(optimizer_bytes)
+            if isinstance(optimizer_bytes, torch.optim.Optimizer)
+            else 0,
         )
         self._spaces = cache(self._new_spaces)
 
@@ -303,20 +308,7 @@ def _too_large(batch: int, seq: int) -> bool:
 def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:
     if isinstance(given, (int, str)):
         return parse_bytes(given, "optimizer_bytes")
-    trained = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
-    if given is None:
-        return 2 * trained
-    states = [v for state in given.state.values() for v in state.values()]
-    held = sum(
-        _local_bytes(v) for v in states if isinstance(v, torch.Tensor) and v.device.type != "cpu"
-    )
-    # Before its first step an optimizer has no states yet; most keep two tensors per parameter.
-    return held or 2 * trained
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.nbytes
+    return adam_bytes(model) if given is None else state_bytes(given)
 
 
 def _distributed() -> bool:

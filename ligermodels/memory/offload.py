@@ -9,33 +9,24 @@ the host never waits. Whether a tensor leaves, and where it lies, is therefore t
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ligermodels.errors import ConfigError, first_line
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import check_count
+from ligermodels.memory.host_copies import Copies, CudaCopies, NoCopies
+from ligermodels.memory.pinned_pool import MIB, Piece, PinnedPool
 
-MIB = 2**20
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
-# PyTorch rounds pinned allocations up to powers of two, so that slabs have no other sizes.
-_LARGEST_SLAB = 256 * MIB
-_ALIGNMENT = 512  # bytes
 
 HOLD = 3
 """How many layers may run before a layer's tensors leave GPU memory."""
-
-Piece = tuple[int, int, int]
-"""A part of pinned memory: the slab's number, the offset in it and the length, both in bytes."""
-
-Part = tuple[Tensor | None, int, int]
-"""A piece with the slab itself, which is None where a GPU is simulated."""
 
 
 class OffloadStats(NamedTuple):
@@ -45,25 +36,6 @@ class OffloadStats(NamedTuple):
     in_use: int  # of these, what tensors take now
     peak: int  # the most that tensors have taken at any time
     refused: int  # what stayed on the GPU in the present forward, because the budget was full
-
-
-class Copies(Protocol):
-    """The operations of a device that an `Offloader` uses. Tests replace them."""
-
-    def slab(self, nbytes: int) -> Tensor | None:
-        """Allocate host memory."""
-
-    def to_host(self, source: Tensor, parts: list[Part]) -> Any:
-        """Start to copy bytes into parts of slabs; return an event."""
-
-    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> Any:
-        """Start to copy parts of slabs into `target` after an event; return an event."""
-
-    def stream(self) -> Any:
-        """Return the stream that computes now in this thread."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Make a stream wait for an event."""
 
 
 class Offloader:
@@ -107,14 +79,14 @@ class Offloader:
         self.hold = check_count("offload", "hold", hold, 1)
         self.on_copy = on_copy
         self.host_budget = host_budget
-        self.pool = _Pool(host_budget, copies.slab)
+        self.pool = PinnedPool(host_budget, copies.slab)
         self._refused = 0
         self._pass = _Pass(())
         self._layer: _Layer | None = None  # an attribute, since hooks may run in other threads
 
     def _copies_of_device(self) -> Copies:
         if self.device.type == "meta":
-            return _NoCopies()
+            return NoCopies()
         if self.device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(
                 f"offload: device {self.device} has no pinned host memory to offload to; use a "
@@ -122,7 +94,7 @@ class Offloader:
             )
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        return _CudaCopies(self.device)
+        return CudaCopies(self.device)
 
     def __reduce__(self) -> Any:
         # A copy of the model that owns this gets an offloader of its own.
@@ -263,7 +235,7 @@ class _Stored:
             owner.on_copy(True, self.nbytes)
 
     def changed(self) -> bool:
-        """Whether the tensor was changed in place since the copy."""
+        """Return whether the tensor was changed in place since the copy."""
         return self.counter._version != self.version
 
     def release(self) -> None:
@@ -359,158 +331,6 @@ class _Pass:
 
     def _alive(self, layer: int) -> list[_Stored]:
         return [stored for ref in self.of_layer[layer] if (stored := ref()) is not None]
-
-
-class _Pool:
-    """Pinned host memory that is allocated in slabs and reused.
-
-    A tensor may lie in several pieces, so that any free memory serves: slabs never add up to more
-    than the budget, and they never hold more than the most that was in use, rounded up to slabs.
-    """
-
-    def __init__(self, budget: int, make_slab: Callable[[int], Tensor | None]) -> None:
-        self._left = budget // MIB * MIB  # bytes that may still be allocated
-        self._make_slab = make_slab
-        self._slabs: list[Tensor | None] = []
-        self._free: list[Piece] = []  # sorted; neighbours are joined
-        # Garbage collection may return pieces at any time, also while a list above is in use.
-        self._returned: deque[list[Piece]] = deque()
-        self.held = self.peak = 0
-
-    def take(self, nbytes: int) -> list[Piece] | None:
-        """Return free pieces of at least nbytes together, or None if the budget is full."""
-        needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        free = self.free_bytes()
-        if free + self._left < needed:
-            return None
-        while free < needed:
-            free += self._grow()
-        self.peak = max(self.peak, self.held - free + needed)
-        taken = []
-        while needed:
-            slab, offset, size = self._best(needed)
-            used = min(size, needed)
-            taken.append((slab, offset, used))
-            self._free.remove((slab, offset, size))
-            if used < size:
-                self._free.append((slab, offset + used, size - used))
-            needed -= used
-        self._free.sort()
-        return taken
-
-    def give_back(self, pieces: list[Piece]) -> None:
-        self._returned.append(pieces)
-
-    def free_bytes(self) -> int:
-        """Return the free bytes of the slabs."""
-        returned = False
-        while self._returned:
-            self._free += self._returned.popleft()
-            returned = True
-        if returned:
-            self._free.sort()
-            joined = self._free[:1]
-            for slab, offset, size in self._free[1:]:
-                last_slab, last_offset, last_size = joined[-1]
-                if (slab, offset) == (last_slab, last_offset + last_size):
-                    joined[-1] = (slab, last_offset, last_size + size)
-                else:
-                    joined.append((slab, offset, size))
-            self._free = joined
-        return sum(size for _, _, size in self._free)
-
-    def parts(self, pieces: list[Piece]) -> list[Part]:
-        return [(self._slabs[slab], offset, size) for slab, offset, size in pieces]
-
-    def _grow(self) -> int:
-        """Allocate one more slab; return its size."""
-        size = min(_LARGEST_SLAB, 1 << (self._left.bit_length() - 1))
-        self._slabs.append(self._make_slab(size))
-        self._free.append((len(self._slabs) - 1, 0, size))
-        self._left -= size
-        self.held += size
-        return size
-
-    def _best(self, needed: int) -> Piece:
-        """Return the smallest free piece that is large enough, or else the largest."""
-        enough = [piece for piece in self._free if piece[2] >= needed]
-        if enough:
-            return min(enough, key=lambda piece: piece[2])
-        return max(self._free, key=lambda piece: piece[2])
-
-
-class _CudaCopies:
-    """Copies between one GPU and pinned memory, on one stream for each direction."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._outward = torch.cuda.Stream(device)
-        self._inward = torch.cuda.Stream(device)
-
-    def slab(self, nbytes: int) -> Tensor:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"offload: {nbytes} more bytes of host memory cannot be pinned; use a smaller "
-                f"host_budget ({first_line(error)})"
-            ) from error
-
-    def to_host(self, source: Tensor, parts: list[Part]) -> torch.cuda.Event:
-        # The kernels that compute the source come first. So do all reloads, because one of them
-        # may still read the pieces, whose last owner has given them back.
-        self._outward.wait_stream(self.stream())
-        self._outward.wait_stream(self._inward)
-        with torch.cuda.stream(self._outward):
-            for device_part, host_part in _pairs(source, parts):
-                host_part.copy_(device_part, non_blocking=True)
-            return self._outward.record_event()
-
-    def to_device(
-        self, target: Tensor, parts: list[Part], after: torch.cuda.Event
-    ) -> torch.cuda.Event:
-        # The target's memory was free for the compute stream, whose kernels may still use it.
-        self._inward.wait_stream(self.stream())
-        self._inward.wait_event(after)
-        with torch.cuda.stream(self._inward):
-            for device_part, host_part in _pairs(target, parts):
-                device_part.copy_(host_part, non_blocking=True)
-            return self._inward.record_event()
-
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
-
-
-class _NoCopies:
-    """Stands for the copies of a simulated GPU."""
-
-    def slab(self, nbytes: int) -> None:
-        return None
-
-    def to_host(self, source: Tensor, parts: list[Part]) -> None:
-        return None
-
-    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> None:
-        return None
-
-    def stream(self) -> None:
-        return None
-
-    def wait(self, stream: Any, event: Any) -> None:
-        return None
-
-
-def _pairs(tensor: Tensor, parts: list[Part]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a row of bytes as its host memory is divided; the last part may be too long."""
-    done = 0
-    for slab, offset, size in parts:
-        assert slab is not None
-        piece = tensor[done : done + size]
-        yield piece, slab[offset : offset + piece.numel()]
-        done += size
 
 
 def _version_counter(tensor: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ import numpy as np
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.byte_sizes import GIB
-from ligermodels.memory.offload import MIB
+from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
-from ligermodels.memory.simulate import Simulation
+from ligermodels.memory.simulate import OPTIMIZER_STEP, Simulation
 from ligermodels.memory.timeline import Choices, layer_seconds
 from ligermodels.memory.tracker import Phase, Work
 
@@ -122,7 +122,7 @@ def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Proble
         phase.peak - sum(_kept(simulation.phases, i) for i in range(len(layers)))
         for simulation in simulations.values()
         for name, phase in simulation.phases.items()
-        if "layer" not in name and name != "forward"
+        if "layer" not in name and name not in ("forward", OPTIMIZER_STEP)
     )
     unit = max(1, -(-sum(max(o.kept for o in options) for options in layers) // _STEPS))
     rounded = tuple(
@@ -263,7 +263,7 @@ class Space:
         self.uniform = {choice: self.plan([choice] * num_layers) for choice in choices}
         # Every layer keeps as little as it can.
         self.smallest = self.plan([replace(choices[-1], host=self.uses_host)] * num_layers)
-        self.rates = rates
+        self._rates = rates
 
     def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
         """Return the plan with these layers."""
@@ -279,6 +279,12 @@ class Space:
         if not self.reserved:
             return found.peak_bytes
         return found.reserved_bytes + max(0, found.largest_bytes - slack)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The rates of the device in such a step."""
+        found = self.simulate(self.uniform[LayerPlan()])
+        return self._rates.in_step(found.forward + found.backward)
 
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""

@@ -1,7 +1,7 @@
 """How fast a device computes and copies: measured on the device, or taken from its data sheet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,11 +18,13 @@ class Rates:
     """The rates that turn work into seconds.
 
     Attributes:
-        products: FLOP/s of matrix products.
+        products: FLOP/s of matrix products, one after the other.
         attention: FLOP/s of attention, or a function that returns them for a kind and a pass.
         memory: bytes/s that other ops read and write.
         host_bytes: bytes/s to or from host memory, each way.
         source: where the rates come from.
+        mixed_products: FLOP/s of matrix products where other work takes half of the time. By
+            default it is the same.
     """
 
     products: float
@@ -30,6 +32,18 @@ class Rates:
     memory: float
     host_bytes: float
     source: str
+    mixed_products: float | None = None
+
+    def in_step(self, work: Work) -> "Rates":
+        """Return the rates in a step with this work.
+
+        Products one after the other bring a GPU to its power limit, and it lowers its clock. Other
+        work needs less power, so products between it are faster.
+        """
+        share = work.product_flops / self.products / (self.seconds(work) or 1.0)
+        mixed = self.products if self.mixed_products is None else self.mixed_products
+        other = min(2 * (1 - share), 1.0)
+        return replace(self, products=self.products + other * (mixed - self.products))
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that the work takes, without copies to or from the host."""
@@ -99,10 +113,11 @@ def _known(name: str) -> str | None:
 
 @cache
 def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure the rates on a GPU, once: in about two seconds, with 0.4 GiB of memory.
+    """Measure the rates on a GPU, once: in about four seconds, with 0.4 GiB of memory.
 
     Each kind of attention is measured when its rate is first asked for. This takes about a second,
-    and longer for FlexAttention, which is compiled.
+    and longer for FlexAttention, which is compiled. Rows of 16384 tokens and more take about
+    1.5 GiB.
     """
     with torch.cuda.device(device):
         # A generator of its own leaves that of the caller unchanged.
@@ -114,6 +129,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
         x, weight = random(8192, 4096), random(8192, 4096)
         flops = 2 * x.numel() * weight.shape[0]
         products = flops / _seconds(lambda: x @ weight.t())
+        mixed = flops / _seconds(lambda: x @ weight.t(), between=x.clone)
         memory = 2 * x.nbytes / _seconds(x.clone)
         host = torch.empty(x.shape, dtype=dtype, pin_memory=True)
         link = x.nbytes / _seconds(lambda: host.copy_(x, non_blocking=True))
@@ -124,13 +140,21 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
             forward, backward = measured_rates(kind, device, dtype, _seconds)
         return forward if direction == "forward" else backward
 
-    return Rates(products, attention, memory, link, f"measured on {name}")
+    return Rates(products, attention, memory, link, f"measured on {name}", mixed)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of a run on the current GPU, the median of the last rounds."""
+def _seconds(run: Callable[[], object], between: Callable[[], object] | None = None) -> float:
+    """Return the seconds of a run on the current GPU, the median of the last rounds.
+
+    Args: between: what runs for as long between the rounds.
+    """
     times: list[float] = []
+    others: list[Callable[[], object]] = []
+    if between is not None:
+        others = [between] * round(_RUNS * _seconds(run) / _seconds(between))
     while sum(times) * _RUNS < _WARM_UP_SECONDS or len(times) < 2 * _ROUNDS:
+        for other in others:
+            other()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(_RUNS):

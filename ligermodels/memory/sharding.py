@@ -297,7 +297,7 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 
 def _resets_root(state: Any) -> bool:
-    """Whether FSDP2 keeps the root's weights after forward, because nobody said otherwise."""
+    """Return whether FSDP2 keeps the root's weights after forward, which is its default."""
     return bool(state._auto_reshard_after_forward)
 
 

@@ -23,6 +23,7 @@ from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
 from ligermodels.memory.tracker import Phase, Tracker, Work
 
+OPTIMIZER_STEP = "optimizer step"  # a phase
 DEFAULT_SMS = 132  # multiprocessors of an H100 and an H200
 
 
@@ -126,6 +127,7 @@ def run_step(
     *,
     gradients: Gradients = "new",
     ddp_buckets: Buckets | None = None,
+    step_bytes: int = 0,
     on_forward_end: Callable[[], None] = lambda: None,
     sharding: Sharding | None = None,
     **inputs: Any,
@@ -183,6 +185,9 @@ def run_step(
     with tracker:
         whole = {f"model.{name}": x for name, x in _of_each_module(model, state).items()}
         torch.func.functional_call(_Step(model, step), whole, (), tie_weights=False)
+    if step_bytes:
+        tracker.enter(OPTIMIZER_STEP)
+        tracker.reach(step_bytes)
     tracker.leave()
     phases = tracker.phases
     grads = [x.grad for x in leaves if x.grad is not None]
@@ -221,6 +226,7 @@ def simulate(
     head_options: dict[str, Any] | None = None,
     gradients: Gradients = "new",
     ddp_buckets: Buckets | None = None,
+    step_bytes: int = 0,
     num_sms: int | None = None,
 ) -> Simulation:
     """Run forward and backward of a model on meta tensors, under its memory plan.
@@ -241,6 +247,7 @@ def simulate(
             "freed" if an optimizer step in backward frees each as soon as it is complete.
         ddp_buckets: for a forward through `DistributedDataParallel`: "copies" if gradients are
             tensors of their own, and "views" if they are views of its buckets.
+        step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
@@ -304,6 +311,7 @@ def simulate(
             integers(batch, seq),
             gradients=gradients,
             ddp_buckets=ddp_buckets,
+            step_bytes=step_bytes,
             on_forward_end=end_forward,
             sharding=sharding,
             **inputs,

@@ -178,7 +178,10 @@ def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
             f"{folder}: an adapter cannot be added to weights that are read later; load it on "
             "another device, or convert it to a whole checkpoint first (ligermodels convert)"
         )
-    source = hub.resolve(base, revision=revision)
+    try:
+        source = hub.resolve(base, revision=revision)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: base_model_name_or_path: {error}") from error
     if is_adapter(source):
         raise CheckpointError(
             f"{where}: base_model_name_or_path is {shown(base)}, which is an adapter, too; convert "

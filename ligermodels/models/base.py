@@ -33,6 +33,7 @@ from ligermodels.models.inputs import (
     check_embeds,
     check_ids,
     check_labels,
+    check_memory,
     check_tensors,
     hiding,
     next_token_targets,
@@ -256,6 +257,12 @@ class DecoderModel(HFModel, PlannedModel):
         if shard is not None and attention_mask is not None:
             attention_mask = shard.split(attention_mask)
         loss = self.auxiliary_loss(extras, attention_mask)
+        if loss is not None and not (isinstance(loss, Tensor) and loss.dim() == 0):
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise ValueError(
+                f"{type(self).__name__}.auxiliary_loss returned {what}; expected a tensor without "
+                "dimensions, or None"
+            )
         return loss if shard is None or loss is None else shard.total(loss) / shard.ranks
 
     def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
@@ -267,7 +274,16 @@ class DecoderModel(HFModel, PlannedModel):
         With any reduction it is the output's `auxiliary_loss`.
 
         Args: extras, in the order of the layers; attention_mask, as in `forward`.
+        Raises:
+            ValueError: by default, if a third tensor is no scalar.
         """
+        for extra in extras:
+            if extra.dim():
+                raise ValueError(
+                    f"{type(self).__name__}: a layer returned a third tensor of shape "
+                    f"{tuple(extra.shape)}, which is no loss; return a scalar, or define "
+                    "auxiliary_loss"
+                )
         return torch.stack(extras).sum()
 
     def _add_loss(
@@ -340,6 +356,22 @@ class DecoderModel(HFModel, PlannedModel):
                 )
         self._is_complete = True
 
+    def _rope_names(self) -> list[str]:
+        """Return each name in `ropes` once; raise ConfigError unless it has one for each layer."""
+        ropes = self.ropes
+        if len(ropes) != len(self.layers):
+            raise ConfigError(
+                f"{type(self).__name__}.ropes returns {len(ropes)} names, expected one for each of "
+                f"{len(self.layers)} layers"
+            )
+        for name in (names := sorted(set(ropes))):
+            if not hasattr(self, name):
+                raise ConfigError(
+                    f"{type(self).__name__}.ropes names {name!r}, but the model has no such "
+                    "attribute; set it to a RotaryEmbedding"
+                )
+        return names
+
     @property
     def ropes(self) -> list[str]:
         """For each layer, the name of the attribute that holds its rotary embedding."""
@@ -380,7 +412,7 @@ class DecoderModel(HFModel, PlannedModel):
             length = past + seq
         contexts = {}
         shared: dict[int, tuple[Tensor, Tensor]] = {}
-        for name in sorted(set(self.ropes)):
+        for name in self._rope_names():
             cos, sin = getattr(self, name)(position_ids, length)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
@@ -404,10 +436,7 @@ class DecoderModel(HFModel, PlannedModel):
                 f"memory: no layer of {type(self).__name__} attends to one; leave it out, or use "
                 "layers with CrossAttention"
             )
-        if memory.dim() != 3 or memory.shape[0] != batch:
-            raise ValueError(
-                f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
-            )
+        check_memory(memory, memory_mask, batch, self.embed_tokens, self.parameters())
         padding = hiding(memory_mask, inputs.device)
         ranks = 1 if self.sequence_shard is None else self.sequence_shard.ranks
         mask = AttentionMask(seq // ranks, memory.shape[1], padding_mask=padding)

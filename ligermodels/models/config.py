@@ -265,6 +265,16 @@ def _faults(config: ModelConfig) -> Iterator[str]:
             f"{type(config).__name__} has no model_type; set this class attribute to the "
             "model_type in the family's config.json"
         )
+    for attribute, names in (
+        ("largest", config.largest),
+        ("positive", config.positive),
+        ("activation_field", (config.activation_field,)),
+        ("key_aliases", config.key_aliases.values()),
+    ):
+        for name in names:
+            if not hasattr(config, name):
+                where = f"{type(config).__name__}.{attribute}"
+                yield f"{where} names {name!r}, which is no field; declare it"
     for name, largest in config.largest.items():
         value = getattr(config, name)
         if name == "head_dim" and value is None:
@@ -315,6 +325,11 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
         layers = config.num_hidden_layers
         if len(types) != layers:
             yield f"layer_types has {len(types)} entries, expected num_hidden_layers = {layers}"
+    if len(config.sliding_windows) != config.num_hidden_layers:
+        yield (
+            f"{type(config).__name__}.sliding_windows returns {len(config.sliding_windows)} "
+            f"windows, expected one for each of num_hidden_layers = {config.num_hidden_layers}"
+        )
     for window in set(config.sliding_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             yield (

@@ -198,6 +198,14 @@ class HFModel(nn.Module):
             )
         if dtype is None:
             _check_one_dtype(stored, checkpoint, weight_map)
+        constants = checkpoint.constants()
+        for name, value in weight_map.constants.items():
+            if name in constants and not constants[name].is_close(value):
+                raise CheckpointError(
+                    f"{checkpoint.tensors[name].path}: {name!r} does not hold the constant of "
+                    f"{cls.__name__}'s weight map, {value.tolist()}; the model would compute "
+                    "something else than the checkpoint's"
+                )
         weights: dict[str, Tensor] = {
             entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
             for entry in weight_map
@@ -217,7 +225,7 @@ class HFModel(nn.Module):
         if dtype is not None:
             config.dtype = _name(dtype)
         model.source_folder = folder
-        model.source_constants = checkpoint.constants()
+        model.source_constants = constants
         model.source_files = source_files
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype

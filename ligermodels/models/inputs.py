@@ -93,12 +93,17 @@ def rows_mask(
             f"{(batch, past + seq)}: the batch, and the cached and new tokens"
         )
     if position_ids is not None and (
-        position_ids.shape not in ((batch, seq), (1, seq))
+        not _has_rows(position_ids, batch, seq)
         or position_ids.dtype not in (torch.int32, torch.int64)
     ):
         raise ValueError(
             f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
             f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
+        )
+    if prefix_lengths is not None and not _has_rows(prefix_lengths, batch):
+        raise ValueError(
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; expected {(batch,)} or (1,): "
+            "a length for each row"
         )
     document_ids = None
     if position_ids is not None and cache is None:
@@ -176,8 +181,7 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
 def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]) -> None:
     """Raise ValueError unless embeddings (batch, seq, hidden) are such as `embedding` returns.
 
-    Args: weights, the model's. The embeddings may have the dtype of any of them, and any that
-        autocast casts. Those of sharded weights are not known: FSDP2 may cast them.
+    Args: weights, the model's. The embeddings have the dtype of one of them, or autocast is on.
     """
     shape, hidden_size = tuple(inputs_embeds.shape), embedding.embedding_dim
     if inputs_embeds.dim() != 3 or shape[-1] != hidden_size:
@@ -187,12 +191,55 @@ def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterab
             f"inputs_embeds is {inputs_embeds.dtype} of shape {shape}; expected floating point "
             "numbers, and at least one token per row"
         )
-    dtype = inputs_embeds.dtype
-    if autocast_dtype(inputs_embeds) is None and not any(
-        weight.dtype == dtype or is_sharded(weight) for weight in weights
+    _check_dtype("inputs_embeds", inputs_embeds, embedding, weights)
+
+
+def check_memory(
+    memory: Tensor,
+    memory_mask: Tensor | None,
+    batch: int,
+    embedding: nn.Embedding,
+    weights: Iterable[Tensor],
+) -> None:
+    """Raise ValueError unless a memory (batch, keys, size) and its mask (batch or 1, keys) fit."""
+    if memory.dim() != 3 or memory.shape[0] != batch:
+        raise ValueError(
+            f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
+        )
+    keys = memory.shape[1]
+    if memory_mask is not None and (
+        not _has_rows(memory_mask, batch, keys)
+        or memory_mask.is_floating_point()
+        or memory_mask.is_complex()
+    ):
+        raise ValueError(
+            f"memory_mask has shape {tuple(memory_mask.shape)} and {memory_mask.dtype}; expected "
+            f"bool or integers of shape {(batch, keys)} or {(1, keys)}, 0 for padding"
+        )
+    _check_dtype("memory", memory, embedding, weights)
+
+
+def _has_rows(given: Tensor, batch: int, *width: int) -> bool:
+    """Whether a tensor has the shape (batch or 1, *width).
+
+    torch.compile does not find a shape with symbolic sizes in a tuple of shapes.
+    """
+    rows = given.shape[0] if given.dim() == 1 + len(width) else 0
+    return (rows == batch or rows == 1) and given.shape[1:] == width
+
+
+def _check_dtype(
+    name: str, given: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]
+) -> None:
+    """Raise ValueError unless a tensor has the dtype of a weight, or autocast casts it.
+
+    The dtype in which sharded weights compute is not known here: FSDP2 may cast them.
+    """
+    if autocast_dtype(given) is None and not any(
+        weight.dtype == given.dtype or is_sharded(weight) for weight in weights
     ):
         expected = embedding.weight.dtype
         raise ValueError(
-            f"inputs_embeds is {dtype}, but the model's weights are {expected}; pass "
-            f"inputs_embeds.to({expected})"
+            f"{name} is {given.dtype}, but the model's weights are {expected}; pass "
+            f"{name}.to({expected})"
         )

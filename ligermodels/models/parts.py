@@ -155,7 +155,10 @@ def whole_on_rank_0(tensor: Tensor, cut: TensorShard | None = None) -> Tensor | 
 
 
 def gathers_to_rank_0(tensor: Any, cut: TensorShard | None = None) -> bool:
-    """Whether a parameter is cut into rows and, on rank 0, this rank is the first of its mesh."""
+    """Return whether a parameter is cut into rows, so that rank 0 can gather it.
+
+    Rank 0 itself must also be the first of the parameter's mesh.
+    """
     if not is_sharded(tensor):
         return True
     from torch.distributed.tensor import Shard

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several."""
+    """Return whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -220,7 +220,7 @@ def _check(model: DecoderModel, ranks: int) -> None:
 
 
 def _computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is of a kind, or of a subclass that computes in the same way."""
+    """Return whether a module is of a kind, or of a subclass that computes in the same way."""
     names = ("forward", "_project", "_run")
     return all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
 

@@ -71,12 +71,19 @@ def quantize(model: DecoderModel, bits: int, device: torch.device) -> None:
     """Move a model to a device, with weights of 4 or 8 bits in all linears of the layers.
 
     The device never holds more than one of them unconverted.
+
+    Raises:
+        ConfigError: a linear has an odd number of inputs, which 4 bits do not allow.
     """
     linears = [name for name, each in model.layers.named_modules() if type(each) is nn.Linear]
     for name in linears:
         linear = model.layers.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        _replace(model.layers, name, QuantizedLinear(linear, bits, device=device))
+        try:
+            converted = QuantizedLinear(linear, bits, device=device)
+        except ConfigError as error:
+            raise ConfigError(f"load_in: layers.{name}: {error}") from None
+        _replace(model.layers, name, converted)
     model.to(device)
 
 
@@ -147,7 +154,7 @@ def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _names(part: Part, targets: list[str]) -> bool:
-    """Whether one of the targets is a part's name, or the end of it."""
+    """Return whether one of the targets is a part's name, or the end of it."""
     return any(part.hf == each or part.hf.endswith(f".{each}") for each in targets)
 
 

@@ -331,7 +331,9 @@ class FinetuneConfig:
     sample_prompts: list[str] | None = _free_option(  # noqa: RUF009
         None, "texts that the model continues at each evaluation, greedily, into DIR/samples.jsonl"
     )
-    sample_tokens: int = _free_option(64, "most tokens of such a continuation", at_least=1)
+    sample_tokens: int = _free_option(
+        64, "most tokens of such a continuation", at_least=1, at_most=2**16
+    )
     sample_chat: bool = _free_option(
         False, "take each of these texts as the message of a user, for the chat template"
     )

@@ -203,6 +203,8 @@ def _record_document(record: Any, where: str, encoder: Encoder) -> Document | No
     record = normalised(record, where, has_template=encoder.has_template)
     # In a table every record has every key.
     kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
+    if kinds == ["prompt", "messages"] and record.get("completion") is None:
+        kinds = ["messages"]  # Some data sets also have the first message as a prompt.
     if len(kinds) != 1:
         raise DataError(
             f'{where}: expected one of the keys "text", "prompt" (with "completion"), '

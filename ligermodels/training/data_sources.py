@@ -17,7 +17,7 @@ _TABLES = (".parquet", ".csv")
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a name is that of a data set of the hub: there is no such file."""
+    """Return whether a name is that of a data set of the hub: there is no such file."""
     return not os.path.lexists(name) and _dataset(name) is not None
 
 

@@ -22,12 +22,17 @@ from ligermodels.training.trainer import perplexity
 
 @dataclass(frozen=True)
 class FileLoss:
-    """The loss on a file, per target, in nats; `tokens` also counts what is no target."""
+    """The loss on a file, per target, in nats; `tokens` also counts what is no target.
+
+    `truncated` counts the examples with a prompt that did not fit into a row: the targets beyond it
+    are not predicted.
+    """
 
     loss: float
     targets: int
     tokens: int
     seconds: float
+    truncated: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -38,7 +43,8 @@ class FileLoss:
         targets = self.targets + other.targets
         loss = (self.loss * self.targets + other.loss * other.targets) / targets
         seconds = self.seconds + other.seconds
-        return FileLoss(loss, targets, self.tokens + other.tokens, seconds)
+        truncated = self.truncated + other.truncated
+        return FileLoss(loss, targets, self.tokens + other.tokens, seconds, truncated)
 
 
 @torch.no_grad()
@@ -54,8 +60,9 @@ def file_loss(
 ) -> FileLoss:
     """Return the loss of the next token on files, in the formats that training reads.
 
-    The targets are those of training: all tokens of a text, and the answers of examples. Documents
-    that are longer than a row are cut, and every target is predicted once.
+    The targets are those of training: all tokens of a text, and the answers of examples. Texts that
+    are longer than a row are cut, and every target is predicted once. Examples with a prompt lose
+    their end instead.
 
     Args: seq_len, tokens of a row; batch_size, rows of a forward pass; separator, that of
         `read_documents`; progress, whether a bar goes to stderr.
@@ -99,4 +106,5 @@ def file_loss(
             f"{', '.join(map(str, files))}: the loss is {loss}: the model's logits are not finite "
             "here; try another dtype"
         )
-    return FileLoss(loss, targets, rows.num_tokens, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return FileLoss(loss, targets, rows.num_tokens, seconds, rows.num_truncated)

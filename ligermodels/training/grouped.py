@@ -61,13 +61,17 @@ class GroupBatch(Batch):
     kl: Tensor | None = None
 
 
+def padded(length: int) -> int:
+    """Return the width of a batch whose longest document has this length."""
+    return -(-length // _MULTIPLE) * _MULTIPLE
+
+
 def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Batch, Tensor]:
     """Return documents as the padded rows of a batch, one in each row, and their mask.
 
     Args: targets_of_prompt, the number of first documents whose prompt is a target as well.
     """
-    longest = max(map(len, documents))
-    shape = len(documents), -(-longest // _MULTIPLE) * _MULTIPLE
+    shape = len(documents), padded(max(map(len, documents)))
     input_ids, labels = torch.full(shape, PAD_ID), torch.full(shape, IGNORE_INDEX)
     mask = torch.zeros(shape, dtype=torch.bool)
     # The padding counts as another document, as in packed rows.

@@ -33,7 +33,7 @@ def planner(
     accumulates: bool = False,
     **options: Any,
 ) -> Planner:
-    """Return a planner for the training steps of a run: packed rows, and AdamW's states.
+    """Return a planner for the training steps of a run with packed rows.
 
     A head that skips the rows without a target needs less than it plans for.
 
@@ -42,7 +42,7 @@ def planner(
         budget: bytes, as an int or a text, or "auto".
         precision: that of FinetuneConfig.
         accumulates: whether gradients exist before forward, because a step has several batches.
-        options: those of `Planner`, such as the rates.
+        options: those of `Planner`, such as the optimizer; by default it is AdamW.
     """
     # Sharded weights are gathered in bfloat16 instead.
     casts = precision == "bf16-mixed" and not any(map(is_sharded, model.parameters()))

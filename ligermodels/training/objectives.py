@@ -39,7 +39,7 @@ from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_documents
-from ligermodels.training.grouped import GroupBatch, GroupedRows
+from ligermodels.training.grouped import GroupBatch, GroupedRows, padded
 from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
 from ligermodels.training.preference_data import read_judged, read_pairs
 from ligermodels.training.processes import shared_out, summed, summed_output
@@ -224,6 +224,11 @@ class PairObjective(Objective):
                 path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
             )
         reshard(model)
+
+    def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
+        """Return the most rows of a forward pass, and their length with the padding."""
+        count, longest = super().largest_batch(rows)
+        return count, padded(longest)
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
         """Count pairs, and the tokens of the chosen completions' likelihood."""

@@ -8,7 +8,7 @@ then computes slightly other probabilities, which `losses.importance_ratio` corr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from ligermodels.models.ranks import error_on_all_ranks, gathered, num_ranks, ra
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, file_hash
-from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, stack
+from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.objectives import (
     Call,
     Files,
@@ -104,9 +104,9 @@ class GroupObjective(Objective):
         return {} if self.reward_hash is None else {"reward_function": self.reward_hash}
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
-        """Return the completions of a forward pass and the longest of them."""
+        """Return the completions of a forward pass, and their length with the padding."""
         longest = max(each.width for each in rows) + self.config.max_completion_length
-        return self.config.batch_size, longest
+        return self.config.batch_size, padded(longest)
 
     @property
     def batches_per_step(self) -> int:
@@ -268,9 +268,10 @@ class GroupObjective(Objective):
         columns = {n: [group.record.get(n) for group in groups] for n in names if n != "prompt"}
         where = f"reward function {self.config.reward_function}"
         try:
-            made = list(
-                self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
-            )
+            made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
+            if isinstance(made, (Mapping, Set, str, bytes)):
+                raise TypeError(f"it returned a {type(made).__name__} and not a list")
+            made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except Exception as error:  # the function is the user's own
             raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error

@@ -164,6 +164,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: for each parameter, the rows of each of its projections.
         others: groups of the other parameters.
+    Attributes:
+        inner_optimizers: torch's Muon for the projections, and AdamW for the others.
     """
 
     def __init__(
@@ -178,9 +180,9 @@ class Muon(torch.optim.Optimizer):
         self._parts = {p: [p.detach()[rows] for rows in cuts] for p, cuts in matrices.items()}
         self._cuts = matrices
         views = [view for parts in self._parts.values() for view in parts]
-        self._inner: list[torch.optim.Optimizer] = []
+        self.inner_optimizers: list[torch.optim.Optimizer] = []
         if views:
-            self._inner.append(
+            self.inner_optimizers.append(
                 torch.optim.Muon(
                     views,
                     lr=lr,
@@ -190,7 +192,9 @@ class Muon(torch.optim.Optimizer):
                 )
             )
         if others:
-            self._inner.append(torch.optim.AdamW(others, lr=lr, **adam_options, fused=True))
+            self.inner_optimizers.append(
+                torch.optim.AdamW(others, lr=lr, **adam_options, fused=True)
+            )
         groups = [{"params": list(matrices)}, *({"params": each["params"]} for each in others)]
         super().__init__([group for group in groups if group["params"]], {"lr": lr})
 
@@ -198,13 +202,13 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient. A closure is not supported."""
         assert closure is None
-        for optimizer in self._inner:
+        for optimizer in self.inner_optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
         for parameter, parts in self._parts.items():
             for part, rows in zip(parts, self._cuts[parameter]):
                 part.grad = None if parameter.grad is None else parameter.grad[rows]
-        for optimizer in self._inner:
+        for optimizer in self.inner_optimizers:
             optimizer.step()
         for parts in self._parts.values():
             for part in parts:
@@ -213,7 +217,7 @@ class Muon(torch.optim.Optimizer):
 
     def _gather_state(self) -> None:
         """Show the state of the inner optimizers by parameter; the tensors are the same."""
-        for optimizer in self._inner:
+        for optimizer in self.inner_optimizers:
             if isinstance(optimizer, torch.optim.Muon):
                 for parameter, parts in self._parts.items():
                     self.state[parameter] = {

@@ -65,10 +65,13 @@ def hold_out(
             tail[0] = False
             held.append(Document(document.ids[end - 1 :], tail))
     else:
-        count = max(1, round(len(documents) * fraction))
-        chosen = set(generator(seed, 1).permutation(len(documents))[:count].tolist())
-        train = [document for i, document in enumerate(documents) if i not in chosen]
-        held = [document for i, document in enumerate(documents) if i in chosen]
+        # Both completions of a pair come from one record, and stay together.
+        records = [id(getattr(document, "record", document)) for document in documents]
+        every = [*dict.fromkeys(records)]
+        count = max(1, round(len(every) * fraction))
+        chosen = {every[i] for i in generator(seed, 1).permutation(len(every))[:count]}
+        train = [document for document, key in zip(documents, records) if key not in chosen]
+        held = [document for document, key in zip(documents, records) if key in chosen]
     if not train or not held:
         raise DataError(
             "the training data is too small to hold out a part of it for evaluation; give "

@@ -3,7 +3,8 @@
 A text is a string, or a list of messages, which the chat template formats. One line is one of
 
     {"prompt", "chosen", "rejected"}    a pair
-    {"chosen", "rejected"}              a pair of conversations, whose beginning is the prompt
+    {"chosen", "rejected"}              a pair of conversations, whose beginning is the prompt; a
+                                        prompt that is a string beside them is not read
     {"prompt", "completion", "label"}   a completion that is desirable (true) or not
     {"prompt", ...}                     a prompt; a reward function is given the other keys
 """
@@ -91,7 +92,7 @@ def _pair(record: dict[str, Any], where: str, encoder: Encoder) -> Group:
     chosen, rejected = (_text(record, key, where) for key in ("chosen", "rejected"))
     if "prompt" in record:
         prompt = _text(record, "prompt", where)
-    else:
+    if "prompt" not in record or (isinstance(prompt, str) and isinstance(chosen, list)):
         prompt, chosen, rejected = _split(chosen, rejected, where)
     return Group(
         tuple(_completed(prompt, each, where, encoder) for each in (chosen, rejected)),

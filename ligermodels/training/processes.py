@@ -34,12 +34,12 @@ class RankError(LigerError):
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process, beside others."""
+    """Return whether torchrun has started this process, beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the processes again after one of them failed."""
+    """Return whether torchrun has started the processes again after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,11 +93,28 @@ def _warn(name: str, error: Exception) -> None:
     warnings.warn(what, stacklevel=2)
 
 
+def sampler_of(config: FinetuneConfig, source: Path) -> Sampler | None:
+    """Return what makes the samples of a run, or None if it makes none.
+
+    Args: source, the folder of the tokenizer.
+    Raises:
+        CheckpointError: a chat template is needed and is not there.
+        ConfigError: a prompt has no tokens.
+    """
+    if not config.sample_prompts:
+        return None
+    return Sampler(
+        Tokenizer.from_hf(source),
+        config.sample_prompts,
+        max_new_tokens=config.sample_tokens,
+        chat=config.sample_chat,
+    )
+
+
 def sampling(
-    config: FinetuneConfig,
+    sampler: Sampler | None,
     run_dir: RunDir,
     model: DecoderModel,
-    source: Path,
     *,
     last: int,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -104,20 +122,13 @@ def sampling(
 ) -> Callable[[int], None]:
     """Return what writes the samples of a step into the run's folder, and shows them.
 
-    Args: source, the folder of the tokenizer; last, the step from which the run goes on; autocast,
-        the context of a forward pass.
+    Args: last, the step from which the run goes on; autocast, the context of a forward pass.
     Raises:
-        CheckpointError: a chat template is needed and is not there, or samples.jsonl is damaged.
+        CheckpointError: samples.jsonl is damaged.
     """
-    if not config.sample_prompts:
+    if sampler is None:
         return lambda step: None
     done = run_dir.sampled_steps(last)
-    sampler = Sampler(
-        Tokenizer.from_hf(source),
-        config.sample_prompts,
-        max_new_tokens=config.sample_tokens,
-        chat=config.sample_chat,
-    )
 
     def sample(step: int) -> None:
         if step in done:
@@ -150,6 +161,10 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
 
     def write(profiler: torch.profiler.profile) -> None:
         with writing(folder):
+            # Nothing is written through a link, or to a pipe.
+            for path in (folder, folder / "trace.json.gz", folder / "table.txt"):
+                if path.is_symlink() or (path != folder and os.path.lexists(path)):
+                    path.unlink()
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"

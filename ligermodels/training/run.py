@@ -50,10 +50,11 @@ from ligermodels.training.medusa import MedusaObjective
 from ligermodels.training.memory import planner, summary
 from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
+from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import launch_id, meet, num_row_ranks
 from ligermodels.training.push import check_login, push
-from ligermodels.training.reports import logged, logger_openers, profiled, sampling
+from ligermodels.training.reports import logged, logger_openers, profiled, sampler_of, sampling
 from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run_dir import RunDir, plot_losses
 from ligermodels.training.streaming import stored_rows
@@ -129,7 +130,7 @@ class Run:
             self._shard(model)
         held = self.objective.load(model)
         trained = self.objective.module(model)
-        self._plan_memory(model, rows, eval_rows, saved, held)
+        self._plan_memory(model, trained, rows, eval_rows, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         self.model = model
@@ -144,6 +145,7 @@ class Run:
             ranks=self.ranks,
         )
         with error_on_all_ranks():
+            sampler = sampler_of(config, source)
             check_unchanged(source, files)
         with self.interrupts.held():
             weights = self.stored_hash or weights_hash(model)
@@ -168,10 +170,9 @@ class Run:
                     profiled(profile, trainer.total_steps - last) as after_step,
                 ):
                     sample = sampling(
-                        config,
+                        sampler,
                         self.run_dir,
                         model,
-                        source,
                         last=last,
                         autocast=trainer.autocast,
                         progress=self.progress,
@@ -313,6 +314,7 @@ class Run:
     def _plan_memory(
         self,
         model: DecoderModel,
+        trained: torch.nn.Module,
         rows: Rows,
         eval_rows: Rows | None,
         saved: dict[str, Any] | None,
@@ -320,7 +322,9 @@ class Run:
     ) -> None:
         """Choose what the layers keep for backward; a resumed run keeps its plan.
 
-        Args: held, the bytes on the device that other models take.
+        Args:
+            trained: what the optimizer trains: the model, or one that contains it.
+            held: the bytes on the device that other models take.
         """
         config = self.config
         if config.activation_checkpointing:
@@ -334,10 +338,23 @@ class Run:
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
-            run = planner(model, budget, precision=self.precision, accumulates=accumulates)
+            run = planner(
+                model,
+                budget,
+                precision=self.precision,
+                accumulates=accumulates,
+                optimizer_bytes=make_optimizer(trained, config),
+            )
             run.budget = max(0, run.budget - held)
             every = [each for each in (rows, eval_rows) if each is not None]
-            plan = run.plan(*self.objective.largest_batch(every))
+            try:
+                plan = run.plan(*self.objective.largest_batch(every))
+            except ConfigError as error:
+                if not held:
+                    raise
+                raise ConfigError(
+                    f"{error}; besides, the teacher or reference model takes {held} bytes"
+                ) from None
             model.set_memory_plan(plan)
             self._note(f"memory: {summary(plan)}")
 

@@ -329,8 +329,13 @@ class RunDir:
             lines = io.BufferedReader(file).read().split(b"\n")[:-1]
         kept = []
         for number, line in enumerate(lines, start=1):
-            entry = parse_json(line, f"{self.samples_file}:{number}", CheckpointError)
-            if entry.get("step", 0) <= last:
+            where = f"{self.samples_file}:{number}"
+            entry = parse_json(line, where, CheckpointError)
+            if not is_int(entry.get("step")):
+                raise CheckpointError(
+                    f"{where}: {shown(entry)} is not a line of samples; restore or remove the file"
+                )
+            if entry["step"] <= last:
                 kept.append((entry["step"], line.decode()))
         _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
         return {step for step, _ in kept}

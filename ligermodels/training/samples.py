@@ -31,7 +31,7 @@ class Sampler:
         self.max_new_tokens = max_new_tokens
         self.ids = [self._encode(prompt, chat) for prompt in prompts]
         if [] in self.ids:
-            raise ConfigError("sample_prompts: a prompt is empty, so that nothing can be continued")
+            raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
 
     def _encode(self, prompt: str, chat: bool) -> list[int]:
         if not chat:

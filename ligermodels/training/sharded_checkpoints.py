@@ -134,7 +134,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder was written to its end, and no removal has begun."""
+    """Return whether a folder was written to its end, and no removal has begun."""
     return (folder / FACTS).is_file()
 
 

@@ -119,9 +119,9 @@ class Tiny:
             *flags,
         )
 
-    def started(self) -> bytes:
+    def started(self, *flags: str) -> bytes:
         """Run to the end, and return the file of weights."""
-        done = self.start()
+        done = self.start(*flags)
         if done.code != 0:
             raise Fault(f"the run does not work at all: {done.err[-400:]}")
         return self.weights()
@@ -644,6 +644,28 @@ def metrics_of_any_content(case: Case) -> None:
     tiny.right_or_one_line(tiny.resume(), weights)
 
 
+@attack("B", 13, seconds=LIMIT)
+def samples_of_any_content(case: Case) -> None:
+    """samples.jsonl of wrong types, deeply nested, not text, or cut."""
+    tiny, draw = Tiny(case), case.draw
+    weights = tiny.started("--sample-prompts", "the cat", "--sample-tokens", "2")
+    back_to(tiny, draw.choice([0, 4]))
+    file = tiny.out / "samples.jsonl"
+    kind = case.turn(["types", "deep", "bytes", "cut", "keys"])
+    kept = file.read_bytes().splitlines(keepends=True)
+    if kind == "types":
+        kept[0] = json.dumps(json.loads(kept[0]) | {"step": draw.choice(ODD)}).encode() + b"\n"
+    elif kind == "deep":
+        kept.insert(0, b'{"step": %s}\n' % deep(draw.choice([50, 1000, 100_000])).encode())
+    elif kind == "bytes":
+        kept.insert(draw.randrange(len(kept)), draw.randbytes(40) + b"\n")
+    elif kind == "keys":
+        kept = [draw.choice([b'{"text": "x"}\n', b"[]\n", b"3\n", b"{}\n", b"\n"]) for _ in kept]
+    whole = b"".join(kept)
+    file.write_bytes(whole[: draw.randrange(len(whole))] if kind == "cut" else whole)
+    tiny.right_or_one_line(tiny.resume(), weights)
+
+
 def put(draw: Random, path: Path) -> str:
     """Put something that is not a readable file in the place of a file or folder."""
     if path.is_dir() and not path.is_symlink():
@@ -707,13 +729,25 @@ def settings_of_any_content(case: Case) -> None:
         raise Fault("run.json is lost")
 
 
+# Files that a run writes if it is asked for them.
+REPORTS: dict[str, list[str]] = {
+    "run.yaml": [],
+    "samples.jsonl": ["--sample-prompts", "the cat", "--sample-tokens", "2"],
+    "profile": ["--profile"],
+    "profile/trace.json.gz": ["--profile"],
+    "profile/table.txt": ["--profile"],
+}
+
+
 @attack("B", 13, weight=2, seconds=LIMIT)
 def files_of_any_kind_in_a_run(case: Case) -> None:
     """What the run made is of another kind now, is not there, or belongs to another user."""
     tiny, draw = Tiny(case), case.draw
-    weights = tiny.started()
     names = ["run.json", "metrics.jsonl", "checkpoints", "model", "loss.png", ".lock"]
-    name = case.turn([*names, "checkpoints/step-00000006.safetensors"])
+    name = case.turn([*names, "checkpoints/step-00000006.safetensors", *REPORTS])
+    weights = tiny.started(*REPORTS.get(name, ()))
+    if name in REPORTS and draw.random() < 0.5:
+        back_to(tiny, 0)
     path, kind, user = tiny.out / name, draw.choice(["link", "another user's", "", "", ""]), None
     if kind == "link":
         path.rename(case.folder / "aside")

@@ -89,7 +89,7 @@ def test_one_loss_is_measured_into_a_file(monkeypatch, tmp_path, capsys) -> None
     size = {"rows": 64, "width": 8, "vocab": 32, "softcap": None}
     monkeypatch.setattr(LOSSES["dpo"], "small", size)
     part = tmp_path / "dpo.json"
-    arguments = Namespace(small=True, without=["torch.compile", "liger"], limit=60)
+    arguments = Namespace(small=True, without=["torch.compile", "liger"], alone=[], limit=60)
     measure_loss("dpo", [0], part, arguments)
     rows = {row["implementation"]: row for row in json.loads(part.read_text())["rows"]}
     assert list(rows)[:2] == ["ligermodels", "ligermodels (log_probs)"] and len(rows) == 4

@@ -45,6 +45,10 @@ def result() -> dict:
             level | {"host bytes per token": 0.0, "ms of a layer": 38.5, "extra ms": 0.0},
             {"gpu": "NVIDIA H200", "level": "input", "error": "RuntimeError: none"},
         ],
+        "recipes": [
+            {"gpu": "NVIDIA H200", "work": "llama", "recipe": "AdamW", "ms": 1548.4}
+            | {f"{name} bytes": 2**30 for name in ("parameter", "state", "gradient", "peak")}
+        ],
         "predictions": [
             case | {"ratio": 1.01},
             case | {"case": "1: gemma", "ratio": 0.985},
@@ -62,6 +66,7 @@ def test_the_page_has_every_row(result):
     ) in lines
     assert "| all | 92.0 | 0.0 | 38.50 | 0.00 |" in lines
     assert "| input |  |  |  | RuntimeError: none |" in lines
+    assert "| AdamW | 1.0 | 1.0 | 1.0 | 1.0 | 1548 |" in lines
     assert (
         "2 of 3 cases were measured. Predicted / measured peak: from 0.9850 to 1.0100, median "
         "1.0100; 1 are between 0.99 and 1.03."

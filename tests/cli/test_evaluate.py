@@ -24,6 +24,9 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
     code, out, _ = call("evaluate", checkpoint, "--files", text, *SMALL, "--json")
     found = json.loads(out)["files"]
     assert list(found) == [text] and 0 < found[text]["targets"] < found[text]["tokens"]
+    other.write_text(json.dumps({"prompt": "a" * 60, "completion": "b" * 40}) + "\n")
+    code, out, _ = call("evaluate", checkpoint, "--files", other, *SMALL)
+    assert code == 0 and out.endswith(" 4 targets  (long examples cut: 1)\n")
 
 
 def test_mistakes_are_one_line(call, checkpoint, tmp_path, monkeypatch):

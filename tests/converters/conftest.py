@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ligermodels.converters import atomic_dir as atomic
 from ligermodels.converters.hf_config import fields_from_hf
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 
@@ -91,3 +92,28 @@ def make(tmp_path):
         return folder, config
 
     return build
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request, monkeypatch):
+    """Run a test with both ways to replace a folder; some systems lack the first."""
+    if request.param == "two renames":
+        monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    return request.param
+
+
+@pytest.fixture
+def before_the_swap(monkeypatch):
+    """A function that sets what others do to the old folder at the last moment."""
+
+    def set_action(action):
+        swap = atomic._swap
+
+        def late(fresh, target):
+            monkeypatch.setattr(atomic, "_swap", swap)
+            action()
+            return swap(fresh, target)
+
+        monkeypatch.setattr(atomic, "_swap", late)
+
+    return set_action

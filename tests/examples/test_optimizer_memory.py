@@ -9,10 +9,13 @@ import weakref
 import pytest
 import torch
 
+from benchmarks.common import RESULTS
 from examples import optimizer_memory
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.optimizer_states import state_bytes, step_bytes
 from ligermodels.memory.plan import MemoryPlan
+from ligermodels.memory.simulate import simulate
 
 
 def tiny(*, tied: bool = False) -> LigerLlama:
@@ -122,3 +125,31 @@ def test_8_bit_states_take_a_quarter_of_the_bytes():
         optimizer.step()
         sizes.append(optimizer_memory.state_bytes(optimizer))
     assert 0.25 * sizes[1] < sizes[0] < 0.27 * sizes[1]
+
+
+@pytest.mark.parametrize("recipe", optimizer_memory.RECIPES)
+def test_the_planner_predicts_the_peaks_that_were_measured(recipe):
+    """The planner is told of each recipe, and knows the step of AdamW in 8 bits."""
+    pytest.importorskip("triton")
+    if "8-bit" in recipe:
+        pytest.importorskip("torchao")
+    make, in_backward, frozen = optimizer_memory.RECIPES[recipe]
+    with torch.device("meta"):
+        model = LigerLlama(LlamaConfig.preset("llama-3-8b")).bfloat16().train()
+    model.activation_checkpointing_enable()
+    if frozen:
+        optimizer_memory.freeze_lower_half(model)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    found = simulate(
+        model,
+        8,
+        2048,
+        device=torch.device("cuda"),
+        gradients="freed" if in_backward else "new",
+        step_bytes=0 if in_backward else step_bytes(optimizer),
+        num_sms=132,
+    )
+    rows = json.loads((RESULTS / "memory.json").read_text())["recipes"]
+    (measured,) = [row for row in rows if row["recipe"] == recipe]
+    predicted = found.peak_bytes + state_bytes(optimizer)
+    assert 0.995 < predicted / measured["peak bytes"] < 1.005

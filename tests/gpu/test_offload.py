@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS
-from ligermodels.memory import offload
-from ligermodels.memory.offload import MIB, Offloader
+from ligermodels.memory import host_copies
+from ligermodels.memory.offload import Offloader
+from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.llama import LigerLlama, LlamaConfig
@@ -98,7 +99,7 @@ def test_gradients_are_bitwise_equal(
 
 def delay(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     """Make the copies of one direction wait for about 5 ms each."""
-    pairs = offload._pairs
+    pairs = host_copies.pairs
 
     def delayed(tensor: Tensor, parts: Any) -> Any:
         copies_to_host = torch.cuda.current_stream() in outward
@@ -107,14 +108,14 @@ def delay(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
         return pairs(tensor, parts)
 
     outward: list[torch.cuda.Stream] = []
-    make = offload._CudaCopies.__init__
+    make = host_copies.CudaCopies.__init__
 
     def made(copies: Any, device: torch.device) -> None:
         make(copies, device)
         outward.append(copies._outward)
 
-    monkeypatch.setattr(offload._CudaCopies, "__init__", made)
-    monkeypatch.setattr(offload, "_pairs", delayed)
+    monkeypatch.setattr(host_copies.CudaCopies, "__init__", made)
+    monkeypatch.setattr(host_copies, "pairs", delayed)
 
 
 def test_memory_is_released(model: DecoderModel) -> None:
@@ -236,6 +237,6 @@ def test_compiled_layers(model: DecoderModel) -> None:
 
 
 def test_too_much_pinned_memory_is_refused() -> None:
-    copies = offload._CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    copies = host_copies.CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     with pytest.raises(ConfigError, match="bytes of host memory cannot be pinned"):
         copies.slab(2**46)

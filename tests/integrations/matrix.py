@@ -257,9 +257,9 @@ INTRODUCTION = """\
 
 `python -m tests.integrations.matrix` writes this page; do not edit it. Each cell is the largest
 error of a native model relative to transformers' model in the same tool, with the same weights,
-data and arguments in float32, on a random model of the family. Losses are those of some steps. In
-the rows of the native model there is no shell. The rows with FSDP2 and ZeRO-3 have two processes,
-and are also compared with one process, losses and weights.
+data and arguments in float32, on a random model of the family. Losses are those of some steps. The
+rows of the native model do without `LigerForCausalLM`. The rows with FSDP2 and ZeRO-3 have two
+processes, and are also compared with one process, losses and weights.
 
 What is refused does not depend on the family: see [trainers.md](trainers.md). Checkpoints of
 Gemma 3 with images are refused by `LigerForCausalLM.from_pretrained` ("and other towers"). Their

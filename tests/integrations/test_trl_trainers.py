@@ -38,6 +38,11 @@ COMMON: dict[str, Any] = {
 }
 PROMPTS, ANSWERS, OTHERS = texts(40, 1, 5), texts(40, 2), texts(40, 3)
 PAIRS = {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": OTHERS}
+LABELLED = {
+    "prompt": PROMPTS,
+    "completion": ANSWERS,
+    "label": [i % 3 > 0 for i in range(len(PROMPTS))],
+}
 MESSAGES = [
     [{"role": "user", "content": p}, {"role": "assistant", "content": a}]
     for p, a in zip(PROMPTS, ANSWERS)
@@ -153,12 +158,7 @@ def test_the_reference_of_dpo_computes_under_autocast(folder: Path) -> None:
 
 
 def test_kto(folder: Path) -> None:
-    data = {
-        "prompt": PROMPTS,
-        "completion": ANSWERS,
-        "label": [i % 3 > 0 for i in range(len(PROMPTS))],
-    }
-    compare("KTOTrainer", folder, data, {})
+    compare("KTOTrainer", folder, LABELLED, {})
 
 
 def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -183,16 +183,19 @@ def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
     compare(name, folder, data, options | beta | more, reward_funcs=length_reward)
 
 
+ONLINE = ("GRPOTrainer", "RLOOTrainer")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["SFTTrainer", pytest.param("DPOTrainer", marks=LONG), pytest.param("GRPOTrainer", marks=LONG)],
+    ["SFTTrainer", *(pytest.param(n, marks=LONG) for n in ("DPOTrainer", "KTOTrainer", *ONLINE))],
 )
 def test_lora(name: str, folder: Path) -> None:
-    kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS}
+    kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS, "KTOTrainer": LABELLED}
     data: Any = kinds.get(name, {"prompt": PROMPTS})
     options: dict[str, Any] = {"learning_rate": 0.1}
     more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
-    if name == "GRPOTrainer":
+    if name in ONLINE:
         options |= {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
         more["reward_funcs"] = length_reward
     ours = compare(name, folder, data, options, **more)
@@ -200,7 +203,8 @@ def test_lora(name: str, folder: Path) -> None:
 
 
 @LONG
-def test_distillation(folder: Path) -> None:
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="CAUSAL_LM", r=4)])
+def test_distillation(folder: Path, peft_config: LoraConfig | None) -> None:
     """Its losses and its student's completions are those on transformers' models."""
     data = {"prompt": PROMPTS}
     options = {"max_completion_length": 6}
@@ -210,7 +214,7 @@ def test_distillation(folder: Path) -> None:
         with torch.no_grad():
             pair[1].lm_head.weight.mul_(1.3)
     runs = [
-        run(name, pair[0], folder, data, options, teacher_model=pair[1])
+        run(name, pair[0], folder, data, options, teacher_model=pair[1], peft_config=peft_config)
         for name, pair in (("DistillationTrainer", hf), ("LigerDistillationTrainer", ours))
     ]
     expected, found = map(logged, runs)
@@ -218,12 +222,13 @@ def test_distillation(folder: Path) -> None:
 
 
 @LONG
-def test_reward(folder: Path) -> None:
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="SEQ_CLS", r=4)])
+def test_reward(folder: Path, peft_config: LoraConfig | None) -> None:
     hf = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     hf.save_pretrained(folder / "reward")
-    expected = logged(run("RewardTrainer", hf, folder, PAIRS, {}))
+    expected = logged(run("RewardTrainer", hf, folder, PAIRS, {}, peft_config=peft_config))
     model = LigerForSequenceClassification.from_pretrained(folder / "reward")
-    found = logged(run("LigerRewardTrainer", model, folder, PAIRS, {}))
+    found = logged(run("LigerRewardTrainer", model, folder, PAIRS, {}, peft_config=peft_config))
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 

@@ -121,7 +121,8 @@ def test_scratch_stays_within_the_budget(place, reduction) -> None:
     made = on(place, inputs((2000,), 300))
     leaves = tuple(made[k] for k in ("hidden", "weight", "bias"))
     teacher = {k: v.detach() for k, v in made.items() if k.startswith("teacher")}
-    for budget in (400_000, 1_200_000):
+    # PyTorch's sum over 1024 rows for the bias, on a GPU, would take 2 MB for so few classes.
+    for budget in (400_000, 1_000_000):
 
         def forward(budget: int = budget) -> torch.Tensor:
             return linear_divergence(

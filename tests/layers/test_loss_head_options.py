@@ -252,6 +252,6 @@ def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
         head.vocab_shard = object()
         with pytest.raises(ValueError, match="vocabulary is split over ranks"):
             if call == "forward":
-                head._module_loss(hidden, targets, None, None)
+                head._swapped_loss(hidden, targets, None, None)
             else:
                 head.from_log_probs(hidden, targets, lambda log_probs: log_probs.sum())

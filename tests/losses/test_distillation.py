@@ -84,6 +84,10 @@ def test_a_normalizer_makes_micro_batches_exact() -> None:
         for h, t, y in zip(hidden, teacher_hidden, targets)
     ]
     assert relative(sum(parts), whole) <= 1e-6
+    leaves = [hidden, student.weight]
+    wanted = torch.autograd.grad(whole, leaves)
+    for grad, want in zip(torch.autograd.grad(sum(parts), leaves), wanted):
+        assert relative(grad, want) <= 1e-5
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

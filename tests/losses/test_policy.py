@@ -41,6 +41,9 @@ GRPO_OPTIONS = [
 ]
 
 
+TOKEN_LEVEL = ("cispo", "sapo", "vespo")  # what Liger has only at the level of tokens
+
+
 def ours(tokens, advantages, **options):
     given = {
         "old_log_probs": tokens.old,
@@ -128,7 +131,10 @@ def test_grpo_equals_liger() -> None:
     # At the level of tokens, Liger's luspo weights each token by the length of its completion.
     luspo = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
     bases = [base for base in BASES if base["loss_type"] != "luspo"]
-    for options in [*bases, luspo, {"delta": 1.15}, {"loss_type": "grpo", "beta": 0.3}]:
+    sequence = {"importance_sampling_level": "sequence"}
+    every = [*bases, luspo, {"delta": 1.15}, *(base | {"beta": 0.3} for base in bases)]
+    every += [base | sequence for base in bases if base["loss_type"] not in TOKEN_LEVEL]
+    for options in every:
         high = options.get("epsilon_high", 0.2)
         given = {"beta": 0.0, "epsilon_high": high, "use_bias_correction_kl": True} | options
         expected, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -243,6 +249,9 @@ def test_micro_batches_of_rloo_equal_one_batch() -> None:
     whole = loss(tokens, advantages)
     parts = [loss(tokens.rows(i), advantages[i], normalizer=6) for i in ([0], [1, 2, 3], [4, 5])]
     torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(
+        gradients(sum(parts), tokens.log_probs), gradients(whole, tokens.log_probs)
+    )
     narrow = loss(tokens.to(torch.float32), advantages.float())
     torch.testing.assert_close(narrow.double(), whole, rtol=1e-5, atol=1e-5)
 

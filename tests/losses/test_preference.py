@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.losses.policy import grpo_loss, rloo_loss
+from ligermodels.losses.policy import GRPO_LOSS_TYPES, grpo_loss, grpo_normalizer, rloo_loss
 from ligermodels.losses.preference import (
     DIVERGENCES,
     DPO_LOSS_TYPES,
@@ -17,7 +17,7 @@ from ligermodels.losses.preference import (
     kto_kl,
     kto_loss,
 )
-from ligermodels.losses.reference_free import cpo_loss, orpo_loss
+from ligermodels.losses.reference_free import CPO_LOSS_TYPES, cpo_loss, orpo_loss
 from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
 from tests.losses.batches import gradients, masks, random_tokens
@@ -217,17 +217,35 @@ def test_gradients_through_the_head() -> None:
     pairs = {"normalizer": 2, "token_normalizer": mask.sum()}
     of_pairs = [
         lambda p, i, n=name: dpo_loss(p, ref[i], mask[i], loss_type=n, **SMOOTHED, **pairs)
-        for name in ("sigmoid", "exo_pair", "sft")
+        for name in DPO_LOSS_TYPES
     ]
+    of_pairs += [lambda p, i: orpo_loss(p, mask[i], **pairs)]
     of_pairs += [
-        lambda p, i: orpo_loss(p, mask[i], **pairs),
-        lambda p, i: cpo_loss(p, mask[i], loss_type="simpo", **pairs),
+        lambda p, i, n=name: cpo_loss(p, mask[i], loss_type=n, **pairs) for name in CPO_LOSS_TYPES
     ]
-    of_rows = [
-        lambda p, i: kto_loss(p, ref[i], mask[i], label[i], 0.2, **rows),
-        lambda p, i: grpo_loss(p, advantages[i], mask[i], ref_log_probs=ref[i], beta=0.1, **tokens),
-        lambda p, i: rloo_loss(p, advantages[i], mask[i], old_log_probs=ref[i], **rows),
-        lambda p, i: sft_loss(p, mask[i], loss_type="dft", **tokens),
+    of_rows = [lambda p, i: rloo_loss(p, advantages[i], mask[i], old_log_probs=ref[i], **rows)]
+    of_rows += [
+        lambda p, i, n=name: kto_loss(p, ref[i], mask[i], label[i], 0.2, loss_type=n, **rows)
+        for name in KTO_LOSS_TYPES
+    ]
+    of_rows += [
+        lambda p, i, n=name: grpo_loss(
+            p,
+            advantages[i],
+            mask[i],
+            ref_log_probs=ref[i],
+            beta=0.1,
+            loss_type=n,
+            epsilon_high=1.1 if n == "cispo" else None,
+            max_completion_length=9,
+            normalizer=grpo_normalizer(mask, n, 9),
+            token_normalizer=mask.sum(),
+        )
+        for name in GRPO_LOSS_TYPES
+    ]
+    of_rows += [
+        lambda p, i, n=name: sft_loss(p, mask[i], loss_type=n, **tokens)
+        for name in ("nll", "dft", "focal")
     ]
     plain = F.log_softmax(head.logits(hidden), -1).gather(-1, ids[..., None])[..., 0] * mask
     whole, leaves = slice(0, 4), (hidden, head.weight)

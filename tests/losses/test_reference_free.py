@@ -119,6 +119,7 @@ def test_micro_batches_equal_one_batch() -> None:
             for rows in ([0, 3], [1, 2, 4, 5])
         )
         torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(gradients(total, log_probs), gradients(whole, log_probs))
 
 
 def test_float32_equals_float64() -> None:

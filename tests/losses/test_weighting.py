@@ -59,7 +59,11 @@ def test_micro_batches_equal_one_batch() -> None:
             ).loss
             for rows in (slice(1), slice(1, 4))
         ]
-        torch.testing.assert_close(parts[0] + parts[1], whole)
+        total = parts[0] + parts[1]
+        torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(
+            gradients(total, tokens.log_probs), gradients(whole, tokens.log_probs)
+        )
 
 
 def test_what_is_refused() -> None:

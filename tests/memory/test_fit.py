@@ -97,7 +97,11 @@ def test_what_the_step_consists_of_counts() -> None:
     assert peak() - peak(optimizer_bytes=0) == 2 * weights
     assert peak(gradients="kept") > peak() > peak(gradients="freed", optimizer_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert peak(optimizer_bytes=optimizer) == peak()  # it has no states yet
+    assert peak(optimizer_bytes=optimizer) == peak(optimizer_bytes=0)
+    greedy = torch.optim.AdamW(model.parameters(), foreach=True)
+    greedy.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2**24, device="meta"))]})
+    # The step of the optimizer is the peak, whatever the layers keep.
+    assert peak(optimizer_bytes=greedy) > 3 * 2**26
     model.layers.requires_grad_(False)
     assert peak() < peak(optimizer_bytes=2 * weights)
 

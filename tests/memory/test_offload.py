@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +15,9 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory import offload
-from ligermodels.memory.offload import MIB, Offloader, Part, _pairs
+from ligermodels.memory.host_copies import pairs
+from ligermodels.memory.offload import Offloader
+from ligermodels.memory.pinned_pool import MIB, Part, PinnedPool
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -61,7 +60,7 @@ class LateCopies:
 
         def copy() -> None:
             self.inward.run_until(reloads)
-            for device_part, host_part in _pairs(alive(ref), parts):
+            for device_part, host_part in pairs(alive(ref), parts):
                 host_part.copy_(device_part)
 
         return self.outward.add(copy)
@@ -72,7 +71,7 @@ class LateCopies:
 
         def copy() -> None:
             self.wait(None, after)
-            for device_part, host_part in _pairs(alive(ref), parts):
+            for device_part, host_part in pairs(alive(ref), parts):
                 # The version was read when the copy was issued, as on a GPU.
                 with torch.autograd._unsafe_preserve_version_counter(device_part):
                     device_part.copy_(host_part)
@@ -101,14 +100,14 @@ def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def wiped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill pinned memory with garbage when it is given back."""
-    give_back = offload._Pool.give_back
+    give_back = PinnedPool.give_back
 
     def wipe(pool: Any, pieces: list) -> None:
         for slab, offset, size in pool.parts(pieces):
             slab[offset : offset + size] = GARBAGE
         give_back(pool, pieces)
 
-    monkeypatch.setattr(offload._Pool, "give_back", wipe)
+    monkeypatch.setattr(PinnedPool, "give_back", wipe)
 
 
 def make_offloader(budget: int = 64 * MIB, **options: Any) -> Offloader:
@@ -453,34 +452,6 @@ def test_without_a_gpu_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         Offloader("cuda", MIB)
 
 
-def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
-    choose = random.Random(0)
-    budget = 700 * MIB
-    slabs: list[int] = []
-    pool = offload._Pool(budget, lambda nbytes: slabs.append(nbytes))
-    taken: list[tuple[int, list]] = []
-    for _ in range(3000):
-        if taken and choose.random() < 0.5:
-            pool.give_back(taken.pop(choose.randrange(len(taken)))[1])
-            continue
-        nbytes = choose.randint(1, 60 * MIB)
-        pieces = pool.take(nbytes)
-        if pieces is None:
-            assert budget - sum(-(-n // 512) * 512 for n, _ in taken) < nbytes
-        else:
-            taken.append((nbytes, pieces))
-            assert sum(size for _, _, size in pieces) >= nbytes
-        used = sorted(piece for _, pieces in taken for piece in pieces)
-        for (slab, offset, size), (other, start, _) in pairwise(used):
-            assert slab != other or offset + size <= start
-        assert pool.held - pool.free_bytes() == sum(size for _, _, size in used)
-    assert sum(slabs) == pool.held <= budget
-    assert all(size & (size - 1) == 0 for size in slabs), "PyTorch would round it up"
-    while taken:
-        pool.give_back(taken.pop()[1])
-    assert pool.free_bytes() == pool.held and len(pool._free) == len(slabs)
-
-
 def run_with(
     model: DecoderModel, plan: MemoryPlan, offloader: Offloader | None, **inputs: Any
 ) -> dict[str, Tensor]:
@@ -551,49 +522,3 @@ def test_a_model_on_meta_tensors() -> None:
         offloader = Offloader("meta", 2 * MIB)
         run_with(make("llama").to("meta"), plan, offloader)
         assert offloader.stats().in_use == 0 < offloader.stats().peak
-
-
-class RecordingStream:
-    """A stream of a GPU that only notes what it waits for."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.waits: list[Any] = []
-
-    def wait_stream(self, other: Any) -> None:
-        self.waits.append(other)
-
-    wait_event = wait_stream
-
-    def record_event(self) -> tuple[str, RecordingStream]:
-        return "done", self
-
-
-def test_copies_of_a_gpu_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the streams, without a GPU; tests/gpu copies on one."""
-    compute = RecordingStream()
-    monkeypatch.setattr(torch.cuda, "Stream", RecordingStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    offloader = Offloader(torch.device("cuda"), 10 * MIB)
-    copies = offloader.copies
-    assert copies.device == offloader.device == torch.device("cuda", 1)
-    outward, inward = copies._outward, copies._inward
-    source = torch.arange(10, dtype=torch.uint8)
-    slab, target = torch.zeros(16, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8)
-    parts = [(slab, 8, 6), (slab, 0, 8)]
-    event = copies.to_host(source, parts)
-    assert event == ("done", outward) and outward.waits == [compute, inward]
-    assert slab[8:14].tolist() == [0, 1, 2, 3, 4, 5] and slab[:4].tolist() == [6, 7, 8, 9]
-    assert copies.to_device(target, parts, event) == ("done", inward)
-    assert inward.waits == [compute, event] and torch.equal(target, source)
-    copies.wait(copies.stream(), event)
-    assert compute.waits == [event]
-
-    def refuse(*given: Any, **options: Any) -> Tensor:
-        raise RuntimeError("no memory\nof the host")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(ConfigError, match=r"4096 more bytes .* cannot be pinned; .* \(no memory\)"):
-        copies.slab(4096)

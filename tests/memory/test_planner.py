@@ -12,7 +12,7 @@ import pytest
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import KEEPS
-from ligermodels.memory.offload import MIB
+from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
     Option,

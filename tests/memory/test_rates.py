@@ -29,6 +29,20 @@ def test_work_takes_the_sum_of_its_parts() -> None:
     assert by_pass.seconds(work + work) == 2 * (2.0 + 2.0 + 10.0 + 0.5)
 
 
+def test_products_between_other_work_are_faster() -> None:
+    made = Rates(products=100.0, attention=50.0, memory=10.0, host_bytes=1.0, source="a test")
+    kind = AttentionKind("sdpa", 8, 2, 64, 128)
+
+    def products(share: float) -> float:
+        attention = Counter({(kind, "forward"): round(50 * 1000 * (1 - share))})
+        return mixed.in_step(Work(round(100 * 1000 * share), attention)).products
+
+    mixed = replace(made, mixed_products=120.0)
+    found = [products(share) for share in (1.0, 0.75, 0.5, 0.1)]
+    assert found == pytest.approx([100.0, 110.0, 120.0, 120.0])
+    assert made.in_step(Work()).products == 100.0
+
+
 def test_data_sheets() -> None:
     h100, h200 = (data_sheet(f"NVIDIA {name}", torch.bfloat16) for name in ("H100 PCIe", "H200"))
     assert h200.memory > h100.memory and h200.source == "data sheet of H200"
@@ -64,6 +78,25 @@ def test_a_time_is_the_median_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch
     assert seconds == pytest.approx(0.018)
 
 
+def test_other_work_runs_between_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 400.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    rates._seconds(lambda: order.append("run"), between=lambda: order.append("other"))
+    assert order[-22:] == ["other"] * 10 + ["event"] + ["run"] * 10 + ["event"]
+
+
 def test_a_measurement_counts_what_each_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.empty
 
@@ -80,11 +113,16 @@ def test_a_measurement_counts_what_each_run_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "randn", random)
-    monkeypatch.setattr(rates, "_seconds", lambda run: 0.5)
+
+    def seconds(run: object, between: object = None) -> float:
+        return 0.5 if between is None else 0.4
+
+    monkeypatch.setattr(rates, "_seconds", seconds)
     monkeypatch.setattr(rates, "measured_rates", lambda *given: given[:2])
     found = rates.measure.__wrapped__(torch.device("cpu"), torch.bfloat16)
     elements = 8192 * 4096
     assert found.products == 2 * elements * 8192 / 0.5
+    assert found.mixed_products == 2 * elements * 8192 / 0.4
     assert callable(found.attention)
     given = found.attention("a kind", "forward"), found.attention("a kind", "backward")
     assert given == ("a kind", torch.device("cpu"))

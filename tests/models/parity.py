@@ -76,29 +76,28 @@ SHARED = (
 TWO_ROPES = "gemma3_text"
 
 
-# These take other branches of a model's forward than "basic".
-COMPILED = ("packed", "left padding", "dynamic rope", "window, packed")
-# The other families run blocks of the same code. Inductor compiles llama in a test of its own;
-# gemma3_text is compiled with features of `COMPILED`, and with checkpointing in test_families.
-BLOCKS = ("gemma2", "qwen3")
+# The features that take other branches of a model's forward, each with a family that is compiled
+# with it. These families have all the kinds of blocks. A test of its own compiles llama.
+COMPILED = {
+    "packed": "gemma2",
+    "left padding": "qwen3",
+    "dynamic rope": "gemma3_text",
+    "window, packed": "qwen2",
+}
 
 
 def sampled(column: str, family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
     Every feature of a family's own code is compared, and a feature of shared code in two
-    families, which change from feature to feature. A compilation takes seconds, so the families of
-    `BLOCKS` compile "basic", and each of `COMPILED` is compiled in one family.
+    families, which change from feature to feature. A compilation takes seconds, so the pairs of
+    `COMPILED` are compiled.
     """
-    having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
     if column == "compile":
-        names = list(dict.fromkeys(n for f in zoo.FAMILIES for n in zoo.features(f, scale)))
-        chosen = having[names.index(name) % len(having)]
-        if name == "basic":
-            return family in BLOCKS
-        return name in COMPILED and family == chosen
+        return COMPILED.get(name) == family
     if name not in SHARED or (family == TWO_ROPES and "rope" in name):
         return True
+    having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
     first = SHARED.index(name)
     return family in {having[(first + step) % len(having)] for step in (0, 4)}
 

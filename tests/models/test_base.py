@@ -182,6 +182,53 @@ def test_layers_may_return_an_auxiliary_loss() -> None:
     assert tiny_model()(ids, labels=labels).auxiliary_loss is None
 
 
+def test_an_auxiliary_loss_that_is_no_scalar_is_refused() -> None:
+    class Router(torch.nn.Module):
+        def __init__(self, block: torch.nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, *inputs: Any) -> Any:
+            x, residual = self.block(*inputs)
+            return x, residual, x[..., :4]  # of each token
+
+    class Routed(LigerLlama):
+        def make_block(self, layer_index: int) -> torch.nn.Module:
+            return Router(super().make_block(layer_index))
+
+    class Each(Routed):
+        def auxiliary_loss(self, extras: Any, attention_mask: Any) -> Any:
+            return extras[0].mean((1, 2))
+
+    class Float(Routed):
+        def auxiliary_loss(self, extras: Any, attention_mask: Any) -> Any:
+            return 0.1
+
+    ids, labels = tokens(2, 8)
+    for cls, complaint in (
+        (Routed, r"Routed: a layer returned a third tensor of shape \(2, 8, 4\).*auxiliary_loss"),
+        (Each, r"Each\.auxiliary_loss returned shape \(2,\); expected a tensor without dim"),
+        (Float, r"Float\.auxiliary_loss returned 0\.1; expected a tensor"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            cls(LlamaConfig(**TINY))(ids, labels=labels)
+
+
+def test_ropes_that_do_not_fit_the_layers_are_refused() -> None:
+    model, (ids, _) = tiny_model(), tokens(2, 8)
+    layers = len(model.layers)
+    for ropes, complaint in (
+        (
+            ["rotary_emb"],
+            rf"Roped\.ropes returns 1 names, expected one for each of {layers} layers",
+        ),
+        (["local"] * layers, r"Roped\.ropes names 'local', but the model has no such attribute"),
+    ):
+        model.__class__ = type("Roped", (LigerLlama,), {"ropes": ropes})
+        with pytest.raises(ConfigError, match=complaint):
+            model(ids)
+
+
 def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
     model = with_third()
     ids, labels = tokens(4)
@@ -368,8 +415,17 @@ def test_a_memory_that_does_not_fit_is_refused() -> None:
         (model, {}, "memory is None; pass memory= to the model"),
         (model, {"memory": memory[:1]}, r"memory has shape \(1, 6, 10\); expected \(2, keys"),
         (model, {"memory_mask": torch.ones(2, 6)}, "memory_mask: it needs a memory"),
-        (model, {"memory": memory, "memory_mask": torch.zeros(2, 5)}, "padding_mask has shape"),
-        (model, {"memory": memory, "memory_mask": torch.zeros(2, 6)}, "expected .* integers or bo"),
+        (
+            model,
+            {"memory": memory, "memory_mask": torch.ones(2, 5).bool()},
+            r"memory_mask has shape \(2, 5\) .* of shape \(2, 6\)",
+        ),
+        (
+            model,
+            {"memory": memory, "memory_mask": torch.ones(2, 6)},
+            "float32; expected bool or in",
+        ),
+        (model, {"memory": memory.double()}, "memory is .*64, but the model's weights are .*32; p"),
         (model, {"memory": memory[..., 1:]}, r"memory has shape \(2, 6, 9\); expected .* 10\)"),
         (model, {"memory": [1.0]}, "memory is a list; expected a tensor"),
         (model, {"memory": memory, "prefix_lengths": 3}, "prefix_lengths is a int; expected a ten"),

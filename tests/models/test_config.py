@@ -242,3 +242,23 @@ def test_a_config_is_read_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(asked) == 1
     with pytest.raises(CheckpointError, match="there is no such folder"):
         LlamaConfig.from_hf(tmp_path / "absent")
+
+
+def test_class_attributes_that_name_no_field_are_refused() -> None:
+    @dataclass(kw_only=True)
+    class Plain(ModelConfig):
+        model_type = "plain"
+
+    with pytest.raises(
+        ConfigError, match=r"Plain\.activation_field names 'hidden_act', which is no"
+    ):
+        Plain.small()
+    for attributes, complaint in (
+        ({"key_aliases": {"n": "nothing"}}, "key_aliases names 'nothing', which is no field"),
+        ({"largest": {"experts": 8}}, "largest names 'experts'"),
+        ({"positive": ("gain",)}, "positive names 'gain'"),
+        ({"sliding_windows": property(lambda _: [None])}, "sliding_windows returns 1 windows, exp"),
+    ):
+        cls = type("Own", (LlamaConfig,), attributes)
+        with pytest.raises(ConfigError, match=rf"Own\.{complaint}"):
+            cls.small()

@@ -432,7 +432,7 @@ def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: 
         @staticmethod
         def weight_map(config: LlamaConfig) -> Any:
             found = LigerLlama.weight_map(config)
-            given = {"layers.1.beta": torch.tensor(0.25), "layers.1.steps": torch.arange(4)}
+            given = {"layers.1.beta": torch.tensor(0.501), "layers.1.steps": torch.arange(5)}
             return dataclasses.replace(
                 found,
                 ignored=(*found.ignored, ".mask"),
@@ -441,7 +441,10 @@ def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: 
 
     Constant(LlamaConfig(**SIZES)).save_hf(tmp_path / "new")
     found = tensors(tmp_path / "new")
-    assert found["layers.1.beta"].item() == 0.25 and found["new"].tolist() == [[1, 0], [0, 1]]
+    assert found["layers.1.beta"] == torch.tensor(0.501) and found["new"].tolist() == [
+        [1, 0],
+        [0, 1],
+    ]
     saved(tmp_path / "a")
     constants = {
         "layers.0.rotary_emb.inv_freq": torch.rand(8),
@@ -465,6 +468,14 @@ def test_constants_that_the_weight_map_ignores_are_saved_as_they_were(tmp_path: 
     save_file(expected, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     report = compare(tmp_path / "a", tmp_path / "b", Constant)
     assert report.differences[0] == "layers.1.beta: differs"
+    for wrong in (
+        torch.tensor(0.6),
+        torch.tensor([0.501]),
+        torch.tensor(0.5).to(torch.float8_e5m2),
+    ):
+        save_file(expected | {"layers.1.beta": wrong}, tmp_path / "b" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"'layers.1.beta' does not .* map, 0\.50"):
+            Constant.from_hf(tmp_path / "b")
 
 
 def test_a_load_computes_the_buffers_of_the_constructor(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
         ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: both are given"),
         ({"attention_mask": torch.ones(2, 7)}, "attention_mask"),
+        ({"prefix_lengths": torch.tensor([3, 2, 1])}, r"prefix_lengths has shape \(3,\)"),
         ({"position_ids": torch.arange(7)[None]}, "position_ids"),
         ({"labels": torch.zeros(2, 7, dtype=torch.int64)}, "differ in shape"),
         ({"normalizer": 3}, "need labels"),

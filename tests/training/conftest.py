@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.tiny_run import make_checkpoint, make_text
+from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +15,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     return make_text(tmp_path_factory.mktemp("text") / "words.txt")
+
+
+@pytest.fixture(autouse=True)
+def without_drawing(monkeypatch):
+    monkeypatch.setattr("ligermodels.training.run.plot_losses", draw_nothing)

@@ -135,6 +135,13 @@ def test_only_linears_of_the_layers_get_adapters():
         add_adapters(LigerLlama(tiny_config()), LoraOptions(2, 4.0), ["q_proj", "lm_head"])
 
 
+def test_a_linear_that_4_bits_cannot_hold_is_named(tmp_path):
+    model = AutoLiger.from_hf(make_checkpoint(tmp_path, intermediate_size=97))
+    with pytest.raises(ConfigError, match=r"load_in: layers.0.mlp.down_proj: .*in_features=97"):
+        quantize(model, 4, torch.device("cpu"))
+    quantize(model, 8, torch.device("cpu"))
+
+
 def test_the_values_of_new_adapters_follow_from_the_seed(checkpoint):
     states = []
     for seed in (0, 0, 1):

@@ -107,11 +107,13 @@ def test_only_the_assistants_turns_are_learnt(tmp_path):
         ("assistant", "yo"),
     ]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (document,) = read_documents([write(tmp_path, "a.jsonl", {"messages": messages})], Letters())
-    assert plain(document) == (
-        "<s>s$<u>q$<a>hi$<u>r$<a>yo$",
-        ".............hi$........yo$",
-    )
+    for more in ({}, {"prompt": "q"}):  # many data sets repeat the first question
+        file = write(tmp_path, "a.jsonl", {"messages": messages} | more)
+        (document,) = read_documents([file], Letters())
+        assert plain(document) == (
+            "<s>s$<u>q$<a>hi$<u>r$<a>yo$",
+            ".............hi$........yo$",
+        )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):

@@ -35,8 +35,8 @@ def test_the_loss_is_that_of_the_logits(checkpoint, tmp_path):
 
 
 def test_losses_of_files_add_up_by_targets():
-    both = FileLoss(1.0, 10, 20, 0.5) + FileLoss(4.0, 5, 6, 0.5)
-    assert both == FileLoss(2.0, 15, 26, 1.0)
+    both = FileLoss(1.0, 10, 20, 0.5, 1) + FileLoss(4.0, 5, 6, 0.5, 2)
+    assert both == FileLoss(2.0, 15, 26, 1.0, 3)
     assert both.perplexity == pytest.approx(7.389, rel=1e-3)
 
 

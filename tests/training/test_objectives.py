@@ -246,6 +246,13 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo"])
+def test_a_memory_plan_is_for_the_padded_rows(folder: Path, loss: str) -> None:
+    trainer = trainer_of(folder, loss, 2, 1)
+    shape = trainer.rows.batch(range(2)).input_ids.shape
+    assert trainer.objective.largest_batch([trainer.rows]) == shape == (4, 64)
+
+
 def test_a_sharded_reference_computes_as_the_model_does(folder: Path, tmp_path: Path) -> None:
     """At first the rewards are 0, also if float32 weights are multiplied in bfloat16."""
     dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)

@@ -34,6 +34,9 @@ def none(completions, **_):
 def few(completions, **_):
     return [1.0]
 
+def by_number(completions, **_):
+    return {i: 1.0 for i in range(len(completions))}
+
 def broken(**_):
     raise KeyError("x")
 """
@@ -130,6 +133,7 @@ def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
     assert isinstance(trainer.objective, GroupObjective)
     (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert batch.input_ids.shape == (8, 64) and batch.advantages.shape == (8,)
+    assert trainer.objective.largest_batch([trainer.rows]) == (8, 64)
     assert batch.mask.sum(1).max() <= 6
     call = trainer.objective._tempered(trainer.call)
     found = 0.0 - call(batch, reduction="none").loss
@@ -154,6 +158,7 @@ def test_rewards_that_are_missing_or_wrong(folder: Path) -> None:
     for function, fault in (
         ("few", "it returned 1 rewards for 8"),
         ("broken", "KeyError: 'x'"),
+        ("by_number", "TypeError: it returned a dict and not a list"),
         ("odd", r"the reward of a completion of 'say \d:' is nan"),
         ("none", "no completion of this step has a reward"),
     ):

@@ -10,6 +10,7 @@ import pytest
 
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.packing import hold_out
 from ligermodels.training.preference_data import read_judged, read_pairs, read_prompts
 from tests.training.tiny_run import TEMPLATE, make_tokenizer
 
@@ -67,10 +68,11 @@ def test_conversations_are_what_trl_makes_of_them(tokenizer: Tokenizer, tmp_path
     theirs.chat_template = TEMPLATE
     start = [{"role": "system", "content": "be kind"}, *ASK, *says("hello"), *ASK]
     record = {"chosen": start + says("yes"), "rejected": start + says("no")}
-    (group,) = read_pairs(jsonl(tmp_path, record), tokenizer)
-    made = apply_chat_template(maybe_extract_prompt(dict(record)), theirs)
-    for document, key in zip(group.documents, ("chosen", "rejected")):
-        assert texts(tokenizer, document) == (made["prompt"], made[key])
+    for more in ({}, {"prompt": "hi"}):  # many data sets repeat the last question
+        (group,) = read_pairs(jsonl(tmp_path, record | more), tokenizer)
+        made = apply_chat_template(maybe_extract_prompt(record | more), theirs)
+        for document, key in zip(group.documents, ("chosen", "rejected")):
+            assert texts(tokenizer, document) == (made["prompt"], made[key])
 
 
 def test_judged_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -95,6 +97,13 @@ def test_judged_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert [texts(tokenizer, group.documents[1])[1] for group in groups] == ["a2</s>", "a1</s>"]
     with pytest.raises(DataError, match="at least two examples"):
         read_judged(jsonl(tmp_path, {"prompt": "a", "completion": "1", "label": True}), tokenizer)
+
+
+def test_both_completions_of_a_pair_are_held_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pairs = [{"prompt": str(i), "chosen": "a", "rejected": "b"} for i in range(8)]
+    train, held = hold_out(read_judged(jsonl(tmp_path, *pairs), tokenizer), 0.25, 0)
+    prompts = [{group.record["prompt"] for group in part} for part in (train, held)]
+    assert len(train) == 12 and len(held) == 4 and not prompts[0] & prompts[1]
 
 
 def test_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.models.ranks import rank
+from ligermodels.training import run
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.interrupts import Interrupted
 from ligermodels.training.processes import joined, meet
 from ligermodels.training.trainer import Trainer
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.training.tiny_run import make_checkpoint, make_text
+from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
 
 SIZES: dict[str, Any] = {
     "seq_len": 32,
@@ -40,6 +41,7 @@ SIZES: dict[str, Any] = {
 
 
 LOSSES = ("dpo", "kto", "orpo")
+LORA = {"lora": "r=2", "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
 
 
@@ -116,6 +118,8 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     )
     finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
     shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
+    adapted = options(tmp_path, "adapted alone", gradient_accumulation_steps=2, **LORA)
+    finetune(adapted, progress=False)
     make_checkpoint(tmp_path / "teacher", hidden_size=32)
     finetune(taught(tmp_path, "taught alone", gradient_accumulation_steps=2), progress=False)
     check(run_ranks(__name__, 2, tmp_path), subtests)
@@ -139,6 +143,15 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             for key, value in weights(two).items():
                 torch.testing.assert_close(value, expected_of_one[key], rtol=1e-4, atol=2e-6)
     assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
+    back_to(tmp_path / "adapted again", 2)
+    finetune(options(tmp_path, "adapted again", resume=True, **LORA), progress=False)
+    expected_adapted = weights(tmp_path / "adapted alone")
+    for name in ("adapted two", "adapted again"):
+        with subtests.test(name):
+            alone_losses = losses(tmp_path / "adapted alone")
+            assert losses(tmp_path / name) == pytest.approx(alone_losses, rel=1e-5)
+            for key, value in weights(tmp_path / name).items():
+                torch.testing.assert_close(value, expected_adapted[key], rtol=1e-4, atol=1e-5)
     with subtests.test("a process resumes the run of two"):
         back_to(tmp_path / "two", 2)
         one = options(tmp_path, "two", resume=True)
@@ -148,8 +161,12 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
 
 
 def cases(ranks: int) -> dict[str, Case]:
+    run.plot_losses = draw_nothing
     return {
-        "a run, and again from its middle": run_twice,
+        "a run, and again from its middle": partial(run_twice, "two", "again"),
+        "adapters, and again from the middle": partial(
+            run_twice, "adapted two", "adapted again", **LORA
+        ),
         "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
         "rows that both compute": split_rows,
@@ -161,17 +178,19 @@ def cases(ranks: int) -> dict[str, Case]:
     }
 
 
-def run_twice(number: int, folder: Path) -> dict[str, float]:
+def run_twice(
+    first: str, again: str, number: int, folder: Path, **changes: Any
+) -> dict[str, float]:
     """Resuming on as many ranks gives the same files, bit for bit."""
     root = folder.parent
-    result = finetune(options(root, "two"), progress=False)
+    result = finetune(options(root, first, **changes), progress=False)
     if number == 0:
-        shutil.copytree(root / "two", root / "again")
-        back_to(root / "again", 2)
+        shutil.copytree(root / first, root / again)
+        back_to(root / again, 2)
     dist.barrier()
-    finetune(options(root, "again", resume=True), progress=False)
+    finetune(options(root, again, resume=True, **changes), progress=False)
     dist.barrier()
-    files = [(root / run / "model/model.safetensors").read_bytes() for run in ("two", "again")]
+    files = [(root / name / "model/model.safetensors").read_bytes() for name in (first, again)]
     return {"steps": abs(result.steps - 4), "files": float(files[0] != files[1])}
 
 
@@ -195,8 +214,8 @@ def interrupted_evaluation(number: int, folder: Path) -> dict[str, float]:
     dist.barrier()
     finetune(options(root, "interrupted", resume=True), progress=False)
     dist.barrier()
-    runs = ("two", "interrupted")
-    files = [(root / run / "model/model.safetensors").read_bytes() for run in runs]
+    names = ("two", "interrupted")
+    files = [(root / name / "model/model.safetensors").read_bytes() for name in names]
     return {"files": float(files[0] != files[1])}
 
 

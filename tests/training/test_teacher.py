@@ -112,6 +112,15 @@ def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(sum(halves), made.loss)
 
 
+def test_a_budget_that_is_too_small_names_what_the_teacher_takes(
+    folder: Path, tmp_path: Path
+) -> None:
+    held = sum(x.nbytes for x in AutoLiger.from_hf(folder / "teacher").parameters())
+    with pytest.raises(ConfigError, match=rf"needed.*besides, the teacher .* takes {held} bytes"):
+        finetune(settings(folder, tmp_path / "out", memory="1KiB"), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other")
     file = other / "tokenizer.json"

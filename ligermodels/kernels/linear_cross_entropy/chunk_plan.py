@@ -51,6 +51,7 @@ class Sizes(NamedTuple):
     accumulator_bytes: int = 0  # sum of the weight gradient over chunks; 0 without that gradient
     single_chunk_bytes: int = 0  # in addition to the logits, if there is a single chunk
     saved_weight_bytes: int = 0  # weight gradient that forward saves, if there is a single chunk
+    rounded_weight_bytes: int = 0  # weight gradient that is made of the sum when no logits are left
     saved_hidden_bytes: int = 0  # hidden gradient that forward saves for backward
     fixed_bytes: int = 0  # memory that does not depend on the plan
     ahead_bytes: int = 0  # for each row of a next chunk whose logits are computed beside a chunk's
@@ -80,7 +81,7 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
     have at least `MIN_ACCUMULATED_ROWS` rows; otherwise two loops, if `vocab_loop` is possible.
     Without a budget (None), the plan is one chunk if all logits take at most the accumulator plus
     `DEFAULT_LOGITS_BYTES`, or at most twice the accumulator. Otherwise it is chunks whose logits
-    take `DEFAULT_LOGITS_BYTES`.
+    take `DEFAULT_LOGITS_BYTES`, or as much as the weight gradient that is made of the sum later.
 
     Raises:
         ValueError: the budget cannot hold one row and one column of logits, or, without a
@@ -100,7 +101,8 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
         default = max(accumulator_bytes + DEFAULT_LOGITS_BYTES, 2 * accumulator_bytes)
         if rows * (vocab * logit_bytes + 2 * hidden_bytes) <= default:
             return ChunkPlan(rows)
-        return ChunkPlan(balanced(rows, max(DEFAULT_LOGITS_BYTES // row_bytes, 1)))
+        logits = max(DEFAULT_LOGITS_BYTES, sizes.rounded_weight_bytes)
+        return ChunkPlan(balanced(rows, max(logits // row_bytes, 1)))
 
     free = max_scratch_bytes - sizes.fixed_bytes
     # `vocab_loop` needs at least one logit, one row of hidden states and one column of the sum.

@@ -419,7 +419,7 @@ def _classes(weight: Tensor, shard: VocabShard | None) -> int:
 
 
 def _saves_logits_grad(rows: int, weight: Tensor, vocab: int, needs_grad: NeedsGrad) -> bool:
-    """Whether forward saves the gradient of the logits for backward, if they are a single chunk.
+    """Return whether forward saves the gradient of logits of a single chunk for backward.
 
     Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
     the gradient of the logits avoids this copy. On a GPU it must also take less memory than the

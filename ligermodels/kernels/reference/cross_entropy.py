@@ -83,7 +83,7 @@ def cross_entropy_rows(
 
 
 def _rows_per_block(logits: Tensor) -> int:
-    """How many rows of logits to compute at a time, so that a CPU's caches hold them.
+    """Return how many rows of logits are computed at a time, so that a CPU's caches hold them.
 
     A block takes 2^17 elements of each thread's cache, and at most a sixteenth of the rows, so that
     all of a block's temporary tensors together are smaller than the logits in `compute_dtype`.
@@ -235,7 +235,7 @@ def picked_index(picked: Tensor, vocab: int, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _known_to_hold(condition: Tensor) -> bool:
-    """Whether all elements are True and the host can tell without waiting for a device."""
+    """Return whether all elements are True and the host can tell without waiting for a device."""
     if condition.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return bool(condition.all())

@@ -154,6 +154,15 @@ def test_a_row_larger_than_the_default_still_works() -> None:
     assert plan_chunks(Sizes(10, 2**30, 2), None) == ChunkPlan(1)
 
 
+def test_logits_may_take_the_memory_of_a_later_weight_gradient() -> None:
+    """Without a budget, a chunk of Gemma-2-9B's head may take more than the default."""
+    rounded = 2 * 3584 * 256000
+    sizes = Sizes(32768, 256000, 2, accumulator_bytes=2 * rounded)
+    assert plan_chunks(sizes, None).chunk_size == 2048
+    plan = plan_chunks(sizes._replace(rounded_weight_bytes=rounded), None)
+    assert plan == ChunkPlan(3328) and 3328 * 256000 * 2 <= rounded
+
+
 def test_too_small_a_budget_names_the_least() -> None:
     for (vocab, width), gathered in product(
         ((1, 1), (3, 2000), (2000, 3), (51, 14)), (False, True)

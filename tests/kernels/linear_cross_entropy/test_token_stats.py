@@ -15,7 +15,7 @@ from ligermodels.kernels.loss_options import (
 )
 from tests.kernels import formulas, test_cross_entropy
 from tests.kernels.checks import compare, random
-from tests.kernels.conftest import INTERPRETING, PLACES
+from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy import test_functions as test_linear_cross_entropy
 from tests.kernels.linear_cross_entropy.test_functions import on
 from tests.kernels.test_cross_entropy import (
@@ -165,6 +165,7 @@ def test_rows_with_a_target_out_of_range_are_nan(float32_place) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
+@pytest.mark.parametrize("compiled_place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_compiled_equals_eager(compiled_place, reduction) -> None:
     place = compiled_place

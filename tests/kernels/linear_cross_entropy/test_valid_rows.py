@@ -228,7 +228,7 @@ def test_rows_beyond_a_bound_too_small_are_nan() -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_bound_too_small_is_nan_under_compile(reduction) -> None:
     torch._dynamo.reset()
     op = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
@@ -300,12 +300,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pairwise(
-    indirect=["compiled_place"],
-    compiled_place=places(FLOAT32, gpu=(BFLOAT16,)),
-    reduction=["none", "mean"],
-    max_valid=[16, 18],
-)
+@pytest.mark.parametrize("compiled_place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
+@pytest.mark.parametrize(("reduction", "max_valid"), [("none", 18), ("mean", 16)])
 def test_compiled_equals_eager(compiled_place, reduction, max_valid) -> None:
     place = compiled_place
     torch._dynamo.reset()

@@ -1,0 +1,149 @@
+"""The loss of a projection that is not a plain nn.Linear: its module is called chunk by chunk."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
+
+from ligermodels.kernels.cross_entropy import (
+    CrossEntropyOutput,
+    check_request,
+    check_token_weights,
+    reduce_tokens,
+    token_output,
+    token_values,
+)
+from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
+from ligermodels.kernels.linear_cross_entropy.valid_rows import (
+    gather,
+    gather_targets,
+    scatter,
+    valid_rows,
+)
+from ligermodels.kernels.loss_options import (
+    LossOptions,
+    TokenRequest,
+    loss_divisor,
+    split_options,
+)
+from ligermodels.layers.fusion import is_sharded
+
+
+def swapped_loss(
+    proj: nn.Module,
+    vocab_size: int,
+    hidden: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None = None,
+    alternatives: Tensor | None = None,
+    **given: Unpack[LossOptions],
+) -> CrossEntropyOutput:
+    """Compute `linear_cross_entropy` with a projection that is called for each chunk.
+
+    Each chunk runs under `torch.utils.checkpoint`, so backward recomputes its logits. Autograd
+    computes and accumulates the projection's gradients. The valid rows of all chunks are
+    gathered before the first one.
+    """
+    # These are read before the chunks: under torch.compile, a checkpointed function cannot use
+    # a number that an earlier checkpointed function has made.
+    options, chunking, request = split_options(given)
+    ignore_index = options.ignore_index
+    reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
+    if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
+            f"{tuple(hidden.shape)}, without its last dimension"
+        )
+    request = check_request(request._replace(alternatives=alternatives), targets, vocab_size)
+    row_targets = targets.flatten()
+    index = valid_rows(row_targets, ignore_index, chunking)
+    rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
+    row_targets = gather_targets(row_targets, index, ignore_index)
+    chunk_size = chunking.chunk_size
+    if chunk_size is None:
+        token_bytes = chunk_plan.TOKEN_BYTES * (1 + chunking.skip_ignored)
+        token_bytes += request.bytes_per_token(chunk_plan.TOKEN_BYTES)
+        copied = chunking.skip_ignored or not hidden.is_contiguous()
+        fixed_bytes = rows.numel() * rows.element_size() if copied else 0
+        fixed_bytes += token_bytes * targets.numel()
+        sizes = _sizes(proj, vocab_size, rows, fixed_bytes, request, chunking.max_scratch_bytes)
+        chunk_size = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
+
+    row_alternatives = request.alternatives
+    if row_alternatives is not None and index is not None:
+        row_alternatives = row_alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
+
+    def chunk_outputs(
+        chunk: Tensor,
+        chunk_targets: Tensor,
+        class_weights: Tensor | None,
+        chunk_alternatives: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        logits = proj(chunk)
+        of_chunk = request._replace(alternatives=chunk_alternatives)
+        return token_values(logits, chunk_targets, class_weights, options, of_chunk)
+
+    made = [
+        # Autograd detects in-place changes before backward only in tensors that are arguments
+        # of the checkpointed function, so all of them are arguments.
+        checkpoint(
+            chunk_outputs,
+            rows[chunk],
+            row_targets[chunk],
+            class_weights,
+            None if row_alternatives is None else row_alternatives[chunk],
+            use_reentrant=False,
+        )
+        for chunk in chunk_plan.chunks(len(rows), chunk_size)
+    ]
+    tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
+    loss, z_loss, *stats = tokens
+    if token_weights is not None:
+        check_token_weights(token_weights, targets)
+        loss, z_loss = loss * token_weights.detach(), z_loss * token_weights.detach()
+    out = token_output(loss, z_loss.detach(), loss, request, stats)
+    if reduction == "none":
+        return out
+    divisor = loss_divisor(
+        targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
+    )
+    return reduce_tokens(out, divisor)
+
+
+def _sizes(
+    proj: nn.Module,
+    vocab_size: int,
+    rows: Tensor,
+    fixed_bytes: int,
+    request: TokenRequest,
+    max_scratch_bytes: int | None,
+) -> chunk_plan.Sizes:
+    """Return the memory needs of calling the projection on rows (rows, hidden)."""
+    narrow = rows.element_size()
+    wide = compute_dtype(rows).itemsize
+    copies, row_copies = chunk_plan.wide_copies(rows, request)
+    # The larger of two peaks: in backward the logits, their gradient and float32 copies of
+    # both; in the loss the logits and the copies that the loss makes.
+    logit_bytes = max(2 * narrow + 16, narrow + wide * copies)
+    one_row = narrow + wide * (copies + row_copies)
+    sums = 0
+    if torch.is_grad_enabled() and max_scratch_bytes is not None:
+        # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
+        # the new gradient and their total exist at the same time.
+        sums = sum(3 * _local(p).nbytes for p in proj.parameters() if p.requires_grad)
+        if rows.requires_grad:  # Autograd joins the gradients of all chunks' rows.
+            fixed_bytes += rows.numel() * narrow
+    return chunk_plan.Sizes(
+        len(rows),
+        vocab_size,
+        logit_bytes=logit_bytes,
+        accumulator_bytes=sums,
+        fixed_bytes=fixed_bytes + max(0, one_row - logit_bytes) * vocab_size,
+        vocab_loop=False,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or this rank's shard of it if it is a DTensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -1,0 +1,95 @@
+"""Pinned host memory that is allocated in slabs and reused."""
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+MIB = 2**20
+# PyTorch rounds pinned allocations up to powers of two, so that slabs have no other sizes.
+_LARGEST_SLAB = 256 * MIB
+_ALIGNMENT = 512  # bytes
+
+Piece = tuple[int, int, int]
+"""A part of pinned memory: the slab's number, the offset in it and the length, both in bytes."""
+
+Part = tuple[Tensor | None, int, int]
+"""A piece with the slab itself, which is None where a GPU is simulated."""
+
+
+class PinnedPool:
+    """Gives out pieces of slabs, and takes them back.
+
+    A tensor may lie in several pieces, so that any free memory serves: slabs never add up to more
+    than the budget, and they never hold more than the most that was in use, rounded up to slabs.
+    """
+
+    def __init__(self, budget: int, make_slab: Callable[[int], Tensor | None]) -> None:
+        self._left = budget // MIB * MIB  # bytes that may still be allocated
+        self._make_slab = make_slab
+        self._slabs: list[Tensor | None] = []
+        self._free: list[Piece] = []  # sorted; neighbours are joined
+        # Garbage collection may return pieces at any time, also while a list above is in use.
+        self._returned: deque[list[Piece]] = deque()
+        self.held = self.peak = 0
+
+    def take(self, nbytes: int) -> list[Piece] | None:
+        """Return free pieces of at least nbytes together, or None if the budget is full."""
+        needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        free = self.free_bytes()
+        if free + self._left < needed:
+            return None
+        while free < needed:
+            free += self._grow()
+        self.peak = max(self.peak, self.held - free + needed)
+        taken = []
+        while needed:
+            slab, offset, size = self._best(needed)
+            used = min(size, needed)
+            taken.append((slab, offset, used))
+            self._free.remove((slab, offset, size))
+            if used < size:
+                self._free.append((slab, offset + used, size - used))
+            needed -= used
+        self._free.sort()
+        return taken
+
+    def give_back(self, pieces: list[Piece]) -> None:
+        self._returned.append(pieces)
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the slabs."""
+        returned = False
+        while self._returned:
+            self._free += self._returned.popleft()
+            returned = True
+        if returned:
+            self._free.sort()
+            joined = self._free[:1]
+            for slab, offset, size in self._free[1:]:
+                last_slab, last_offset, last_size = joined[-1]
+                if (slab, offset) == (last_slab, last_offset + last_size):
+                    joined[-1] = (slab, last_offset, last_size + size)
+                else:
+                    joined.append((slab, offset, size))
+            self._free = joined
+        return sum(size for _, _, size in self._free)
+
+    def parts(self, pieces: list[Piece]) -> list[Part]:
+        return [(self._slabs[slab], offset, size) for slab, offset, size in pieces]
+
+    def _grow(self) -> int:
+        """Allocate one more slab; return its size."""
+        size = min(_LARGEST_SLAB, 1 << (self._left.bit_length() - 1))
+        self._slabs.append(self._make_slab(size))
+        self._free.append((len(self._slabs) - 1, 0, size))
+        self._left -= size
+        self.held += size
+        return size
+
+    def _best(self, needed: int) -> Piece:
+        """Return the smallest free piece that is large enough, or else the largest."""
+        enough = [piece for piece in self._free if piece[2] >= needed]
+        if enough:
+            return min(enough, key=lambda piece: piece[2])
+        return max(self._free, key=lambda piece: piece[2])

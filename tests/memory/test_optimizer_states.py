@@ -1,0 +1,117 @@
+"""The bytes that are expected of an optimizer, beside those that it has after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.optimizers import make_optimizer
+from tests.memory.step_bytes import StorageTracker
+from tests.tiny_models import random_model
+
+STEP = 4  # bytes of the count of steps that many optimizers keep for each parameter
+
+
+def model() -> Any:
+    """Return a model of which the lower part is frozen."""
+    made = random_model("llama", num_hidden_layers=2, hidden_size=64).train()
+    made.embed_tokens.requires_grad_(False)
+    made.layers[0].requires_grad_(False)
+    return made.to(torch.bfloat16)
+
+
+def after_a_step(optimizer: torch.optim.Optimizer) -> int:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return state_bytes(optimizer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+        torch.optim.SGD,
+        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        torch.optim.Adafactor,
+    ],
+    ids=["adamw", "amsgrad", "sgd", "momentum", "adafactor"],
+)
+def test_the_optimizers_of_torch(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    trained = model()
+    optimizer = make(trained.parameters())
+    expected = state_bytes(optimizer)
+    count = sum(p.requires_grad for p in trained.parameters())
+    assert 0 <= after_a_step(optimizer) - expected <= STEP * count
+    if make is torch.optim.AdamW:
+        assert expected == adam_bytes(trained)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
+def test_the_optimizers_of_finetune(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+        # Compiling its step takes half a minute.
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    trained = model()
+    config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", optimizer=name)
+    optimizer = make_optimizer(trained, config)
+    expected = state_bytes(optimizer)
+    count = sum(p.requires_grad for p in trained.parameters())
+    assert 0 <= after_a_step(optimizer) - expected <= STEP * count
+    share = expected / adam_bytes(trained)
+    assert {"adamw": 1, "adamw_8bit": 0.9, "adafactor": 0.1, "muon": 0.7}[name] >= share > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, foreach=False),
+        partial(torch.optim.SGD, momentum=0.9, foreach=True),
+        torch.optim.Adafactor,
+        torch.optim.Muon,
+    ],
+    ids=["fused", "foreach", "one by one", "sgd", "adafactor", "muon"],
+)
+def test_what_a_step_allocates(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(rows, 64, dtype=dtype)) for rows in (64, 256, 128)]
+    optimizer = make(parameters)
+    after_a_step(optimizer)
+    tracker = StorageTracker()
+    held = [x for state in optimizer.state.values() for x in state.values()]
+    tracker.hold(x for x in held if isinstance(x, torch.Tensor))
+    tracker.hold([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+    before = tracker.bytes
+    with tracker:
+        optimizer.step()
+    most = tracker.peak_now - before if tracker.peak_now else 0
+    assert 0.8 * step_bytes(optimizer) <= most <= 1.05 * step_bytes(optimizer)
+
+
+def test_states_that_exist_count_as_they_are() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"a": torch.zeros(100), "b": 3}
+    assert state_bytes(optimizer) == 400
+
+
+def test_others_count_as_adam() -> None:
+    class Other(torch.optim.Optimizer):
+        pass
+
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    assert state_bytes(Other([parameter], {})) == 2 * parameter.nbytes

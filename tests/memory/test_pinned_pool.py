@@ -1,0 +1,36 @@
+"""The pool of pinned memory: pieces are disjoint, within the budget, and come back."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from ligermodels.memory.pinned_pool import MIB, PinnedPool
+
+
+def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
+    choose = random.Random(0)
+    budget = 700 * MIB
+    slabs: list[int] = []
+    pool = PinnedPool(budget, lambda nbytes: slabs.append(nbytes))
+    taken: list[tuple[int, list]] = []
+    for _ in range(3000):
+        if taken and choose.random() < 0.5:
+            pool.give_back(taken.pop(choose.randrange(len(taken)))[1])
+            continue
+        nbytes = choose.randint(1, 60 * MIB)
+        pieces = pool.take(nbytes)
+        if pieces is None:
+            assert budget - sum(-(-n // 512) * 512 for n, _ in taken) < nbytes
+        else:
+            taken.append((nbytes, pieces))
+            assert sum(size for _, _, size in pieces) >= nbytes
+        used = sorted(piece for _, pieces in taken for piece in pieces)
+        for (slab, offset, size), (other, start, _) in pairwise(used):
+            assert slab != other or offset + size <= start
+        assert pool.held - pool.free_bytes() == sum(size for _, _, size in used)
+    assert sum(slabs) == pool.held <= budget
+    assert all(size & (size - 1) == 0 for size in slabs), "PyTorch would round it up"
+    while taken:
+        pool.give_back(taken.pop()[1])
+    assert pool.free_bytes() == pool.held and len(pool._free) == len(slabs)
