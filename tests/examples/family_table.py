@@ -109,6 +109,8 @@ def write(table: list[str], mark: str, out: Path) -> None:
     before, start, rest = PAGE.read_text().partition(START.format(mark))
     after = rest.partition(END)[2]
     text = GPU_TEXT if mark else ""
+    if left_out := [n for n in outside.NAMES if not any(f"`{n}.py`" in line for line in table)]:
+        text += f"These have no row yet: {', '.join(left_out)}.\n\n"
     out.write_text(before + start + text + "\n".join(table) + "\n" + END + after)
 
 
