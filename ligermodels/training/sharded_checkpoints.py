@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ligermodels.converters.files import read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
@@ -35,6 +36,23 @@ from ligermodels.training.data import file_hash
 from ligermodels.training.files import PART, writing
 
 FACTS = "facts.json"
+_DTYPES = (str(each)[6:] for each in vars(torch).values() if isinstance(each, torch.dtype))
+_METADATA = ".metadata"  # the name that torch.distributed.checkpoint gives it
+# What the pickle of a folder of tensors names. A pickle can call whatever it names.
+_PICKLED = {
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # since Python 3.13
+    "torch": {
+        "Size",
+        *(str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,34 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: list[Part]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _PICKLED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensors need")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a folder, and runs no code that its files name.
+
+    PyTorch's reader takes any pickle, and reads whichever files the pickle names.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path) / _METADATA
+        try:
+            with open(file, "rb") as opened:
+                found = _Unpickler(opened).load()
+            places = {info.relative_path for info in found.storage_data.values()}
+            found.storage_meta = found.storage_meta or StorageMeta()
+        except Exception as error:  # a pickle can raise anything
+            raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
+        if odd := sorted(places - facts_of(Path(self.path))["files"].keys()):
+            raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 def _whole(stored: Stored) -> PartsTensor:
@@ -99,7 +145,7 @@ def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> No
         for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
             if number % num_ranks() == rank() and _hash(folder / name) != digest:
                 raise CheckpointError(f"{folder / name}: the content does not match its checksum")
-        held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        held = _Reader(folder).read_metadata().state_dict_metadata
         names = {name for name in held if name.startswith(prefix)}
         for name in sorted(names ^ tensors.keys()):
             what = "is missing" if name in tensors else "is no tensor of this model"
@@ -115,7 +161,7 @@ def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> No
     with _quiet(CheckpointError, f"{folder}: cannot be read"):
         dcp.load(
             {name: _whole(stored) for name, stored in tensors.items()},
-            storage_reader=dcp.FileSystemReader(folder),
+            storage_reader=_Reader(folder),
             no_dist=not is_distributed(),
         )
 

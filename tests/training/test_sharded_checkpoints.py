@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +88,35 @@ def test_errors_of_torchs_checkpoints_are_ours_on_every_rank(
                 raise error
         assert raised.value.is_repeated == (number == 1)
     assert sharded_checkpoints._hash(tmp_path / "missing") is None
+
+
+def _with_metadata(folder: Path, text: bytes) -> None:
+    """Put another pickle into a folder, with the checksum that belongs to it."""
+    (folder / ".metadata").write_bytes(text)
+    facts = facts_of(folder)
+    facts["files"][".metadata"] = sharded_checkpoints.file_hash(folder / ".metadata")
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def test_a_pickle_runs_no_code_and_names_no_other_file(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    folder = tmp_path / "a"
+    write(folder, whole(WEIGHT, BIAS), {})
+    good = (folder / ".metadata").read_bytes()
+    _with_metadata(folder, pickle.dumps(Harmful()))
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read: it names .*mkdir"):
+        read(folder, whole(WEIGHT, BIAS))
+    assert not (tmp_path / "made").exists()
+    _with_metadata(folder, good[:40])
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        read(folder, whole(WEIGHT, BIAS))
+
+    metadata = pickle.loads(good)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../b"
+    _with_metadata(folder, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"it names '\.\./b', which is no file of this"):
+        read(folder, whole(WEIGHT, BIAS))
