@@ -160,8 +160,7 @@ def test_every_family_is_inspected_converted_and_continued(call, tmp_path, famil
     text = call("inspect", source)[1]
     assert ("vision_tower." in text) == (family == "gemma3")
 
-    code, out, err = call("convert", source, "--verify")
-    assert (code, err) == (0, "") and "bitwise equal" in out
+    assert_fine(call("convert", source, "--verify"), "bitwise equal")
     options = ["--dtype", "bfloat16", "--max-shard-size", "20KB", "--verify"]
     assert_fine(call("convert", source, target, *options), "bitwise equal", str(target))
     assert (target / "model.safetensors.index.json").is_file()
