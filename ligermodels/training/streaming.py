@@ -367,7 +367,8 @@ def stored_rows(
     else:
         fraction, alone = eval_fraction, len(stores) == 1
         taken = [held_out(each, fraction, seed, i, alone=alone) for i, each in enumerate(stores)]
-        if fraction and len(np.unique(np.concatenate(taken))) < 2:  # one of the two has nothing
+        every = np.concatenate(taken)
+        if fraction and (every.all() or not every.any()):
             raise DataError(
                 "the training data is too small to hold out a part of it for evaluation; give "
                 "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
