@@ -98,7 +98,9 @@ def run(given: argparse.Namespace) -> None:
     place = checkpoint_step(given.source)
     if place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists():
         if target is None or given.verify:
-            raise LigerError("convert: a checkpoint of a run needs TARGET, and cannot be verified")
+            raise LigerError(
+                "convert: a checkpoint of a run cannot be verified; give TARGET, without --verify"
+            )
         model, heads = load_checkpoint(*place)
         model = model if dtype is None else model.to(dtype)
         _write(given, model, None if heads is None else tensors_of(heads), target)
@@ -106,7 +108,7 @@ def run(given: argparse.Namespace) -> None:
     source = resolve(given.source, revision=given.revision)
     adapter = is_adapter(source)
     if adapter and (target is None or given.verify):
-        raise LigerError("convert: an adapter needs TARGET, and cannot be verified")
+        raise LigerError("convert: an adapter cannot be verified; give TARGET, without --verify")
     family = None if adapter else family_of(source)
     if left_out := files_left_out(source):
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)

@@ -30,6 +30,8 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
+# The name that transformers gives the head of all its ...ForSequenceClassification models.
+_CLASSIFIER_HEAD = "score.weight"
 # On a machine with 16 cores, 16 threads were slower than one thread had been.
 _MAX_THREADS = 2
 _MAX_OPEN_FILES = 64  # A process may open far more files.
@@ -118,6 +120,12 @@ class Checkpoint:
                 self.ignored.append(name)
             elif name.endswith(_QUANTISED):
                 what = "is part of a quantised weight: quantised checkpoints are not supported"
+                faults.append((info.path, name, what))
+            elif name == _CLASSIFIER_HEAD:
+                what = (
+                    "is the head of a classifier: the folder holds a ...ForSequenceClassification "
+                    "model and no language model; load it with LigerClassifier.from_hf"
+                )
                 faults.append((info.path, name, what))
             else:
                 unexpected.append((info.path, name, "is unexpected"))

@@ -52,9 +52,10 @@ def token_output(
     given = request.num_picked - request.top_k
     picked, log_probs = made.pop("picked", None), made.pop("picked_log_probs", None)
     if log_probs is not None and request.alternatives is not None:
-        made["alternative_log_probs"] = log_probs[..., :given]
+        made["alternative_log_probs"] = log_probs[..., :given].clone()  # FSDP2 warns of views
     if picked is not None and log_probs is not None and request.top_k:
-        made |= {"top_ids": picked[..., given:], "top_log_probs": log_probs[..., given:]}
+        made["top_ids"] = picked[..., given:]
+        made["top_log_probs"] = log_probs[..., given:].clone()
     return CrossEntropyOutput(loss, z_loss, token_loss, **made)
 
 

@@ -54,7 +54,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
     if pooling == "last":
         rows = torch.arange(len(hidden), device=hidden.device)
         return hidden[rows, last_valid(mask)].float()
-    weights = mask.bool().float()
-    # A product with the mask as a matrix makes no float32 copy of all hidden states at once.
-    weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
-    return torch.einsum("bs,bsh->bh", weights.to(hidden.dtype), hidden).float()
+    mask = mask.bool()
+    # The sum is in float32, without a float32 copy of all hidden states.
+    total = hidden.masked_fill(~mask[..., None], 0.0).sum(1, dtype=torch.float32)
+    return total / mask.sum(1, keepdim=True).clamp(min=1)

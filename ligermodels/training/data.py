@@ -26,6 +26,8 @@ from ligermodels.training.formats import normalised
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
+Text = Any  # a string, or a list of messages
+
 
 @dataclass(frozen=True)
 class Document:
@@ -96,13 +98,13 @@ def read_documents(
 
     A file named .jsonl or .ndjson holds one object per line, and one named .json a list of objects.
     An object has `text`, or `prompt` and `completion`, or `messages` (a list of role and content,
-    which the chat template formats), or is a record that `formats` knows. Any other file is UTF-8
-    text. It is one document, or several if lines that equal `separator` separate them ("" splits at
-    blank lines).
+    which the chat template formats), or is a record that `formats` knows. Prompt and completion are
+    strings, or lists of messages. Any other file is UTF-8 text. It is one document, or several if
+    lines that equal `separator` separate them ("" splits at blank lines).
 
     Every document except a conversation ends with the tokenizer's end-of-text token. The targets
-    are all tokens of a text except the first, a completion with its end token, and the assistant's
-    turns of a conversation. Raises DataError, which names file and line.
+    are all tokens of a text except the first, a completion with its end, and the assistant's turns
+    of a conversation. Raises DataError, which names file and line.
     """
     files = check_files(paths)
     documents = [each for file in files for each in iter_documents(file, tokenizer, separator)]
@@ -218,8 +220,8 @@ def _record_document(record: Any, where: str, encoder: Encoder) -> Document | No
     if kinds == ["text"]:
         text = checked_string(record, "text", where)
         return encoder.text(text) if text.strip() else None
-    prompt = checked_string(record, "prompt", where)
-    return encoder.completion(prompt, checked_string(record, "completion", where))
+    prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
+    return completed(prompt, completion, where, encoder)
 
 
 def _kind(value: Any) -> str:
@@ -253,6 +255,25 @@ def checked_messages(messages: Any, where: str, key: str = "messages") -> list[d
         for part in ("role", "content"):
             checked_string(message, part, where)
     return messages
+
+
+def checked_text(record: dict[str, Any], key: str, where: str) -> Text:
+    """Return a string or a list of messages of a record, or raise DataError."""
+    if not isinstance(record.get(key), list):
+        return checked_string(record, key, where)
+    return checked_messages(record[key], where, key)
+
+
+def completed(prompt: Text, completion: Text, where: str, encoder: Encoder) -> Document:
+    """Encode a prompt and its completion, both strings or both messages, or raise DataError."""
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise DataError(
+            f"{where}: one of prompt and completion is a string, the other a list of messages; "
+            "write both as one of the two"
+        )
+    if isinstance(prompt, list):
+        return encoder.reply(prompt, completion, where)
+    return encoder.completion(prompt, completion)
 
 
 def _with_answers(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:

@@ -132,6 +132,7 @@ class GroupObjective(Objective):
         with error_on_all_ranks():
             documents = [document for document, _ in completions[:counted]]
             rewards = self._rewards(groups[:counted], documents)
+        self._check_rewarded(groups, rewards)
         advantages = torch.zeros(len(groups))
         if counted:
             advantages[:counted] = group_advantages(rewards, count)
@@ -283,13 +284,23 @@ class GroupObjective(Objective):
                     f"{where}: the reward of a completion of {shown(prompt)} is {reward}; return a "
                     "finite number, or None for a completion without a reward"
                 )
-        if all(each is None for each in made):
-            raise LigerError(
-                f"{where}: no completion of this step has a reward, of {shown(prompts[0])} and the "
-                "other prompts; return a number for some, or give a step more prompts "
-                "(--gradient-accumulation-steps)"
-            )
         return torch.tensor(rewards)
+
+    def _check_rewarded(self, groups: list[Group], rewards: Tensor) -> None:
+        """Raise LigerError on all ranks if no completion of any of them has a reward.
+
+        A step that learns from the completions of one rank is a step for all.
+        """
+        counts = gathered((len(rewards), int(rewards.isfinite().sum())))
+        if any(scored for _, scored in counts) or not any(number for number, _ in counts):
+            return
+        error = LigerError(
+            f"reward function {self.config.reward_function}: no completion of this step has a "
+            f"reward, of {shown(groups[0].record['prompt'])} and the other prompts; return a "
+            "number for some, or give a step more prompts (--gradient-accumulation-steps)"
+        )
+        error.is_repeated = rank() != 0  # One line is enough.
+        raise error
 
     def _metrics(
         self, rewards: Tensor, completions: list[tuple[Document, bool]]

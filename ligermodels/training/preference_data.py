@@ -23,14 +23,13 @@ from ligermodels.training.data import (
     RECORD_SUFFIXES,
     Document,
     Encoder,
+    Text,
     check_files,
-    checked_messages,
-    checked_string,
+    checked_text,
+    completed,
     read_records,
 )
 from ligermodels.training.grouped import Group
-
-Text = Any  # a string, or a list of messages
 
 
 def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
@@ -89,13 +88,13 @@ def _read(
 
 
 def _pair(record: dict[str, Any], where: str, encoder: Encoder) -> Group:
-    chosen, rejected = (_text(record, key, where) for key in ("chosen", "rejected"))
+    chosen, rejected = (checked_text(record, key, where) for key in ("chosen", "rejected"))
     if "prompt" in record:
-        prompt = _text(record, "prompt", where)
+        prompt = checked_text(record, "prompt", where)
     if "prompt" not in record or (isinstance(prompt, str) and isinstance(chosen, list)):
         prompt, chosen, rejected = _split(chosen, rejected, where)
     return Group(
-        tuple(_completed(prompt, each, where, encoder) for each in (chosen, rejected)),
+        tuple(completed(prompt, each, where, encoder) for each in (chosen, rejected)),
         record=record,
     )
 
@@ -104,26 +103,19 @@ def _judged(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]
     if "chosen" in record:
         pair = _pair(record, where, encoder)
         return [Group((document,), i == 0, record) for i, document in enumerate(pair.documents)]
-    prompt, completion = (_text(record, key, where) for key in ("prompt", "completion"))
+    prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
     label = record.get("label")
     if not isinstance(label, bool):
         raise DataError(f'{where}: "label" must be true or false')
-    return [Group((_completed(prompt, completion, where, encoder),), label, record)]
+    return [Group((completed(prompt, completion, where, encoder),), label, record)]
 
 
 def _prompt(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
-    prompt = _text(record, "prompt", where)
+    prompt = checked_text(record, "prompt", where)
     found = encoder.prompt(prompt, where)
     if not len(found):
         raise DataError(f"{where}: the prompt is empty")
     return [Group((found,), record=record)]
-
-
-def _text(record: dict[str, Any], key: str, where: str) -> Text:
-    """Return a string or checked messages."""
-    if not isinstance(record.get(key), list):
-        return checked_string(record, key, where)
-    return checked_messages(record[key], where, key)
 
 
 def _split(chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
@@ -138,17 +130,6 @@ def _split(chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
     if same == 0:
         raise DataError(f'{where}: "chosen" and "rejected" have no common beginning: no prompt')
     return chosen[:same], chosen[same:], rejected[same:]
-
-
-def _completed(prompt: Text, completion: Text, where: str, encoder: Encoder) -> Document:
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise DataError(
-            f"{where}: one of prompt and completion is a string, the other a list of messages; "
-            "write both as one of the two"
-        )
-    if isinstance(prompt, list):
-        return encoder.reply(prompt, completion, where)
-    return encoder.completion(prompt, completion)
 
 
 def _others(groups: list[Group]) -> list[int]:

@@ -176,13 +176,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def held_out(store: TokenStore, fraction: float, seed: int, number: int) -> np.ndarray:
+def held_out(
+    store: TokenStore, fraction: float, seed: int, number: int, *, alone: bool
+) -> np.ndarray:
     """Return which documents of a store are held out for evaluation, as in `packing.hold_out`.
 
-    None are, if the store has too few. Args: number, of the store.
+    If a store has too few, none are; but if it is the only one, and not of plain texts, one is.
+    Args: number, of the store; alone, whether it is the only one.
     """
     chosen: np.ndarray = np.zeros(len(store), dtype=np.bool_)
-    if len(store) * fraction >= 1:
+    enough = len(store) * fraction >= 1
+    if enough or (fraction and alone and not store.divisible.all()):
         count = max(1, round(len(store) * fraction))
         # The first store has the choice of a run that holds its data in memory.
         order = generator(seed, 1, *([number] if number else [])).permutation(len(store))
@@ -361,9 +365,10 @@ def stored_rows(
         )
         taken: list[np.ndarray] = [np.zeros(len(each), np.bool_) for each in stores]
     else:
-        fraction = eval_fraction
-        taken = [held_out(store, fraction, seed, i) for i, store in enumerate(stores)]
-        if fraction and not any(each.any() for each in taken):
+        fraction, alone = eval_fraction, len(stores) == 1
+        taken = [held_out(each, fraction, seed, i, alone=alone) for i, each in enumerate(stores)]
+        every = np.concatenate(taken)
+        if fraction and (every.all() or not every.any()):
             raise DataError(
                 "the training data is too small to hold out a part of it for evaluation; give "
                 "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"

@@ -150,7 +150,8 @@ def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
     shutil.copy(run / "checkpoints/step-00000002.safetensors", first)
     assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the file")
     assert_one_line(call("convert", run / "checkpoint-7", tmp_path / "x"), "step 7; it has 1, 2")
-    assert_one_line(call("convert", run / "checkpoint-2", "--verify"), "needs TARGET")
+    unverified = "a checkpoint of a run cannot be verified; give TARGET, without --verify"
+    assert_one_line(call("convert", run / "checkpoint-2", "--verify"), unverified)
 
 
 def with_heads(checkpoint, folder):
@@ -268,4 +269,6 @@ def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_pat
     expected = merged(model).state_dict()
     for name, value in AutoLiger.from_hf(tmp_path / "out").state_dict().items():
         assert torch.equal(value, expected[name])
-    assert_one_line(call("convert", tmp_path / "adapter", "--verify"), "an adapter needs TARGET")
+    unverified = "an adapter cannot be verified; give TARGET, without --verify"
+    for target in ((), (tmp_path / "o",)):
+        assert_one_line(call("convert", tmp_path / "adapter", *target, "--verify"), unverified)

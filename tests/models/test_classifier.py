@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
+from ligermodels.cli import main
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.classifier import (
@@ -126,8 +127,26 @@ def test_from_a_language_model(tmp_path: Path) -> None:
     expected = theirs(ids, attention_mask=mask.long()).logits
     torch.testing.assert_close(expected, logits, rtol=1e-5, atol=1e-5)
     assert LigerClassifier.from_hf(tmp_path).score.weight.equal(reward.score.weight)
-    with pytest.raises(CheckpointError, match="lm_head"):
+    with pytest.raises(CheckpointError, match="lm_head") as caught:
         AutoLiger.from_hf(tmp_path)
+    assert says_what_it_holds(str(caught.value))
+
+
+def says_what_it_holds(text: str) -> bool:
+    words = ("'score.weight' is the head of a classifier", "load it with LigerClassifier.from_hf")
+    return all(word in text.splitlines()[0] for word in words)
+
+
+def test_commands_say_that_a_folder_holds_a_classifier(tmp_path: Path, capsys) -> None:
+    model = random_model("llama")
+    classifier_class(type(model)).from_model(model, 1).save_hf(tmp_path / "model")
+    for command, *options in (
+        ("inspect",),
+        ("convert", tmp_path / "out"),
+        ("convert", "--verify"),
+    ):
+        assert main([command, str(tmp_path / "model"), *map(str, options)]) == 2
+        assert says_what_it_holds(capsys.readouterr().err), command
 
 
 def test_it_trains_like_its_family() -> None:

@@ -24,6 +24,23 @@ def test_pooling() -> None:
     assert mean[2].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mean_is_not_rounded(dtype: torch.dtype) -> None:
+    """Neither its sum nor its divisor; the gradient is rounded once. A sum may pass float16."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = (torch.rand(2, 301, 5, generator=draw) * 1000).to(dtype).requires_grad_()
+    mask = torch.ones(2, 301, dtype=torch.int64)
+    mask[0, 77:] = 0
+    mean = pool(hidden, mask, "mean")
+    assert mean.dtype == torch.float32
+    expected = torch.stack([hidden[0, :77].double().mean(0), hidden[1].double().mean(0)])
+    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=0)
+    mean.sum().backward()
+    assert hidden.grad is not None
+    shares = (mask / mask.sum(1, keepdim=True)).to(dtype)[..., None].expand_as(hidden)
+    assert torch.equal(hidden.grad, shares)
+
+
 def test_a_vector_does_not_depend_on_the_padding() -> None:
     ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(2, 3, dtype=torch.int64)

@@ -116,6 +116,20 @@ def test_only_the_assistants_turns_are_learnt(tmp_path):
         )
 
 
+def test_a_completion_may_be_messages(tmp_path):
+    """All of them are learnt, as TRL's SFTTrainer does."""
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    turns = [("assistant", "hi"), ("user", "r"), ("assistant", "yo")]
+    completion = [{"role": role, "content": content} for role, content in turns]
+    file = write(tmp_path, "a.jsonl", {"prompt": prompt, "completion": completion})
+    (document,) = read_documents([file], Letters())
+    assert plain(document) == (
+        "<s>s$<u>q$<a>hi$<u>r$<a>yo$",
+        ".............hi$<u>r$<a>yo$",
+    )
+    assert not document.divisible
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     class Forgetful(Letters):
         def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True):
@@ -165,6 +179,8 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
         ({"text": 3}, '"text" must be a string, found a number'),
         ({"prompt": "a"}, '"completion" is missing'),
         ({"prompt": "a", "completion": None}, '"completion" must be a string, found null'),
+        ({"prompt": "a", "completion": [{"role": "a", "content": ""}]}, "is a string, the other"),
+        ({"prompt": [], "completion": "b"}, '"prompt" must be a list with at least one'),
         ({"messages": []}, '"messages" must be a list'),
         ({"messages": ["hello"]}, "a message must be an object, found a string"),
         ({"messages": [{"role": "user"}]}, '"content" is missing'),

@@ -256,6 +256,15 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
 
 
+def rewards_of_rank_0(completions: list[str], **_: Any) -> list[float | None]:
+    """Return no reward on the other ranks, as if their prompts had none."""
+    return [None if rank() else float(i) for i in range(len(completions))]
+
+
+def no_rewards(completions: list[str], **_: Any) -> list[None]:
+    return [None for _ in completions]
+
+
 def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     """Return a run whose steps sample four completions of each of two prompts."""
     sampling = {"num_generations": 4, "max_completion_length": 6, "reward_function": REWARDS}
@@ -277,7 +286,18 @@ def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
     results = [finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)]
     results += [finetune(config, progress=False)]
     finetune(taught(root, "taught two"), progress=False)
-    return {"rewards": float(not 0 <= results[1].eval_after["eval_reward"] <= 1)}
+    once = {"gradient_accumulation_steps": 1, "max_steps": 1}
+    reward = f"{__name__}:rewards_of_rank_0"
+    some = finetune(grpo(root, "grpo some", reward_function=reward, **once), progress=False)
+    with pytest.raises(LigerError, match="no completion of this step has a reward") as caught:
+        reward = f"{__name__}:no_rewards"
+        finetune(grpo(root, "grpo none", reward_function=reward, **once), progress=False)
+    assert caught.value.is_repeated == (number > 0)
+    of_some = next(each["reward"] for each in some.metrics if "reward" in each)
+    return {
+        "rewards": float(not 0 <= results[1].eval_after["eval_reward"] <= 1),
+        "rewards of rank 0": abs(of_some - 1.5),
+    }
 
 
 def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]:

@@ -135,6 +135,21 @@ def test_a_streamed_run_is_the_same_run(checkpoint, records, tmp_path):
     assert same(tensors(again.model_dir), tensors(plain.model_dir))
 
 
+def test_one_of_a_few_examples_is_held_out(checkpoint, tmp_path):
+    """As without --stream. Of a single one nothing is left to train on."""
+    file = tmp_path / "few.jsonl"
+    lines = [json.dumps({"prompt": f"{i} is ", "completion": "a number " * i}) for i in range(1, 9)]
+    file.write_text("\n".join(lines))
+    given = {"max_steps": 2, "eval_steps": 2, "eval_fraction": 0.05}
+    plain = run(checkpoint, file, tmp_path / "a", **given)
+    streamed = run(checkpoint, file, tmp_path / "b", **given, stream=True)
+    assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
+    assert streamed.eval_loss_after == plain.eval_loss_after
+    file.write_text(lines[0])
+    with pytest.raises(DataError, match="too small to hold out"):
+        run(checkpoint, file, tmp_path / "c", **given, stream=True)
+
+
 def test_every_source_has_its_share_and_goes_through_its_rows():
     sizes, weights = [10, 300, 5], [3.0, 6.0, 1.0]
     order = MixedOrder(sizes, weights, seed=1)

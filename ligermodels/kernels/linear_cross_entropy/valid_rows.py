@@ -63,14 +63,15 @@ def scatter(values: Tensor, index: Tensor | None, targets: Tensor, ignore_index:
     is ignored, and NaN otherwise.
     """
     shape = targets.shape + values.shape[1:]
-    if index is None:
-        return values.view(shape)
-    flat = targets.flatten()
-    rows = values.new_zeros(len(flat) + 1, *values.shape[1:])  # one more for the padding
-    if values.is_floating_point():
-        wanted = (flat != ignore_index).view(-1, *[1] * (values.dim() - 1))
-        rows[:-1].masked_fill_(wanted, float("nan"))
-    return rows.index_copy(0, index, values)[:-1].view(shape)
+    if index is not None:
+        flat = targets.flatten()
+        rows = values.new_zeros(len(flat) + 1, *values.shape[1:])  # one more for the padding
+        if values.is_floating_point():
+            wanted = (flat != ignore_index).view(-1, *[1] * (values.dim() - 1))
+            rows[:-1].masked_fill_(wanted, float("nan"))
+        values = rows.index_copy(0, index, values)[:-1]
+    # FSDP2 warns of outputs of a model that are views. A few numbers of each token are soon copied.
+    return values.view(shape).clone()
 
 
 def zeros_to_scatter_into(hidden: Tensor) -> Tensor:
