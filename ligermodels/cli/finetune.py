@@ -159,7 +159,9 @@ def run(given: argparse.Namespace) -> None:
     _require(options, *REQUIRED)
     try:
         with raise_on_interrupt():  # The run saves its state.
-            result = finetune(FinetuneConfig(**options), progress=not launched.quiet)
+            result = finetune(
+                FinetuneConfig(**options), progress=not launched.quiet, modules=given.modules or ()
+            )
     except Interrupted as stop:
         if launch.speaks():
             print(f"ligermodels: {stop}", file=sys.stderr)
@@ -189,7 +191,9 @@ def _options(given: argparse.Namespace) -> tuple[dict[str, Any], launch.LaunchOp
 
         found = read_config(given.config, also=(*own, "import"))
         modules = found.pop("import", None) or []
-        import_modules([modules] if isinstance(modules, str) else modules)
+        modules = [modules] if isinstance(modules, str) else modules
+        import_modules(modules)
+        given.modules = [*(given.modules or ()), *modules]
     found |= {k: v for k, v in vars(given).items() if k in names}
     launched = launch.LaunchOptions(**{k: found.pop(k) for k in own if k in found})
     return found, launched

@@ -84,16 +84,20 @@ def import_modules(names: list[str] | None) -> None:
     """Import modules by name, from the current folder too, or .py files by path.
 
     Raises:
-        LigerError: there is no such module, or it raised an error.
+        LigerError: there is no such module, or it raised an error or exits.
     """
     for name in names or ():
         try:
             if name.endswith(".py"):
                 _import_file(name)
-            else:
+            elif all(part.isidentifier() for part in name.split(".")):
                 sys.path.append(os.getcwd())
                 importlib.import_module(name)
-        except Exception as error:
+            else:
+                raise LigerError("expected the name of a module, or the path of a .py file")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, which would end the command in silence
             kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 

@@ -306,7 +306,10 @@ class Checkpoint:
         if is_finite(stored):
             what = f"holds values too large for {dtype}; load it in a dtype with a larger range"
         else:
-            what = "holds NaN or infinite values; pass allow_nonfinite=True to accept them"
+            what = (
+                "holds NaN or infinite values; pass allow_nonfinite=True to accept them "
+                "(--allow-nonfinite of convert, generate and evaluate)"
+            )
         raise CheckpointError(f"{self.tensors[name].path}: {self._name_in_file(name)!r} {what}")
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:

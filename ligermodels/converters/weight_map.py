@@ -154,6 +154,8 @@ class WeightMap:
                         f"entry {entry.name!r} takes rows of shape {entry.shape[1:]} from "
                         f"{source!r}, but entry {first.name!r} takes rows of {first.shape[1:]}"
                     )
+        if isinstance(self.ignored, str):
+            yield f"ignored is {self.ignored!r}; give a tuple of name endings"
         sources = self.source_shapes()
         for copy, original in self.aliases.items():
             if copy in sources or original not in sources:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ligermodels.kernels.checks import check_count
 from ligermodels.layers.sequence_shard import SequenceShard
 
 # torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
@@ -375,15 +376,19 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int) -> Tenso
 def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> None:
     """Raise ValueError unless cu_seqlens rises from 0 to seq in steps of at most max_seqlen.
 
-    The values are checked only on CPU in eager mode. On a GPU the check would need a host
-    synchronisation.
+    The values of cu_seqlens are checked only on CPU in eager mode. On a GPU the check would need a
+    host synchronisation.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected int32 "
             "or int64 of shape (documents + 1,)"
         )
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if max_seqlen is not None:
+        check_count("cu_seqlens", "max_seqlen", max_seqlen, 1)
+    if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff()
     if len(lengths) == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != seq or lengths.min() < 1:
@@ -391,7 +396,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> No
             f"cu_seqlens is {cu_seqlens.tolist()}; it is expected to rise from 0 to {seq}, the "
             "length of the row"
         )
-    if max_seqlen is not None and lengths.max() > max_seqlen:
+    if max_seqlen is not None and int(lengths.max()) > max_seqlen:
         raise ValueError(
             f"max_seqlen {max_seqlen}: it is too small, because a document of cu_seqlens has "
             f"{int(lengths.max())} tokens"

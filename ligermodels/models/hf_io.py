@@ -309,7 +309,7 @@ class HFModel(nn.Module):
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`heads_file.save_heads`). With it, heads in the old folder do not stay.
         Raises:
-            ConfigError: max_shard_size is not a number of bytes.
+            ConfigError: max_shard_size is not a number of bytes, or the weight map is wrong.
             SaveError: the disk is full or not writable, the config was changed after the model was
                 built, a weight is NaN or infinite, a head is tied to an embedding that is no
                 longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
@@ -330,6 +330,7 @@ class HFModel(nn.Module):
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes |= {name: shards[name].shape for name in shapes.keys() & shards.keys()}
         _check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        weight_map.check(type(self).__name__, shapes)  # The class need not be registered.
         _check_buffers(self, f"{Path(folder)}: ", SaveError)
         _check_tied(self, folder)
 

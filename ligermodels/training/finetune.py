@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,16 @@ from ligermodels.training.run import NOT_KEPT, Run
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir
 
 
-def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult:
+def finetune(
+    config: FinetuneConfig, *, progress: bool = True, modules: Sequence[str] = ()
+) -> FinetuneResult:
     """Train, evaluate and export as `config` says.
 
     With `progress`, a progress bar and notes go to stderr. The run may be killed at any moment, and
     `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
     handlers of its own. On a CPU in float32, the resumed run gives the same weights bit for bit.
+    `modules` are those that the command line has imported: run.yaml names them, and so does the
+    command in the message of an interrupted run.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
@@ -77,7 +81,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
                 with error_on_all_ranks():
                     # Another process may have written a run since the first check.
                     run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-                    run = Run(config, run_dir, device, progress, interrupts)
+                    run = Run(config, run_dir, device, progress, interrupts, modules)
                 with losing_ranks():
                     return run.run()
         except LigerError:
@@ -87,7 +91,7 @@ def finetune(config: FinetuneConfig, *, progress: bool = True) -> FinetuneResult
             if interrupts.signum is None and not isinstance(error, KeyboardInterrupt):
                 raise
             signum = interrupts.signum or signal.SIGINT
-            raise Interrupted(_what_is_saved(run, config.output_dir), signum) from error
+            raise Interrupted(_what_is_saved(run, config.output_dir, modules), signum) from error
 
 
 @contextlib.contextmanager
@@ -99,11 +103,14 @@ def _locked(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-def _what_is_saved(run: Run | None, output_dir: str) -> str:
+def _what_is_saved(run: Run | None, output_dir: str, modules: Sequence[str]) -> str:
     """Say what an interrupted run has left in its folder, and how to go on."""
     if run is not None and run.exported:
         return f"interrupted after the export; {run.run_dir.model_dir} is complete"
-    command = f"'ligermodels finetune --resume --output-dir {shlex.quote(output_dir)}'"
+    words = ["ligermodels", "finetune", "--resume", "--output-dir", output_dir]
+    for module in modules:
+        words += ["--import", module]
+    command = f"'{shlex.join(words)}'"
     if run is None or not run.began:
         return "interrupted before the run began; nothing was changed"
     step = run.checkpoints.latest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,7 @@ class Run:
         device: torch.device,
         progress: bool,
         interrupts: Interrupts,
+        modules: Sequence[str] = (),
     ) -> None:
         self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
         self.config = config = replace(config, precision=self.precision)
@@ -92,6 +94,7 @@ class Run:
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
         self.interrupts = interrupts
+        self.modules = modules
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
@@ -404,8 +407,10 @@ class Run:
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
         ranks = self.ranks * self.config.context_parallel
-        gpus = {"gpus": ranks} if ranks > 1 else {}
-        self.run_dir.write_config(config_text(settings | gpus))
+        command: dict[str, Any] = {"gpus": ranks} if ranks > 1 else {}
+        if self.modules:
+            command["import"] = [*self.modules]
+        self.run_dir.write_config(config_text(settings | command))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 

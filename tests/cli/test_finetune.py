@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config_file import read_config
 from tests.cli.helpers import SMALL, assert_one_line
 
 ROOT = Path(__file__).parents[2]
@@ -123,10 +124,11 @@ def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tm
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
 def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum):
-    output = tmp_path / "run"
+    output, module = tmp_path / "run", tmp_path / "a_family.py"
+    module.write_text("")
     process = subprocess.Popen(
         [sys.executable, "-m", "ligermodels", "finetune", checkpoint, "--train-files", text]
-        + ["--output-dir", output, *SMALL, "--max-steps", "100000", "--quiet"],
+        + ["--output-dir", output, *SMALL, "--max-steps", "100000", "--quiet", "--import", module],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
@@ -140,7 +142,8 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum
     process.send_signal(signum)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    assert err.count("\n") == 1 and f"--resume --output-dir {output}" in err
+    assert err.count("\n") == 1 and f"--resume --output-dir {output} --import {module}'" in err
+    assert read_config(output / "run.yaml", also=("import",))["import"] == [str(module)]
     (file,) = (output / "checkpoints").iterdir()
     assert f"the state after step {int(file.stem[5:])} is saved" in err
 

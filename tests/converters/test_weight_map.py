@@ -91,6 +91,8 @@ def test_a_map_that_does_not_tile_is_refused_by_family_and_entry(subtests):
     single = Entry("b", (), (Span("u", 0, 0, 1),))
     with pytest.raises(ConfigError, match=r"'b': its parameter has no dimension; give it shape"):
         WeightMap((GOOD[0], single)).check("Family", SHAPES | {"b": ()})
+    with pytest.raises(ConfigError, match=r"ignored is 'w'; give a tuple"):
+        WeightMap(GOOD, ignored="w").check("Family", SHAPES)  # type: ignore[arg-type]
     for aliases in ({"t": "s"}, {"u": "v"}):
         with pytest.raises(ConfigError, match="alias"):
             WeightMap(GOOD, aliases=aliases).check("Family", SHAPES)

@@ -137,6 +137,7 @@ def test_malformed_cu_seqlens() -> None:
         ([[0, 8]], None, "of shape"),
         ([0.0, 8.0], None, "float32"),
         ([0, 6, 8], 5, "max_seqlen 5: .* 6 tokens"),
+        *(([0, 8], x, "max_seqlen=.*; expected an integer") for x in (0, 8.5, True, "8")),
     ):
         tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
         with pytest.raises(ValueError, match=complaint):

@@ -6,6 +6,7 @@ import enum
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ligermodels import (
     register,
 )
 from ligermodels.converters.verify import compare, verify
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.layers import Attention, DecoderBlock, GatedMLP, LossHead, RMSNorm, RotaryEmbedding
 from ligermodels.models import auto, hf_io
 from ligermodels.models.base import DecoderModel
@@ -422,6 +424,26 @@ def test_a_subclass_of_a_family_does_not_save_without_its_buffers(tmp_path: Path
     for cls, name in ((Counting, r"norm\.seen"), (Stateful, "_extra_state")):
         with pytest.raises(SaveError, match=f"{cls.__name__}: .*'{name}' .*persistent=False"):
             cls(LlamaConfig(**SIZES)).save_hf(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_map_that_does_not_tile_is_not_saved(tmp_path: Path) -> None:
+    """A class that is not registered can have one."""
+
+    def overlapping(config: LlamaConfig) -> WeightMap:
+        found = LigerLlama.weight_map(config)
+        entries = list(found.entries)
+        (index,) = (
+            i for i, e in enumerate(entries) if e.name == "layers.0.self_attn.qkv_proj.weight"
+        )
+        q, k, v = entries[index].spans
+        spans = (q, replace(k, row=k.row - 1), v)
+        entries[index] = replace(entries[index], spans=spans)
+        return replace(found, entries=tuple(entries))
+
+    own = type("Own", (LigerLlama,), {"weight_map": staticmethod(overlapping)})
+    with pytest.raises(ConfigError, match=r"Own: weight map: entry 'layers.0.*used twice"):
+        own(LlamaConfig.small()).save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
