@@ -189,7 +189,10 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
     if weights:
         try:
             present.update(local_weight_files(folder)[0])
-            present.update({HEADS_NAME} & {*os.listdir(folder)})
+            if os.path.lexists(heads := folder / HEADS_NAME):
+                if not heads.exists():
+                    raise CheckpointError(f"{heads}: a link to a file that is not there")
+                present.add(HEADS_NAME)
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "

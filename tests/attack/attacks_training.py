@@ -754,7 +754,8 @@ def files_of_any_kind_in_a_run(case: Case) -> None:
         path.symlink_to(case.folder / "aside")
     elif kind == "another user's":
         for each in (tiny.out, tiny.out / "checkpoints", tiny.out / "model"):
-            each.chmod(0o777)
+            if each.exists():  # an unfinished run has no export
+                each.chmod(0o777)
         path.chmod(0o700)
         user = as_a_user(case)
     else:

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from ligermodels.converters import hub
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
 
@@ -206,6 +207,14 @@ def test_offline_without_a_whole_cached_copy_is_refused(fake, monkeypatch):
     resolve(REPO, weights=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="the cached copy is incomplete; unset HF_HUB_OFF"):
+        resolve(REPO)
+
+
+def test_offline_without_the_heads_that_were_cached_is_refused(fake, monkeypatch):
+    (fake.repos[REPO] / HEADS_NAME).write_bytes(b"heads")
+    (resolve(REPO) / HEADS_NAME).resolve().unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=rf"copy is incomplete; unset(.|\n)*{HEADS_NAME}"):
         resolve(REPO)
 
 
