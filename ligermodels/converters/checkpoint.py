@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from ligermodels.converters.safetensors_file import (
     SafetensorsFile,
     StoredTensor,
     TensorInfo,
-    ask_for_huge_pages,
+    byte_view,
 )
 from ligermodels.converters.weight_map import Entry, Towers, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
@@ -35,6 +35,17 @@ _CLASSIFIER_HEAD = "score.weight"
 # On a machine with 16 cores, 16 threads were slower than one thread had been.
 _MAX_THREADS = 2
 _MAX_OPEN_FILES = 64  # A process may open far more files.
+
+
+class _Part(NamedTuple):
+    """Rows of an HF tensor, and where they go. `memory` is that of `out`, if no bytes change."""
+
+    source: str
+    first: int
+    last: int
+    columns: tuple[int, int] | None
+    out: Tensor
+    memory: np.ndarray | None
 
 
 class Checkpoint:
@@ -168,19 +179,31 @@ class Checkpoint:
             CheckpointError: a value is NaN or infinite, or overflows in the dtype of `out`; or the
                 file was changed after its header was read.
         """
-        rows = out.shape[0]
+        for part in self._parts(entry, out, start, column):
+            self._read_part(part)
+
+    def _parts(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> list["_Part"]:
+        """Divide what `read` reads by HF tensors."""
+        rows, out = out.shape[0], out.detach()
         assert out.dim() == len(entry.shape) and 0 <= start <= start + rows <= entry.shape[0]
         columns = None
         if out.shape[1:] != entry.shape[1:]:
             assert out.dim() == 2 and 0 <= column <= column + out.shape[1] <= entry.shape[1]
             columns = column, column + out.shape[1]
-        with torch.no_grad():
-            for span in entry.spans:
-                first, last = max(start, span.row), min(start + rows, span.row + span.rows)
-                if first < last:
-                    part = out[first - start : last - start]
-                    offset = span.source_row - span.row
-                    self._read_rows(span.source, first + offset, last + offset, part, columns)
+        whole_rows = out.device.type == "cpu" and out.is_contiguous() and not columns
+        parts = []
+        for span in entry.spans:
+            first, last = max(start, span.row), min(start + rows, span.row + span.rows)
+            if first < last:
+                part = out[first - start : last - start]
+                memory = None
+                if whole_rows and out.dtype == self._dtype(span.source):
+                    memory = byte_view(part)
+                source = span.source_row - span.row
+                parts.append(
+                    _Part(span.source, first + source, last + source, columns, part, memory)
+                )
+        return parts
 
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
@@ -188,48 +211,52 @@ class Checkpoint:
         Values that need no cast are read by up to two of the threads that torch may use. torch
         itself uses its threads for the casts.
 
-        Raises: what `read` raises. If several reads fail, the error of the first target is raised.
+        Raises: what `read` raises. If several reads fail, the error of the smallest target is
+            raised (with one thread, that of the first one).
         """
         threads = min(torch.get_num_threads(), _MAX_THREADS)
-        cast = any(out.dtype != self._stored_dtype(entry) for entry, out in targets)
-        on_cpu = all(out.device.type == "cpu" for _, out in targets)
-        if on_cpu:
-            for _, out in targets:  # before any read: a page may hold parts of two tensors
-                ask_for_huge_pages(out)
-        if threads == 1 or cast or not on_cpu:
-            for entry, out in targets:
-                self.read(entry, out)
-                yield
-        else:
-            sizes = [out.nbytes for _, out in targets]
-            with ThreadPoolExecutor(threads) as pool:
-                # The largest comes first. At the end of the list, one thread would read it alone.
-                largest_first = sorted(range(len(targets)), key=sizes.__getitem__, reverse=True)
-                reads = {i: pool.submit(self.read, *targets[i]) for i in largest_first}
-                try:
-                    for i in range(len(targets)):
-                        yield reads[i].result()
-                finally:
-                    pool.shutdown(cancel_futures=True)
+        # All at once: after each read, neither torch's code nor its data is left in the cache.
+        parts = [self._parts(entry, out) for entry, out in targets]
 
-    def _read_rows(
-        self, name: str, first: int, last: int, out: Tensor, columns: tuple[int, int] | None
-    ) -> None:
-        """Copy rows of an HF tensor into `out`, and check the values while the cache holds them."""
-        on_cpu = out.device.type == "cpu"
-        stored_dtype = DTYPES[self.tensors[name].dtype]
-        direct = on_cpu and out.dtype == stored_dtype and out.is_contiguous() and not columns
-        at = 0
-        for stored in self._rows(name, first, last, out=out if direct else None, columns=columns):
-            part = stored
-            if not direct:
-                part = out[at : at + len(stored)]
-                part.copy_(stored)
-                at += len(part)
-            if self.allow_nonfinite:
-                continue
+        def read(i: int) -> None:
+            for part in parts[i]:
+                self._read_part(part)
+
+        if threads == 1 or any(part.memory is None for each in parts for part in each):
+            for i in range(len(targets)):
+                read(i)
+                yield
+            return
+        sizes = [out.nbytes for _, out in targets]
+        with ThreadPoolExecutor(threads - 1) as pool:
+            # This thread begins with the smallest, the other one with the largest.
+            smallest_first = sorted(range(len(targets)), key=sizes.__getitem__)
+            reads = {i: pool.submit(read, i) for i in reversed(smallest_first)}
+            try:
+                for i in smallest_first:
+                    if reads[i].cancel():
+                        read(i)
+                    else:
+                        reads[i].result()
+                    yield
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _read_part(self, part: "_Part") -> None:
+        """Copy rows of an HF tensor, and check the values while the cache holds them."""
+        name, first, last, columns, out, memory = part
+        if memory is not None:
+            for piece in self._opened(name).read_into(memory, self._name_in_file(name), first):
+                if not (self.allow_nonfinite or _are_finite(piece, out.dtype)):
+                    self._refuse_nonfinite(name, torch.from_numpy(piece).view(out.dtype), out.dtype)
+            return
+        on_cpu, at = out.device.type == "cpu", 0
+        for stored in self._rows(name, first, last, columns):
+            copy = out[at : at + len(stored)]
+            copy.copy_(stored)
+            at += len(copy)
             # A check on another device would make the host wait for that device.
-            if not is_finite(part if on_cpu else stored.to(out.dtype)):
+            if not (self.allow_nonfinite or is_finite(copy if on_cpu else stored.to(out.dtype))):
                 self._refuse_nonfinite(name, stored, out.dtype)
 
     def check_aliases(self, weight_map: WeightMap, share: tuple[int, int] = (0, 1)) -> None:
@@ -266,32 +293,26 @@ class Checkpoint:
         """Return an HF tensor in its stored dtype, as a new tensor."""
         info = self.tensors[name]
         out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        for _ in self._rows(name, out=out):
+        for _ in self._opened(name).read_into(byte_view(out), self._name_in_file(name)):
             pass
         return out
 
     def constants(self) -> dict[str, StoredTensor]:
         """Return the tensors in `ignored` as they are in the files."""
         stored = {name: self._name_in_file(name) for name in self.ignored}
-        return {name: self._opened(stored[name]).stored(stored[name]) for name in stored}
+        return {name: self._opened(name).stored(stored[name]) for name in stored}
 
     def _rows(
-        self,
-        name: str,
-        first: int = 0,
-        last: int | None = None,
-        out: Tensor | None = None,
-        columns: tuple[int, int] | None = None,
+        self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
     ) -> Iterator[Tensor]:
-        name = self._name_in_file(name)
-        file = self._opened(name)
+        file, stored = self._opened(name), self._name_in_file(name)
         if columns is not None:
-            return file.read_columns(name, first, last, columns)
-        return file.read(name, first, last, out=out)
+            return file.read_columns(stored, first, last, columns)
+        return file.read(stored, first, last)
 
-    def _opened(self, stored_name: str) -> SafetensorsFile:
-        """Return the file of a tensor with this name in it, and keep it open."""
-        file = self._file_of[stored_name]
+    def _opened(self, name: str) -> SafetensorsFile:
+        """Return the file of a tensor, and keep it open."""
+        file = self._file_of[self._name_in_file(name)]
         with self._lock:
             if file not in self._open:
                 self._keep_open(file)
@@ -313,34 +334,39 @@ class Checkpoint:
         raise CheckpointError(f"{self.tensors[name].path}: {self._name_in_file(name)!r} {what}")
 
     def _stored_dtype(self, entry: Entry) -> torch.dtype:
-        dtypes = (DTYPES[self.tensors[span.source].dtype] for span in entry.spans)
-        return reduce(torch.promote_types, dtypes)
+        return reduce(torch.promote_types, (self._dtype(span.source) for span in entry.spans))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.tensors[name].dtype]
 
 
-# By float dtype: the integers of its size, and the bits of its positive infinity.
-_BITS = {
-    torch.float64: (torch.int64, np.uint64, 0x7FF << 52),
-    torch.float32: (torch.int32, np.uint32, 0xFF << 23),
-    torch.float16: (torch.int16, np.uint16, 0x1F << 10),
-    torch.bfloat16: (torch.int16, np.uint16, 0xFF << 7),
+# By float dtype: the integers of its size, without and with a sign, and the bits of +infinity.
+_BITS: dict[torch.dtype, tuple[type[np.unsignedinteger], type[np.signedinteger], int]] = {
+    torch.float64: (np.uint64, np.int64, 0x7FF << 52),
+    torch.float32: (np.uint32, np.int32, 0xFF << 23),
+    torch.float16: (np.uint16, np.int16, 0x1F << 10),
+    torch.bfloat16: (np.uint16, np.int16, 0xFF << 7),
 }
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether a float tensor on the CPU contains neither NaN nor an infinity.
+    """Return whether a float tensor on the CPU contains neither NaN nor an infinity."""
+    return _are_finite(byte_view(values.contiguous()), values.dtype)
+
+
+def _are_finite(data: np.ndarray, dtype: torch.dtype) -> bool:
+    """Return whether the bytes of floats contain neither NaN nor an infinity.
 
     The bits of positive floats, read as integers, have the order of the floats, and NaN comes
     after infinity. Negative floats have the same bits below a sign bit: they are negative as signed
     integers, and larger than all positive ones as unsigned integers. Two integer maxima therefore
     decide. They need no memory, and take a quarter of the time of `isfinite` or `aminmax`.
     """
-    signed, unsigned, infinity = _BITS[values.dtype]
-    bits = values.view(signed).numpy()
-    minus_infinity = infinity | 1 << (8 * values.dtype.itemsize - 1)
-    axes = tuple(range(bits.ndim))
+    unsigned, signed, infinity = _BITS[dtype]
+    minus_infinity = infinity | 1 << (8 * dtype.itemsize - 1)
     return bool(
-        np.maximum.reduce(bits, axes, initial=0) < infinity
-        and np.maximum.reduce(bits.view(unsigned), axes, initial=0) < minus_infinity
+        np.maximum.reduce(data.view(signed), initial=0) < infinity
+        and np.maximum.reduce(data.view(unsigned), initial=0) < minus_infinity
     )
 
 

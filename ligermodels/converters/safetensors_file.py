@@ -3,17 +3,15 @@
 The format: https://github.com/huggingface/safetensors#format
 """
 
-import ctypes
 import math
-import mmap
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -34,11 +32,10 @@ _NAMES = {dtype: name for name, dtype in READABLE.items()}
 _NAMES |= {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64"}
 _MAX_HEADER = 100_000_000  # The format sets this limit, in bytes.
 _MAX_DIMS = 64  # torch sets this limit.
-# `read` yields this many bytes at a time. They fit in a core's L2 cache, so that the caller finds
-# them there: a second pass over them costs a quarter of a pass over memory.
-_PIECE = 1 << 19
-# From Linux's include/uapi/asm-generic/mman-common.h.
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+# This many bytes, a multiple of the largest itemsize, are read at a time. They fit in a core's L2
+# cache, so that the caller finds them there: a second pass over them costs a quarter of a pass over
+# memory. Smaller pieces cost more of Python's time, in which no other thread of Python runs.
+_PIECE = 1 << 20
 _LFS_POINTER = b"version https://git-lfs"
 # The first bytes of other formats: the two formats of torch.save, and GGUF.
 _OTHER_FORMATS = {
@@ -111,39 +108,38 @@ class SafetensorsFile:
         self._identity = self._opened.identity()
         self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
 
-    def read(
-        self, name: str, first: int = 0, last: int | None = None, *, out: Tensor | None = None
-    ) -> Iterator[Tensor]:
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
         """Yield the rows `first` to `last` of a tensor in their stored dtype, piece by piece.
 
-        The size of a piece is bounded.
+        The size of a piece is bounded. Each piece overwrites the memory of the previous one.
 
-        Args: out, on the CPU, contiguous and of the stored dtype, receives the rows; the pieces are
-            parts of it. By default each piece overwrites the memory of the previous one.
         Raises:
             CheckpointError: the file cannot be read, or was changed after its header was read.
         """
-        info = self.tensors[name]
-        rows, *width = info.shape or (1,)
+        rows, *width = self.tensors[name].shape or (1,)
         last = rows if last is None else last
-        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
-        dtype = READABLE[info.dtype]
-        row_bytes = math.prod(width) * dtype.itemsize
-        per_piece = max(1, _PIECE // max(1, row_bytes))
-        if out is None:
-            buffer = torch.empty(min(per_piece, last - first), *width, dtype=dtype)
-        else:
-            buffer = out.view(last - first, *width)
-            assert out.dtype == dtype and out.device.type == "cpu"
-        memory = buffer.view(-1).view(torch.uint8).numpy().data
+        dtype = READABLE[self.tensors[name].dtype]
+        per_piece = max(1, _PIECE // max(1, math.prod(width) * dtype.itemsize))
+        buffer = torch.empty(min(per_piece, last - first), *width, dtype=dtype)
         for row in range(first, last, per_piece):
-            start = 0 if out is None else row - first
-            end = start + min(per_piece, last - row)
-            piece = buffer[start:end]
-            if out is not None:
-                _populate(piece)
-            offset = self._data + info.begin + row * row_bytes
-            self._fill(file, name, offset, memory[start * row_bytes : end * row_bytes])
+            piece = buffer[: last - row]
+            for _ in self.read_into(byte_view(piece), name, row):
+                pass
+            yield piece
+
+    def read_into(self, memory: np.ndarray, name: str, first: int = 0) -> Iterator[np.ndarray]:
+        """Fill memory with the rows of a tensor from `first` on; yield its pieces, once filled.
+
+        Args: memory, the bytes of whole rows of the stored dtype, as `byte_view` returns them.
+        Raises: what `read` raises.
+        """
+        info = self.tensors[name]
+        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
+        row_bytes = info.nbytes // max(1, (info.shape or (1,))[0])
+        start = self._data + info.begin + first * row_bytes
+        for at in range(0, len(memory), _PIECE):
+            piece = memory[at : at + _PIECE]
+            self._fill(file, name, start + at, piece.data)
             yield piece
 
     def stored(self, name: str) -> StoredTensor:
@@ -167,7 +163,7 @@ class SafetensorsFile:
                 f"{', '.join(DTYPES)}"
             )
         out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        for _ in self.read(name, out=out):
+        for _ in self.read_into(byte_view(out), name):
             pass
         return out
 
@@ -216,39 +212,10 @@ class SafetensorsFile:
         self._opened = None
 
 
-def _linux_madvise() -> Any:
-    if sys.platform != "linux":
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_madvise = _linux_madvise()
-
-
-def _advise(out: Tensor, advice: int) -> None:
-    if _madvise is not None:
-        begin = out.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(begin, out.data_ptr() + out.nbytes - begin, advice)
-
-
-def ask_for_huge_pages(out: Tensor) -> None:
-    """Have Linux provide the memory of a new CPU tensor in pages of 2 MiB where they fit in.
-
-    This takes less than half of the time that pages of 4 KiB take. Where the administrator has
-    disabled such pages, nothing changes.
-    """
-    _advise(out, _MADV_HUGEPAGE)
-
-
-def _populate(out: Tensor) -> None:
-    """Have Linux provide the memory of a tensor before it is written; no value changes.
-
-    Otherwise the first write to each page interrupts the read, which takes longer than the copy.
-    Other systems, and kernels before 5.14, provide the memory during the read.
-    """
-    _advise(out, _MADV_POPULATE_WRITE)
+def byte_view(values: Tensor) -> np.ndarray:
+    """Return the bytes of a contiguous tensor on the CPU. Both share the memory."""
+    flat = values.detach().as_strided((values.numel(),), (1,))  # A single value has any stride.
+    return flat.view(torch.uint8).numpy()
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:

@@ -89,7 +89,7 @@ def calls_of(modules: nn.ModuleList) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("keeps", ["input", "attention"])
+@pytest.mark.parametrize("keeps", ["input", "attention", "products"])
 @pytest.mark.parametrize("implementation", [HF, OURS])
 def test_checkpointed_blocks_give_the_same_gradients(implementation, keeps):
     if implementation == HF:

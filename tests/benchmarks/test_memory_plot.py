@@ -90,7 +90,7 @@ def test_the_figures_of_the_docs_are_those_of_the_committed_run():
     measured = memory_plot.page(json.loads(file.read_text())) if file.is_file() else ""
     docs = (markdown.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     _, _, section = docs.partition("\n## Measured\n")
-    shown = [line for line in section.splitlines() if line.startswith("|")]
+    shown = [line.strip() for line in section.splitlines() if line.strip().startswith("|")]
     assert not set(shown) - set(measured.splitlines())
     if measured:
         assert (RESULTS / "memory.md").read_text() == measured

@@ -43,6 +43,7 @@ def in_a_fork(test):
         except BaseException:
             traceback.print_exc()
         finally:
+            os.seteuid(os.getuid())  # else coverage may not write its data
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 3:

@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.adapters import pack_adapter, unpack_adapter
+from ligermodels.converters.adapters import add_lora, pack_adapter, unpack_adapter
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo
@@ -263,6 +263,16 @@ def test_an_adapter_is_not_its_own_model(folders, tmp_path) -> None:
     file.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="which is an adapter, too"):
         AutoLiger.from_hf(tmp_path)
+    gone = str(tmp_path / "gone")
+    file.write_text(json.dumps(config | {"base_model_name_or_path": gone}))
+    with pytest.raises(CheckpointError, match=r"base_model_name_or_path: .*gone.*no such"):
+        AutoLiger.from_hf(tmp_path)
+
+
+def test_an_adapter_brings_its_generation_config(folders, tmp_path) -> None:
+    published(folders["llama"], tmp_path, target_modules=["q_proj"])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert AutoLiger.from_hf(tmp_path).source_generation_config["eos_token_id"] == [7, 9]
 
 
 def test_an_adapter_beside_a_model_is_not_added_without_a_word(folders, tmp_path) -> None:
@@ -270,3 +280,11 @@ def test_an_adapter_beside_a_model_is_not_added_without_a_word(folders, tmp_path
     published(folders["llama"], tmp_path / "both", target_modules=["q_proj"])
     with pytest.warns(UserWarning, match="adapter beside the model is not added"):
         AutoLiger.from_hf(tmp_path / "both")
+
+
+def test_tensors_of_no_linear_are_named(folders) -> None:
+    native = AutoLiger.from_hf(folders["llama"])
+    weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
+    odd = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 48)}
+    with pytest.raises(CheckpointError, match=r"layers\.9.* is no part of a LoRA on a linear"):
+        add_lora(parameters, odd, {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, weight_map)

@@ -1,9 +1,12 @@
+import contextlib
+import errno
 import os
 import shutil
 import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +16,7 @@ from ligermodels.converters.folders import LockedFolder
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 from tests.converters.replaced import NEW, OLD, content, fill, in_a_fork, owned, replace
+from tests.system_calls import leave
 
 
 def test_replaces_and_leaves_nothing_beside(tmp_path, way):
@@ -67,8 +71,8 @@ def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
             try:
                 replace_and_die(target, after)
             except BaseException:
-                os._exit(1)
-            os._exit(0)
+                leave(1)
+            leave(0)
         status = os.waitpid(child, 0)[1]
         recover_dir(target)
         now = content(target)
@@ -328,3 +332,85 @@ def test_an_error_of_an_unchanged_folder_is_raised_and_endless_changes_are_refus
     assert len(calls) == 2
     with pytest.raises(CheckpointError, match="the folder was replaced each of the 100 times"):
         read_one_version(tmp_path, lambda folder: (folder / f"{time.monotonic_ns()}").touch())
+
+
+@pytest.mark.parametrize("number", [2, 3])  # the looks just before the swap and just after it
+def test_a_mount_that_comes_around_the_swap_brings_the_old_folder_back(
+    tmp_path, way, monkeypatch, number
+):
+    target, looks = tmp_path / "out", []
+
+    def refuse(folder):
+        looks.append(folder)
+        if len(looks) == number:
+            raise OSError(errno.EBUSY, "a volume is mounted in the folder")
+
+    fill(target, OLD)
+    monkeypatch.setattr(atomic, "_refuse_mounts", refuse)
+    with pytest.raises(OSError, match="a volume is mounted in the folder"):
+        replace(target)
+    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_target_that_comes_and_goes(tmp_path, monkeypatch):
+    """Another process makes it just before it is made here, once or again and again."""
+    target, renames = tmp_path / "out", []
+    locks = atomic.wait_for
+
+    @contextlib.contextmanager
+    def others(path):
+        with locks(path) as exists:
+            if path == tmp_path and len(renames) < times:
+                renames.append(path)
+                fill(target, OLD)
+                yield exists
+                shutil.rmtree(target)
+            else:
+                yield exists
+
+    monkeypatch.setattr(atomic, "wait_for", others)
+    monkeypatch.setattr(atomic, "ATTEMPTS", 5)
+    times = 2
+    replace(target)
+    assert len(renames) == 2 and content(target) == {k: NEW[k] for k in ("config.json", "weights")}
+    shutil.rmtree(target)
+    times, renames[:] = 10**6, []
+    with pytest.raises(OSError, match=r"other processes make and remove .*out all the time"):
+        replace(target)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_folder_that_others_take_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    target, locks = tmp_path / "out", []
+
+    class Taken(LockedFolder):
+        def is_at(self, path):
+            locks.append(path)
+            return len(locks) > 1 and super().is_at(path)
+
+    monkeypatch.setattr(atomic, "LockedFolder", Taken)
+    fresh, lock = atomic._new_folder(target)
+    assert len(locks) == 2 and os.listdir(tmp_path) == [fresh.name]
+    lock.close()
+    fresh.rmdir()
+    monkeypatch.setattr(atomic, "LockedFolder", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        atomic._new_folder(target)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_current_directory_that_is_gone_is_no_error(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    fill(tmp_path / "out", OLD)
+    replace(tmp_path / "out")
+    assert content(tmp_path / "out") == NEW
+
+
+def test_a_system_without_an_exchange_of_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic.ctypes, "CDLL", Mock(spec=[], return_value=object()))
+    fill(tmp_path / "out", OLD)
+    replace(tmp_path / "out")
+    assert content(tmp_path / "out") == NEW

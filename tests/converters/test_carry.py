@@ -19,7 +19,10 @@ def test_files_are_copied_where_links_are_not_possible(tmp_path, monkeypatch):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
+    (target / "link").symlink_to("notes")
     replace(target)
+    assert os.readlink(target / "link") == "notes"
+    (target / "link").unlink()
     assert content(target) == NEW
 
 

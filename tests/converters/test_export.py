@@ -3,6 +3,7 @@ import os
 import resource
 import shutil
 import stat
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ligermodels.converters import export
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.checkpoint_files import copied_files
-from ligermodels.converters.export import replaced_names, save
+from ligermodels.converters.export import replaced_names, save, save_adapter
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.verify import verify
 from ligermodels.errors import SaveError
@@ -344,3 +346,17 @@ def test_what_cannot_be_a_target_is_said_before_a_load(make, tmp_path):
             replaced_names(tmp_path / name)
         with pytest.raises(SaveError):
             save(tmp_path / name, {}, LigerLlama.weight_map(make()[1]), lambda _: torch.zeros(1))
+
+
+def test_an_adapter_that_cannot_be_saved_leaves_the_old_folder(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    save_adapter(target, {"a": torch.ones(2)}, {"r": 1})
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(export, "sync_file", full)
+    with pytest.raises(SaveError, match="out: the adapter could not be saved: No space left"):
+        save_adapter(target, {"a": torch.ones(2)}, {"r": 2})
+    with pytest.raises(SaveError, match="could not be saved: the path is a file, not a folder"):
+        save_adapter(target / "adapter_config.json", {"a": torch.ones(2)}, {"r": 2})
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert os.listdir(tmp_path) == ["out"]

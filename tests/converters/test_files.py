@@ -1,9 +1,12 @@
+import errno
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from ligermodels.converters import files
 from ligermodels.converters.files import (
     is_int,
     is_number,
@@ -158,3 +161,24 @@ def test_is_number_refuses_other_values(subtests):
         with subtests.test(repr(value)[:40]):
             assert not is_number(value)
             assert is_number(1) and is_number(-0.5) and not is_int(1.0)
+
+
+def test_a_file_that_fails_or_changes_while_it_is_opened(tmp_path, monkeypatch):
+    path, folder = tmp_path / "file", tmp_path / "folder"
+    folder.mkdir()
+    path.write_bytes(b"12345")
+    fails = OSError(errno.EIO, os.strerror(errno.EIO))
+    with monkeypatch.context() as patch:
+        patch.setattr(files.io, "BufferedReader", Mock(side_effect=fails))
+        with pytest.raises(ConfigError, match="file: the file cannot be read: Input/output error"):
+            read_if_present(path, ConfigError)
+    opened = os.open
+    with monkeypatch.context() as patch:  # A folder takes the file's place.
+        patch.setattr(os, "open", lambda _, flags: opened(folder, flags))
+        with pytest.raises(ConfigError, match="file: this is not a regular file but a folder"):
+            read_if_present(path, ConfigError)
+    absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with monkeypatch.context() as patch:  # The file comes just after the first look.
+        patch.setattr(os, "stat", Mock(side_effect=absent))
+        with pytest.raises(ConfigError, match="file: the file cannot be read: No such file"):
+            read_if_present(path, ConfigError)

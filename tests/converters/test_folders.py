@@ -51,3 +51,10 @@ def test_a_folder_is_locked_once_and_known_after_a_rename(tmp_path):
     assert folders.is_abandoned(tmp_path / "c")
     with folders.wait_for(tmp_path / "c") as there, folders.wait_for(folder) as gone:
         assert there and not gone
+
+
+def test_mount_points_where_the_system_has_no_table(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr(folders.Path, "read_bytes", lambda _: os.close(10**6))
+    monkeypatch.setattr(os.path, "ismount", lambda path: path.endswith("b"))
+    assert folders.mounts_in(tmp_path) == [tmp_path / "a" / "b"]

@@ -196,6 +196,12 @@ def test_absent_config(tmp_path):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         read_config(tmp_path / "absent")
+    (tmp_path / "run.json").touch()
+    with pytest.raises(CheckpointError, match="this is the folder of a run, whose model is in mod"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the folder holds an adapter, and no model"):
+        read_config(tmp_path)
 
 
 def test_extra_is_an_independent_copy():

@@ -163,6 +163,20 @@ def test_a_scaling_that_no_model_can_have_is_refused():
     for factor in (0.0, 1e-7, 1e13):
         with pytest.raises(ConfigError, match=rf"'rope_scaling\.factor' is {factor}, expected"):
             hf_rope.check_scaling({"rope_type": "linear", "factor": factor}, sizes)
+    for scaling, change, message in (
+        ({"rope_type": "dynamic", "factor": 2.0}, {"head_dim": 2}, "needs a head_dim greater"),
+        (YARN, {"rope_theta": 1}, "needs a rope_theta other than 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hf_rope.check_scaling(scaling, sizes | change)
+
+
+def test_the_default_rope_is_written_like_none():
+    raw: dict = {}
+    hf_rope.fields_to_hf(raw, LlamaConfig(rope_scaling={"rope_type": "default"}), changed=True)
+    plain: dict = {}
+    hf_rope.fields_to_hf(plain, LlamaConfig(), changed=True)
+    assert raw == plain and raw["rope_scaling"] is None
 
 
 @dataclass(kw_only=True)

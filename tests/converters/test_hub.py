@@ -6,6 +6,7 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -321,3 +322,26 @@ def test_a_progress_bar_shows(fake, capfd):
 def test_hub_ids():
     for name in ("gpt2", "meta-llama/Llama-3.2-1B", "a_b/c.d-e"):
         assert hub._REPO_ID.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GatedRepoError", "is gated; accept its licence"),
+        ("HFValidationError", "not a valid hub id"),
+    ],
+)
+def test_refusals_of_the_first_question(monkeypatch, name, message):
+    """Of a hub that refuses even the list of files, and of a name that it cannot have."""
+    kind = getattr(huggingface_hub.errors, name)
+    fault = kind("no") if name == "HFValidationError" else kind("no", response=Mock())
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=fault))
+    with pytest.raises(CheckpointError, match=rf"^some/model.*{message}"):
+        resolve(REPO)
+
+
+def test_offline_with_the_heads_that_were_cached(fake, monkeypatch):
+    (fake.repos[REPO] / HEADS_NAME).write_bytes(b"heads")
+    folder = resolve(REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(REPO) == folder and (folder / HEADS_NAME).read_bytes() == b"heads"

@@ -2,12 +2,14 @@ import json
 import os
 import struct
 import zipfile
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ligermodels.converters import safetensors_file as weights
+from ligermodels.converters.files import OpenFile
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
 
@@ -127,7 +129,7 @@ def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
 
 
 def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
-    for piece in (1, 24, 100, 10**6):
+    for piece in (8, 24, 96, 2**20):
         with subtests.test(str(piece)):
             monkeypatch.setattr(weights, "_PIECE", piece)
             tensors = {
@@ -143,20 +145,17 @@ def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
                     assert torch.equal(torch.cat([tensor[:0], *got]), tensor[first:last])
                     assert all(part.nbytes <= max(piece, part[0].nbytes) for part in got)
                     out = torch.full_like(tensor[first:last], -7)
-                    got = list(file.read(name, first, last, out=out))
+                    got = list(file.read_into(weights.byte_view(out), name, first))
                     assert torch.equal(out, tensor[first:last])
-                    assert torch.equal(torch.cat([tensor[:0], *got]), out)
+                    assert b"".join(got) == weights.byte_view(out).tobytes()
 
 
-def test_files_are_read_without_preadv_and_madvise(tmp_path, monkeypatch):
-    """Windows has neither of these functions."""
+def test_files_are_read_without_preadv(tmp_path, monkeypatch):
+    """Windows does not have this function."""
     monkeypatch.delattr(weights.os, "preadv", raising=False)
-    monkeypatch.setattr(weights, "_madvise", None)
     tensor = torch.randn(300_000)
     save_file({"a": tensor}, tmp_path / "w.safetensors")
-    out = torch.empty(300_000)
-    list(SafetensorsFile(tmp_path / "w.safetensors").read("a", out=out))
-    assert torch.equal(out, tensor)
+    assert torch.equal(SafetensorsFile(tmp_path / "w.safetensors").tensor("a"), tensor)
 
 
 def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
@@ -209,3 +208,18 @@ def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):
     }
     path = write(tmp_path / "w.safetensors", header, bytes(50_000))
     assert len(SafetensorsFile(path).tensors) == 50_000
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_tensor(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.randn(4)}, path)
+    file = SafetensorsFile(path)
+    fails = Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(OpenFile, "read_at", fails)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: 'a' cannot be read: Input/output"):
+        list(file.read("a"))
+    with path.open("rb") as opened:
+        with pytest.raises(
+            CheckpointError, match=r"w\.safetensors: the file cannot be read: Input"
+        ):
+            weights._read_header(path, Mock(wraps=opened, read=fails))

@@ -2,8 +2,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ligermodels.converters import verify as module
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.verify import compare, verify
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.llama import LigerLlama
@@ -114,3 +116,14 @@ def test_nonfinite_weights_pass_where_they_are_allowed(make):
     with pytest.raises(CheckpointError, match=r"norm.*NaN"):
         verify(folder, LigerLlama)
     assert verify(folder, LigerLlama, allow_nonfinite=True).ok
+
+
+def test_heads_that_differ_are_reported(tmp_path):
+    """In a value, in a tensor that is missing, and in one that has come."""
+    paths = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
+    ones = {name: torch.ones(2, 3) for name in ("same", "other", "gone")}
+    save_file(ones, paths[0])
+    new = {"same": torch.ones(2, 3), "other": torch.ones(2, 3) * 2, "new": torch.ones(1)}
+    save_file(new, paths[1])
+    found = module._heads_differences(SafetensorsFile(paths[0]), paths[1], None)
+    assert sorted(found) == [f"b.safetensors: {name}: differs" for name in ("gone", "new", "other")]

@@ -1,0 +1,45 @@
+"""Allocate the parameters of a load."""
+
+import copy
+import mmap
+import pickle
+
+import pytest
+import torch
+
+from ligermodels.converters import huge_pages
+
+
+def test_tensors_are_as_torch_makes_them():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for shape in [(), (0, 3), (3,), (400, 301), (7, 100, 100)]:
+            x = huge_pages.empty(shape, dtype, "cpu")
+            assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
+            assert x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
+            assert torch.equal(copy.deepcopy(x.fill_(3.0)), torch.full(shape, 3.0, dtype=dtype))
+            assert torch.equal(pickle.loads(pickle.dumps(x)), x)
+    assert huge_pages.empty((400, 301), torch.float32, "meta").is_meta
+
+
+def test_each_tensor_is_released_alone():
+    x, y = (huge_pages.empty((1 << 20,), torch.float32, "cpu").fill_(i) for i in (1, 2))
+    part = y[5:]
+    del x, y
+    assert part.sum() == 2 * ((1 << 20) - 5)
+    shared = part.share_memory_()
+    assert shared.is_shared() and shared[0] == 2
+
+
+def test_systems_without_huge_pages(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+def test_a_kernel_without_huge_pages_refuses_the_advice(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *advice):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
+    assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
