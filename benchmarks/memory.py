@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.common import RESULTS, environment, release_memory, table, write
 from benchmarks.memory_works import GIB, HF, LIGER, OURS, WORKS, Setting, Work
@@ -38,6 +43,7 @@ KEYS = {
     "levels": ("level",),
     "recipes": ("work", "recipe"),  # of examples/optimizer_memory.py
     "predictions": ("case",),
+    "times": ("work", "setting"),  # a plan's time, predicted again after its row was measured
 }
 
 
@@ -161,12 +167,29 @@ def attention_ops() -> list[Any]:
     ]
 
 
+def every_second_product() -> Callable[..., CheckpointPolicy]:
+    """Return a policy of selective checkpointing that keeps every second matrix product."""
+    counts = Counter[bool]()
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if op in products:
+            counts[context.is_recompute] += 1
+        keep = op in products and counts[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
 @contextlib.contextmanager
 def recomputing(blocks: Iterable[nn.Module], keeps: str) -> Iterator[None]:
-    """Run blocks under torch's checkpointing; keep their input, or also attention's output."""
+    """Run blocks under torch's checkpointing; keep their input, or what the setting names, too."""
     options: dict[str, Any] = {"use_reentrant": False}
+    select = create_selective_checkpoint_contexts
     if keeps == "attention":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, attention_ops())
+        options["context_fn"] = lambda: select(attention_ops())
+    elif keeps == "products":
+        options["context_fn"] = lambda: select(every_second_product())
     wrapped = list(blocks)
     try:
         for block in wrapped:

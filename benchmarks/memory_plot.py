@@ -85,6 +85,20 @@ def recipes_table(rows: list[Row]) -> str:
     return table(lines, ["recipe", *(f"{name} GiB" for name in names), "ms"])
 
 
+def times_table(rows: list[Row]) -> str:
+    """Return the table of predicted times, to which that of the optimizer's step is added."""
+    lines = []
+    for row in rows:
+        predicted = row["predicted ms"] + row["optimizer ms"]
+        names = {name: row[name] for name in ("work", "setting")}
+        figures = {
+            "predicted ms": number(predicted, 0),
+            "measured ms": number(row["measured ms"], 0),
+        }
+        lines.append(names | figures | {"ratio": number(predicted / row["measured ms"], 3)})
+    return table(lines, ["work", "setting", "predicted ms", "measured ms", "ratio"])
+
+
 def prediction_text(rows: list[Row]) -> str:
     """Return how far the predicted peaks are from the measured ones, and which were not measured.
 
@@ -123,6 +137,8 @@ def page(result: dict[str, Any]) -> str:
         parts.append(f"## Levels, on {gpu}\n\n{levels_table(rows)}\n")
     for (gpu, work), rows in groups(result.get("recipes", []), "gpu", "work").items():
         parts.append(f"## Optimizers, {work}, on {gpu}\n\n{recipes_table(rows)}\n")
+    for (gpu,), rows in groups(result.get("times", []), "gpu").items():
+        parts.append(f"## Predicted times, on {gpu}\n\n{times_table(rows)}\n")
     for (gpu,), rows in groups(result.get("predictions", []), "gpu").items():
         texts = prediction_text(rows), prediction_table(rows)
         parts.append(f"## Predicted peaks, on {gpu}\n\n{texts[0]}\n\n{texts[1]}\n")

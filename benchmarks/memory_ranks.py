@@ -1,10 +1,11 @@
 """Memory plans with sharded parameters: FSDP2 on several GPUs, one process for each.
 
-    torchrun --nproc-per-node 2 -m benchmarks.memory_ranks [--predict N] [--out FOLDER]
+    torchrun --nproc-per-node 2 -m benchmarks.memory_ranks [--predict N [--cases I ...]] [--out DIR]
 
 It measures Llama-3-8B with float32 weights, computed in bfloat16, under AdamW: transformers with
 Liger and every block checkpointed, and ligermodels with a plan. --predict N compares the peaks of N
-random models and plans with their predictions instead. The results go into memory.json.
+random models and plans with their predictions instead, or of some of them. The results go into
+memory.json.
 """
 
 import argparse
@@ -128,6 +129,7 @@ def rows() -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
+    parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
     parser.add_argument("--out", type=Path, help="folder for memory.json")
     given = parser.parse_args()
     dist.init_process_group("nccl")
@@ -148,7 +150,7 @@ def main() -> None:
             write("memory.json", result, given.out)
 
     if given.predict:
-        run_cases(given.predict, math.inf, emit, ranks=ranks)
+        run_cases(given.predict, math.inf, emit, given.cases, ranks=ranks)
     else:
         for row in rows():
             emit("rows", row)

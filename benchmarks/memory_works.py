@@ -12,8 +12,9 @@ class Setting:
     """A model, and what its blocks keep for backward.
 
     Attributes:
-        keeps: "all"; "input" (the block is checkpointed); "attention" (the same, but attention's
-            output stays, by torch's selective checkpointing); or "plan".
+        keeps: "all"; "input" (the block is checkpointed); "attention" and "products" (the same, but
+            attention's output or every second product stays, by torch's selective checkpointing);
+            or "plan".
         blocks: how many blocks, the first ones, are checkpointed. None means all.
         budget: GiB of GPU memory that the plan may take. None means the memory that is free.
         host: GiB of host memory that the plan may take.
@@ -36,7 +37,8 @@ class Setting:
             how = "nothing recomputed"
         else:
             blocks = "every block" if self.blocks is None else f"{self.blocks} blocks"
-            how = f"{blocks} checkpointed" + ", without attention" * (self.keeps == "attention")
+            kept = {"attention": ", without attention", "products": ", but every second product"}
+            how = f"{blocks} checkpointed" + kept.get(self.keeps, "")
         backend = f", {self.attention}" * (self.attention != "sdpa")
         return f"{self.implementation}{backend}: {how}"
 
@@ -153,8 +155,9 @@ WORKS = {
         4096,
         (
             Setting(HF, "input", attention="eager"),
-            *peers(("input", None), attention="eager"),
-            *peers(("input", None), attention="flex_attention"),
+            *peers(("input", None), ("products", None), attention="eager"),
+            *peers(("input", None), ("input", 24), ("all", None), attention="flex_attention"),
+            Setting(OURS, "products"),
             *plans(80, 100, 120),
         ),
         turns=1,

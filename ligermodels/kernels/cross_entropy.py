@@ -280,14 +280,15 @@ def check_request(request: TokenRequest, targets: Tensor, vocab: int) -> TokenRe
     return request._replace(alternatives=classes.reshape(targets.numel(), classes.shape[-1]))
 
 
-def check_token_weights(token_weights: Tensor, targets: Tensor) -> None:
-    """Raise if the weights of tokens do not fit the targets."""
+def checked_token_weights(token_weights: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the weights of tokens, 0 at ignored targets; raise if they do not fit the targets."""
     if token_weights.shape != targets.shape or token_weights.device != targets.device:
         raise ValueError(
             f"loss head: token_weights {tuple(token_weights.shape)} on {token_weights.device} do "
             f"not fit targets {tuple(targets.shape)} on {targets.device}; expected the same shape "
             "and device"
         )
+    return token_weights.detach().masked_fill(targets == ignore_index, 0)
 
 
 def check_targets(

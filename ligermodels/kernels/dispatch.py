@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ligermodels.kernels import reference
 from ligermodels.kernels.simulation import real_device
@@ -87,6 +88,17 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
         if x.get_device() != torch.cuda.current_device():
             return _OnDevice(getattr(triton, op), x.device)
     return getattr(triton, op)
+
+
+def outputs_are_stored() -> bool:
+    """Return whether torch's selective checkpointing stores what operators return.
+
+    Its second forward gets the same tensors again, so nothing may overwrite a new one.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
 def refuse_double_backward(op: str) -> None:

@@ -150,7 +150,8 @@ def linear_divergence(
         assert divisor is not None
         scale = scale / divisor
     if token_weights is not None:
-        scale = scale * token_weights.detach().flatten().to(dtype)
+        weights = token_weights.detach().flatten().to(dtype)
+        scale = scale * (weights if valid is None else torch.where(valid, weights, 0.0))
     args = _Args(teacher, valid, scale, options, chunk, needs_grad)
     with without_autocast(hidden):
         if one_loss:

@@ -21,7 +21,7 @@ from ligermodels.kernels.checks import (
     check_rms_norm,
     check_rope,
 )
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import outputs_are_stored, refuse_double_backward, select
 from ligermodels.kernels.glu import glu_backward
 from ligermodels.kernels.rms_norm import grads_of_summands
 from ligermodels.kernels.rope import split_qkv
@@ -86,8 +86,6 @@ def _norm_linear_backward(
                 grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
             )
             del grad_y
-        elif needs_grad[3] and y is None:
-            y, _, _ = ctx.ops.rms_norm_forward(s, None, norm_weight, ctx.options, weight.dtype)
         grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
     return *grads_of_summands(ctx, grad), grad_norm_weight, grad_weight, grad_bias
 
@@ -136,8 +134,9 @@ class _NormQKVRope(torch.autograd.Function):
         qkv, s, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
         ctx.interleaved = interleaved
         if cos.shape[-1]:
-            # Rotate in place: no other code holds the new tensor `qkv`.
-            qkv = select("rope", qkv).rope_forward(qkv, cos, sin, *heads, True, interleaved)
+            # Rotate in place, unless other code holds the new tensor `qkv`.
+            rope, in_place = select("rope", qkv).rope_forward, not outputs_are_stored()
+            qkv = rope(qkv, cos, sin, *heads, in_place, interleaved)
         ctx.save_for_backward(*saved, cos, sin)
         heads_of_qkv = split_qkv(qkv, *heads)
         ctx.shapes = [x.shape for x in heads_of_qkv]
@@ -275,8 +274,6 @@ class _GLULinear(torch.autograd.Function):
                 grad_y = grad_output @ weight
                 grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1])
                 del grad_y
-            elif needs_grad[1] and y is None:
-                y = ctx.ops.glu_forward(gate_up, ctx.activation).to(weight.dtype)
             grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[1], needs_grad[2])
         return grad_gate_up, grad_weight, grad_bias, None, None
 

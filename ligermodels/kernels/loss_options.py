@@ -37,6 +37,7 @@ class LossOptions(LogProbOptions, total=False):
     normalizer: float | Tensor | None
     label_smoothing: float
     z_loss: float
+    weight_grad_in_forward: bool
     class_weights: Tensor | None
     return_token_stats: bool | Collection[str]
     top_k: int
@@ -91,6 +92,7 @@ class ChunkOptions(NamedTuple):
     max_scratch_bytes: int | None = None
     skip_ignored: bool = False
     max_valid: int | None = None
+    weight_grad_in_forward: bool = False
 
 
 def split_options(
@@ -198,10 +200,13 @@ def check_chunk_options(
     max_scratch_bytes: int | None,
     skip_ignored: bool,
     max_valid: int | None,
+    weight_grad_in_forward: bool = False,
 ) -> ChunkOptions:
     """Return the options as Python ints; raise ValueError for a value wrong for every call."""
-    if not isinstance(skip_ignored, bool):
-        raise ValueError(f"cross entropy: skip_ignored={skip_ignored!r}; expected True or False")
+    switches = {"skip_ignored": skip_ignored, "weight_grad_in_forward": weight_grad_in_forward}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
     if chunk_size is not None:
         chunk_size = check_count("loss head", "chunk_size", chunk_size, 1)
     if max_scratch_bytes is not None:
@@ -213,7 +218,9 @@ def check_chunk_options(
                 "skip_ignored is False; set skip_ignored=True"
             )
         max_valid = check_count("loss head", "max_valid", max_valid, 0)
-    return ChunkOptions(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
+    return ChunkOptions(
+        chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
+    )
 
 
 def check_classes(vocab: int, class_weights: Tensor | None) -> None:

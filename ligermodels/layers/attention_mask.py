@@ -59,7 +59,7 @@ class AttentionMask:
             and the length of the longest one. The varlen kernel reads these instead of
             document_ids.
         prefix_lengths: (batch or 1,) integers. In a causal layer, every query also sees the first
-            so many keys of its row, which include padding.
+            so many keys of its row, which include padding. Negative numbers count as 0.
         mask: (batch or 1, 1, queries, keys) bool, True where a query sees a key. It replaces
             causality, documents, padding and prefix.
         shard: the part of each row that the queries are, under context parallelism. Attention then

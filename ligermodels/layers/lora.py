@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.kernels.dispatch import outputs_are_stored
 from ligermodels.kernels.dtypes import cast
 
 
@@ -119,11 +120,14 @@ class _Add(torch.autograd.Function):
     ) -> Tensor:
         x_NI = x.flatten(0, -2)
         z_NR = x_NI @ a.T
+        if outputs_are_stored():
+            out = out.clone()
+        else:
+            ctx.mark_dirty(out)
         out_NO = out.view(-1, out.shape[-1])
         rank = b.shape[1]
         for z, b_part, rows in _split(z_NR, b, parts, rank):
             out_NO[:, rows.slice].addmm_(z, b_part.T, alpha=scaling)
-        ctx.mark_dirty(out)
         ctx.save_for_backward(x, z_NR, a, b)
         ctx.parts, ctx.scaling = parts, scaling
         return out

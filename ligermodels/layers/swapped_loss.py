@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_request,
-    check_token_weights,
+    checked_token_weights,
     reduce_tokens,
     token_output,
     token_values,
@@ -84,6 +84,11 @@ def swapped_loss(
         of_chunk = request._replace(alternatives=chunk_alternatives)
         return token_values(logits, chunk_targets, class_weights, options, of_chunk)
 
+    # The capture of a CUDA graph may not read the random state, which only dropout needs again.
+    keeps_random_state = not _is_captured(rows) or any(
+        isinstance(module, nn.Dropout) and module.training and module.p > 0
+        for module in proj.modules()
+    )
     made = [
         # Autograd detects in-place changes before backward only in tensors that are arguments
         # of the checkpointed function, so all of them are arguments.
@@ -94,14 +99,15 @@ def swapped_loss(
             class_weights,
             None if row_alternatives is None else row_alternatives[chunk],
             use_reentrant=False,
+            preserve_rng_state=keeps_random_state,
         )
         for chunk in chunk_plan.chunks(len(rows), chunk_size)
     ]
     tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
     loss, z_loss, *stats = tokens
     if token_weights is not None:
-        check_token_weights(token_weights, targets)
-        loss, z_loss = loss * token_weights.detach(), z_loss * token_weights.detach()
+        weights = checked_token_weights(token_weights, targets, ignore_index)
+        loss, z_loss = loss * weights, z_loss * weights
     out = token_output(loss, z_loss.detach(), loss, request, stats)
     if reduction == "none":
         return out
@@ -109,6 +115,13 @@ def swapped_loss(
         targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
     )
     return reduce_tokens(out, divisor)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph records the operations on x."""
+    return (
+        not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _sizes(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ligermodels import kernels
-from ligermodels.kernels.cross_entropy import check_token_weights
+from ligermodels.kernels.cross_entropy import checked_token_weights
 from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     gather,
     gather_targets,
@@ -84,8 +84,8 @@ def teacher_loss(
     states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
     reduction = options.get("reduction", "mean")
     if token_weights is not None:
-        check_token_weights(token_weights, targets)
-        token_weights = gather(token_weights.reshape(-1, 1), index).flatten()
+        weights = checked_token_weights(token_weights, targets, settings.ignore_index)
+        token_weights = gather(weights.reshape(-1, 1), index).flatten()
     rows, teacher_rows = states
     classes, chunk_size = slice(0, vocab), chunking.chunk_size
     if chunk_size is not None:  # a chunk also holds the teacher's logits of a third of it

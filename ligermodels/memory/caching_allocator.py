@@ -1,8 +1,9 @@
 """The blocks that CUDA's caching allocator gives out and the memory that it reserves for them.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings. A request takes the smallest
-free block that is large enough; the rest of the block is split off, if it is not too small. If no
-block fits, a new segment comes from the GPU. Nothing goes back to the GPU.
+Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings or with expandable segments. A
+request takes the smallest free block that is large enough; the rest of the block is split off, if
+it is not too small. If no block fits, a new segment comes from the GPU. Expandable segments are
+two, for small and for large blocks, which grow at their ends. Nothing goes back to the GPU.
 """
 
 import os
@@ -32,11 +33,16 @@ class Block:
 
 
 class CachingAllocator:
-    """Gives blocks for requests; `allocated` and `reserved` are bytes."""
+    """Gives blocks for requests; `allocated` and `reserved` are bytes.
 
-    def __init__(self) -> None:
+    Args: expandable, whether segments are expandable.
+    """
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
         self.allocated = self.reserved = 0
         self._free: dict[bool, list[Block]] = {True: [], False: []}  # small or not, by their keys
+        self._last: dict[bool, Block | None] = {True: None, False: None}  # of expandable segments
         self._next_address = 0
 
     def allocate(self, size: int) -> Block:
@@ -45,12 +51,20 @@ class CachingAllocator:
         small = size <= _MIB
         pool = self._free[small]
         place = bisect_left(pool, (size, -1), key=lambda block: block.key)
-        block = pool.pop(place) if place < len(pool) else self._segment(size, small)
+        if place + 1 < len(pool) and pool[place] is self._last[small]:
+            place += 1  # the last block counts as large as it may become
+        found = pool.pop(place) if place < len(pool) else None
+        if found is not None:
+            block = found
+        else:
+            block = self._grown(size, small) if self.expandable else self._segment(size, small)
         rest = block.size - size
-        if rest >= 512 if small else rest > _MIB:
+        if rest >= 512 if small or self.expandable else rest > _MIB:
             after = Block(block.address + size, rest, small, True, block, block.after)
             if block.after is not None:
                 block.after.before = after
+            elif self.expandable:
+                self._last[small] = after
             block.size, block.after = size, after
             self._insert(after)
         block.free = False
@@ -67,6 +81,8 @@ class CachingAllocator:
         if block.after is not None and block.after.free:
             self._remove(block.after)
             block = _joined(block, block.after)
+        if self.expandable and block.after is None:
+            self._last[block.small] = block
         self._insert(block)
 
     def _segment(self, size: int, small: bool) -> Block:
@@ -81,6 +97,23 @@ class CachingAllocator:
         self.reserved += length
         return block
 
+    def _grown(self, size: int, small: bool) -> Block:
+        """Let an expandable segment grow until its last block, if that is free, has the size."""
+        last, part = self._last[small], (2 if small else 20) * _MIB
+        if last is not None and last.free:
+            self._remove(last)
+            block = last
+        else:
+            end = int(not small) << 60 if last is None else last.address + last.size
+            block = Block(end, 0, small, True, last)
+            if last is not None:
+                last.after = block
+        more = -(-(size - block.size) // part) * part
+        block.size += more
+        self.reserved += more
+        self._last[small] = block
+        return block
+
     def _insert(self, block: Block) -> None:
         insort(self._free[block.small], block, key=lambda other: other.key)
 
@@ -92,7 +125,7 @@ class CachingAllocator:
 def expandable_segments() -> bool:
     """Return whether CUDA's caching allocator is set to expandable segments.
 
-    It then moves free memory to where a block is needed, instead of running out of memory.
+    Before it runs out of memory, it then also moves free memory to where a block is needed.
     """
     # The environment is read when the allocator starts; torch tells what was read.
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):

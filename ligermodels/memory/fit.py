@@ -65,10 +65,12 @@ class Planner:
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
         ddp_buckets: how `DistributedDataParallel` holds gradients, if forward runs through it:
             "copies", which is its default, or "views" for gradient_as_bucket_view=True.
+        around: a module that contains the model, and that a step calls in its place, such as one
+            with a teacher; see `simulate`.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, parameters are sharded in another way than by `fully_shard`, or
-            memory_seq is given for a model whose layers attend to no memory.
+            not installed, parameters are sharded in another way than by `fully_shard`, memory_seq
+            is given for a model whose layers attend to no memory, or around lacks the model.
     """
 
     def __init__(
@@ -89,8 +91,14 @@ class Planner:
         head_options: dict[str, Any] | None = None,
         gradients: Gradients = "new",
         ddp_buckets: Buckets | None = None,
+        around: nn.Module | None = None,
     ) -> None:
-        sharding = Sharding(model)  # it refuses shards that are not simulated
+        if around is not None and all(x is not model for x in around.modules()):
+            raise ConfigError(
+                f"memory plan: around is a {type(around).__name__} that does not contain the "
+                "model; pass a module that does, or leave it out"
+            )
+        sharding = Sharding(model, around)  # it refuses shards that are not simulated
         if reserve is None:
             reserve = SHARDED_RESERVE if sharding.groups else RESERVE
         if (
@@ -111,7 +119,9 @@ class Planner:
             )
         self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
         self.host_budget = parse_bytes(host_budget, "host_budget")
-        self.optimizer_bytes = _optimizer_bytes(model, optimizer_bytes)
+        self.optimizer_bytes = _optimizer_bytes(
+            model if around is None else around, optimizer_bytes
+        )
         gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
         dtype = autocast or next(gathered, next(model.parameters()).dtype)
         self._given_rates, self._dtype = rates, dtype
@@ -126,6 +136,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
             ddp_buckets=ddp_buckets,
+            around=around,
             step_bytes=step_bytes(optimizer_bytes)
             if isinstance(optimizer_bytes, torch.optim.Optimizer)
             else 0,

@@ -81,19 +81,19 @@ class Group:
     place: int = -1  # in the order of forward
     reduced: bool = False
 
-    def elements(self) -> int:
-        return sum(p.local for p in self.parameters)
-
 
 class Sharding:
     """The sharded parameters of a model, and their tensors during a simulated step.
 
-    Args: model: to which `fully_shard` was applied.
+    Args:
+        model: to which `fully_shard` was applied.
+        around: a module that contains it, and has the names of parameters. By default the model.
     Raises: ConfigError: a parameter is sharded in another way, which is not simulated.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    def __init__(self, model: nn.Module, around: nn.Module | None = None) -> None:
+        named = list((model if around is None else around).named_parameters())
+        names = {id(parameter): name for name, parameter in named}
         self.groups: list[Group] = []
         of_state: dict[int, list[Group]] = {}
         states = {module: state for module in model.modules() for state in _states(module)}
@@ -110,7 +110,7 @@ class Sharding:
                     g for s in state._states_to_backward_prefetch for g in of_state[id(s)][::-1]
                 ]
         self.parameters = {p.name: p for group in self.groups for p in group.parameters}
-        for name, parameter in model.named_parameters():
+        for name, parameter in named:
             if is_sharded(parameter) and name not in self.parameters:
                 raise ConfigError(
                     f"memory plan: {name} is sharded, but not by fully_shard, and such shards are "

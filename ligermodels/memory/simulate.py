@@ -65,14 +65,16 @@ def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
 
     The modules have hooks only in forward. A recomputation that stops early raises an exception,
     and through a module with hooks it would keep its tensors alive until the garbage
-    collector runs.
+    collector runs. A forward without gradients, such as one that samples, is no part of them.
     """
+    learns = torch.is_grad_enabled()
     parts = [(f"layer {i}", x) for i, x in enumerate(getattr(model, "layers", ()))]
     if isinstance(head := getattr(model, "head", None), nn.Module):
         parts.append(("head", head))
 
     def began(part: str) -> None:
-        tracker.enter(f"forward of {part}")
+        if torch.is_grad_enabled() == learns:
+            tracker.enter(f"forward of {part}")
 
     def ended(part: str, out: Any) -> None:
         for x in tree_leaves(out):
@@ -130,13 +132,15 @@ def run_step(
     step_bytes: int = 0,
     on_forward_end: Callable[[], None] = lambda: None,
     sharding: Sharding | None = None,
+    around: nn.Module | None = None,
     **inputs: Any,
 ) -> Simulation:
     """Run forward and backward with the parameters and buffers of `state`, and count.
 
     Without gradients (`torch.no_grad`), only forward runs. Of the parameters of `sharding`, `state`
-    has whole ones, which do not count.
+    has whole ones, which do not count. Names are those in `around`, if there is such a module.
     """
+    called = model if around is None else around
     sharded = sharding.parameters if sharding is not None else {}
     held = [x for name, x in state.items() if name not in sharded]
     leaves = [x for x in held if x.requires_grad]
@@ -161,13 +165,13 @@ def run_step(
     tracker.hold(x for x in (input_ids, *inputs.values()) if isinstance(x, Tensor))
     before, kept_bytes = tracker.bytes, 0
 
-    def step(model: nn.Module) -> None:
+    def step(called: nn.Module) -> None:
         nonlocal kept_bytes
         with ExitStack() as stack:
             stack.enter_context(_phases(model, tracker))
             if sharding is not None:
                 stack.enter_context(sharding.hooked(model))
-            out = model(input_ids, **inputs)
+            out = called(input_ids, **inputs)
         on_forward_end()
         loss = out if isinstance(out, Tensor) else out[0]
         kept_bytes = tracker.bytes - before
@@ -183,8 +187,8 @@ def run_step(
 
     tracker.enter("forward")
     with tracker:
-        whole = {f"model.{name}": x for name, x in _of_each_module(model, state).items()}
-        torch.func.functional_call(_Step(model, step), whole, (), tie_weights=False)
+        whole = {f"model.{name}": x for name, x in _of_each_module(called, state).items()}
+        torch.func.functional_call(_Step(called, step), whole, (), tie_weights=False)
     if step_bytes:
         tracker.enter(OPTIMIZER_STEP)
         tracker.reach(step_bytes)
@@ -228,6 +232,7 @@ def simulate(
     ddp_buckets: Buckets | None = None,
     step_bytes: int = 0,
     num_sms: int | None = None,
+    around: nn.Module | None = None,
 ) -> Simulation:
     """Run forward and backward of a model on meta tensors, under its memory plan.
 
@@ -249,6 +254,8 @@ def simulate(
             tensors of their own, and "views" if they are views of its buckets.
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
+        around: a module that contains the model, and that a step calls with the same arguments in
+            its place, such as one with a teacher. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
         RuntimeError: a GPU is simulated and triton is not installed.
@@ -264,8 +271,9 @@ def simulate(
     simulator = SimulatedDevice(device, num_sms or DEFAULT_SMS, autocast, tracker)
     casts = Autocast(simulator)
 
-    named = (*model.named_parameters(), *model.named_buffers())
-    sharding = Sharding(model)
+    called = model if around is None else around
+    named = (*called.named_parameters(), *called.named_buffers())
+    sharding = Sharding(model, called)
     state = {
         name: sharding.parameters[name].stand_in() if name in sharding.parameters else _stand_in(x)
         for name, x in named
@@ -314,6 +322,7 @@ def simulate(
             step_bytes=step_bytes,
             on_forward_end=end_forward,
             sharding=sharding,
+            around=around,
             **inputs,
         )
 

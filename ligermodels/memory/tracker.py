@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ligermodels.memory.attention_buffers import scratch
 from ligermodels.memory.attention_rates import AttentionKind
-from ligermodels.memory.caching_allocator import Block, CachingAllocator
+from ligermodels.memory.caching_allocator import Block, CachingAllocator, expandable_segments
 
 _aten = torch.ops.aten
 
@@ -145,7 +145,9 @@ class Tracker(TorchDispatchMode):
     def allocator(self) -> CachingAllocator | _PlainSizes:
         """The allocator of the stream that is running."""
         if self.stream not in self.allocators:
-            self.allocators[self.stream] = CachingAllocator() if self.on_gpu else _PlainSizes()
+            self.allocators[self.stream] = (
+                CachingAllocator(expandable=expandable_segments()) if self.on_gpu else _PlainSizes()
+            )
         return self.allocators[self.stream]
 
     @property

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Event(NamedTuple):
@@ -32,14 +31,16 @@ class CpuTrace(TorchDispatchMode):
         self.live: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and address(x) not in given | self.live | {0}:
+        kwargs = kwargs or {}
+        given = {address(x) for x in tensors((*args, *kwargs.values()))}
+        out = function(*args, **kwargs)
+        for x in tensors((out,)):
+            at = address(x)
+            if at and at not in given and at not in self.live:
                 storage = x.untyped_storage()
-                self.live.add(address(x))
-                self.events.append(Event(address(x), storage.nbytes()))
-                weakref.finalize(storage, self._given_back, address(x), storage.nbytes())
+                self.live.add(at)
+                self.events.append(Event(at, storage.nbytes()))
+                weakref.finalize(storage, self._given_back, at, storage.nbytes())
         return out
 
     def _given_back(self, address: int, size: int) -> None:
@@ -64,8 +65,8 @@ class GpuTrace:
 
     def _read(self) -> list[Event]:
         events, live = [], {}
-        (entries,) = (x for x in torch.cuda.memory._snapshot()["device_traces"] if x)
-        for entry in entries:
+        traces = torch.cuda.memory._snapshot()["device_traces"]  # one for each visible device
+        for entry in traces[torch.cuda.current_device()]:
             at = entry.get("addr")
             if entry["action"] == "alloc":
                 live[at] = entry["size"]
@@ -76,6 +77,15 @@ class GpuTrace:
 
     def mark(self) -> int:
         return len(self._read())
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of an operator's arguments; torch's trees would take most of the time."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from tensors(x)
 
 
 def address(x: Tensor) -> int:

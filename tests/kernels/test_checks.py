@@ -83,3 +83,9 @@ def test_a_compiled_function_does_not_look_at_the_ids() -> None:
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert compiled(torch.tensor([3, 9])).tolist() == [4, 10]
+
+
+def test_a_compiled_embedding_refuses_a_negative_id(monkeypatch) -> None:
+    """The compiler would read the last rows for it, as Python's indices do."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert check_token_ids("ids", torch.tensor([0, -1, 6]), 7).tolist() == [0, 7, 6]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligermodels.kernels import linear_cross_entropy, linear_divergence
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
-from tests.kernels.conftest import INTERPRETING, PLACES
+from tests.kernels.conftest import INTERPRETING, PLACES, Place
 from tests.kernels.linear_cross_entropy.test_functions import on
 from tests.kernels.scratch import peak_scratch
 from tests.pairwise import pairwise
@@ -172,6 +172,7 @@ def test_a_mask_without_tokens(float32_place) -> None:
     assert loss == 0 and (made["hidden"].grad == 0).all() and (made["weight"].grad == 0).all()
 
 
+@pytest.mark.skipif(INTERPRETING, reason="importing TRL takes longer than the interpreter's tests")
 def test_against_trl(float32_place) -> None:
     """GKD's loss takes all logits at once and divides by the number of tokens."""
     trl = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
@@ -212,6 +213,24 @@ def test_against_liger(float32_place) -> None:
         torch.testing.assert_close(torch.autograd.grad(ours, leaves), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+def test_total_variation_against_liger() -> None:
+    """Liger's is a Triton kernel, which takes the probabilities of both."""
+    liger = pytest.importorskip("liger_kernel.ops.tvd")
+    made = on(Place("cuda", torch.float32), inputs())
+    targets = torch.where(torch.arange(ROWS) % 3 > 0, 1, -100).cuda()
+    student = made["hidden"] @ made["weight"].t() + made["bias"]
+    teacher = made["teacher_hidden"] @ made["teacher_weight"].t() + made["teacher_bias"]
+    theirs = liger.LigerTVDLossFunction.apply(
+        student.softmax(-1), teacher.detach().softmax(-1), targets, "batchmean", -100
+    )
+    ours = linear_divergence(**made, beta=None, mask=targets != -100)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    leaves = [made["hidden"], made["weight"], made["bias"]]
+    wanted = torch.autograd.grad(theirs, leaves)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves), wanted, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_equals_eager(float32_place, reduction) -> None:
@@ -223,7 +242,7 @@ def test_compiled_equals_eager(float32_place, reduction) -> None:
         torch.compile(linear_divergence, fullgraph=True, backend=backend),
     ):
         made = on(float32_place, inputs(name="softcap"))
-        out = function(**made, reduction=reduction, chunk_size=9)
+        out = function(**made, reduction=reduction, chunk_size=6)
         out.backward(random(*out.shape, seed=3).to(out))
         results.append((out, *(made[k].grad for k in ("hidden", "weight", "bias"))))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)

@@ -258,3 +258,20 @@ def test_a_residual_of_another_shape_is_refused() -> None:
     made["residual"] = made["residual"][:1]
     with pytest.raises(ValueError, match="differ in shape"):
         norm_linear(**made)
+
+
+@pytest.mark.parametrize("kind", ["norm", "glu"])
+def test_the_gradient_of_the_weight_alone(kind) -> None:
+    """Forward keeps the input of the op before, and backward asks for one gradient of several."""
+    if kind == "norm":
+        op, made = norm_linear, norm_inputs((3, 8), 6)
+        leaves = [made[name].requires_grad_() for name in ("weight", "x", "norm_weight")]
+    else:
+        op, made = glu_linear, glu_inputs((3, 8), 6)
+        leaves = [made[name].requires_grad_() for name in ("weight", "gate_up")]
+    out = op(**made)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    upstream = random(*out.shape, seed=9)
+    (alone,) = torch.autograd.grad(out, leaves[:1], upstream, retain_graph=True)
+    together = torch.autograd.grad(out, leaves, upstream)
+    torch.testing.assert_close(alone, together[0])

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 # Cases that share the code of another case; the default run does not compile them.
 SHARING = {
     *("linear_cross_entropy", "linear_cross_entropy of each row"),
+    "linear_divergence of each token",
     *(name for name in CASES if any(x in name for x in (" of Gemma", " without ", " with gelu"))),
     *("layer_norm alone", "add_layer_norm alone", "norm_linear alone", "norm_qkv_rope alone"),
     *("rope of queries alone", "norm_qkv_rope of queries alone"),
@@ -58,6 +59,17 @@ def check(case: Case, place: Place, *sizes: tuple[tuple[int, ...], int]) -> None
 def test_equals_eager(place, name) -> None:
     """The second length makes torch.compile trace the length as a symbol."""
     check(CASES[name], place, ((2, 3), 24), ((2, 5), 24))
+
+
+def test_what_is_traced_equals_eager(monkeypatch) -> None:
+    """Some ops take another way while they are compiled; without a compiler it gives the same."""
+    for name, case in CASES.items():
+        made = leaves(case, case.inputs((2, 3), 24), Place("cpu", FLOAT32))
+        eager = outputs_and_gradients(case.function, made)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            ours = outputs_and_gradients(case.function, made)
+        torch.testing.assert_close(ours, eager, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # test_equals_eager also traces the loop over tokens, which "none" takes, with lengths as symbols.

@@ -126,6 +126,8 @@ def test_heads_are_grouped_where_the_kernel_of_a_gpu_takes_groups(
     k = torch.empty(1, 2, 5, head_dim, dtype=dtype, device="meta")
     with simulating(Simulator()):  # type: ignore[arg-type]
         assert [x.shape[1] for x in heads_for_sdpa(q, k, k)] == [heads, heads]
+        q = q[:, :2]  # as many query heads as key heads: no copy is made
+        assert all(x is k for x in heads_for_sdpa(q, k, k))
 
 
 def formula(
@@ -399,7 +401,7 @@ def test_no_dense_mask_at_length() -> None:
     length, heads = 32768, 2
     q = torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     documents = document_ids_from_positions((torch.arange(length, device="cuda") % 5000)[None])
-    tokens = torch.ones(1, length, device="cuda")
+    tokens = torch.ones(1, length, device="cuda", dtype=torch.long)
     tokens[:, :100] = 0
     for options in ({"window": 4096}, {"softcap": 50.0}, {"window": 1024, "softcap": 50.0}):
         for given in ({}, {"document_ids": documents}, {"padding_mask": tokens}):

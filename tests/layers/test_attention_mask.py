@@ -34,7 +34,7 @@ def test_positions_from_cu_seqlens() -> None:
 def test_dense_pair_by_pair() -> None:
     keys = 7
     for window, queries, packed, padded, causal, prefix in product(
-        (None, 1, 3, 50), (7, 3, 1), (False, True), (False, True), (True, False), (None, (4, 0))
+        (None, 1, 3, 50), (7, 3, 1), (False, True), (False, True), (True, False), (None, (4, -2))
     ):
         case = (
             f"window {window}, {queries} queries, packed {packed}, padded {padded}, causal "
@@ -115,6 +115,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             AttentionMask(4, **given)
+    with pytest.raises(ValueError, match="a key for each query, but there are 4"):
+        AttentionMask(4, keys=2, document_ids=integers[:, :2])
 
 
 def test_ends_of_rows_and_of_documents() -> None:
@@ -142,6 +144,13 @@ def test_malformed_cu_seqlens() -> None:
         tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
         with pytest.raises(ValueError, match=complaint):
             check_cu_seqlens(tensor, 8, longest)
+
+
+def test_a_compiled_function_does_not_look_at_cu_seqlens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check_cu_seqlens(torch.tensor([0, 20]), 8, None)
+    with pytest.raises(ValueError, match="of shape"):
+        check_cu_seqlens(torch.tensor([[0, 8]]), 8, None)
 
 
 def test_the_options_of_the_compiler_hold_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

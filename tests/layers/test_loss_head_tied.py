@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ligermodels.layers import LossHead
-from tests.layers.heads import BATCH, HIDDEN, SEQ, VOCAB, data, dense, make
+from tests.layers.heads import BATCH, HIDDEN, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
 
@@ -61,8 +61,9 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     assert relative(embedding.weight.grad, weight.grad) <= 1e-6
 
 
-def test_from_log_probs_with_a_bound_on_the_targets() -> None:
-    head, _ = make(tied=True)
+@pytest.mark.parametrize("kind", ["tied", "swapped"])
+def test_from_log_probs_with_a_bound_on_the_targets(kind: str) -> None:
+    head, *_ = build(kind)
     hidden, targets = data()
     options = {"skip_ignored": True, "max_valid": targets.numel()}
     found = head.from_log_probs(

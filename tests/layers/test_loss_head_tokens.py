@@ -78,6 +78,37 @@ def test_what_can_be_asked_by_name(kind: str, skip_ignored: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_can_be_asked_by_name_under_autocast(kind: str) -> None:
+    """The products are in bfloat16; the values and the gradients stay in float32."""
+    head, weight, _ = build(kind, softcap=3.0, temperature=0.7)
+    hidden, targets = data()
+    asked = {
+        "return_token_stats": ["log_probs", "entropy", "sum_sq_probs", "mean_logits"],
+        "alternatives": torch.stack((targets.clamp(min=0), targets * 0 + 5), -1),
+        "top_k": 2,
+    }
+
+    def values() -> list[torch.Tensor]:
+        out = head(hidden, targets, reduction="none", chunk_size=5, **asked)
+        names = ("log_probs", "entropy", "sum_sq_probs", "mean_logits", "alternative_log_probs")
+        made = [getattr(out, f"token_{name}") for name in names]
+        whole = head.from_log_probs(hidden, targets, lambda t, _: t.log_probs.square().sum())
+        return [*made, out.token_top_log_probs, whole]
+
+    exact = values()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = values()
+    for x, y in zip(made, exact):
+        assert x.dtype == torch.float32 and relative(x, y) <= 1e-2
+    pairs = [
+        torch.autograd.grad(sum(x.square().sum() for x in each), [hidden, weight])
+        for each in (made, exact)
+    ]
+    for grad, want in zip(*pairs):
+        assert grad.dtype == torch.float32 and relative(grad, want) <= 2e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_token_weights(kind: str) -> None:
     head, weight, _ = build(kind)
     hidden, targets = data()
@@ -87,9 +118,15 @@ def test_token_weights(kind: str) -> None:
     wanted = (each * weights).sum() / out.num_valid
     assert relative(out.loss, wanted) <= 1e-6
     assert relative(out.token_loss, each * weights) <= 1e-6
-    grads = torch.autograd.grad(out.loss, [hidden, weight])
+    grads = torch.autograd.grad(out.loss, [hidden, weight], retain_graph=True)
     for grad, want in zip(grads, torch.autograd.grad(wanted, [hidden, weight])):
         assert relative(grad, want) <= 1e-5
+    # What stands at ignored targets is not looked at.
+    odd = weights.masked_fill(targets == -100, torch.nan)
+    for options in ({}, {"reduction": "none"}, {"skip_ignored": True}):
+        losses = [head(hidden, targets, token_weights=x, **options).loss for x in (weights, odd)]
+        assert torch.equal(*losses)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), hidden)[0] for x in losses))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -83,6 +83,10 @@ def test_small_and_empty_blocks() -> None:
     assert not QuantizedLinear(exact, 8).dequantized(torch.float32)[0].any()
 
 
+def test_what_print_shows() -> None:
+    assert str(QuantizedLinear(linear(8, 6), 4)) == "QuantizedLinear(8, 6, bits=4)"
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="bits=3; expected 4 or 8"):
         QuantizedLinear(linear(), 3)

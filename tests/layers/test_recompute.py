@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
-from itertools import cycle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.layers import attention, recompute
+from ligermodels.layers.lora import LoraLinear
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -60,6 +63,10 @@ def test_gradients_are_bitwise_those_of_no_plan(family: str, subtests: pytest.Su
                 assert_same(model, MemoryPlan.uniform(3, keep), **inputs)
         with subtests.test(f"mixed {list(inputs)}"):
             assert_same(model, MemoryPlan.of(MIXED), **inputs)
+    draw = random.Random(family)
+    for plan in (MemoryPlan.of(draw.choices(KEEPS, k=3)) for _ in range(4)):
+        with subtests.test(str(plan.layers)):
+            assert_same(model, plan, **draw.choice([{}, packed(), padded()]))
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -215,9 +222,10 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(self.dropout(x)))
 
 
-def test_swapped_projections_with_dropout() -> None:
+@pytest.mark.parametrize("family", OWN)
+def test_swapped_projections_with_dropout(family: str) -> None:
     torch.manual_seed(0)
-    model = make("qwen2")
+    model = make(family)
     for layer in model.layers:
         layer.self_attn.qkv_proj = LowRank(layer.self_attn.qkv_proj)
         layer.mlp.down_proj = LowRank(layer.mlp.down_proj)
@@ -229,19 +237,44 @@ def test_swapped_projections_with_dropout() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected), keep
 
 
-@pytest.mark.parametrize("keep", RECOMPUTED)
-def test_autocast(keep: str) -> None:
+@pytest.mark.parametrize("family", OWN)
+def test_lora_on_every_projection(family: str) -> None:
+    torch.manual_seed(0)
+    model = make(family).requires_grad_(False)
+    for layer in model.layers:
+        attn, mlp = layer.self_attn, layer.mlp
+        places = [(attn, "qkv_proj"), (attn, "o_proj")]
+        for parent, name in (*places, (mlp, "gate_up_proj"), (mlp, "down_proj")):
+            wrapped = LoraLinear(getattr(parent, name), rank=2)
+            nn.init.normal_(wrapped.lora_b)
+            setattr(parent, name, wrapped)
+    for plan in (*(MemoryPlan.uniform(3, keep) for keep in RECOMPUTED), MemoryPlan.of(MIXED)):
+        assert_same(model, plan)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_autocast(family: str) -> None:
+    model = make(family)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same(make("llama"), MemoryPlan.uniform(3, keep))
+        for plan in (*(MemoryPlan.uniform(3, keep) for keep in RECOMPUTED), MemoryPlan.of(MIXED)):
+            assert_same(model, plan)
 
 
-@pytest.mark.parametrize(("keep", "per_block"), zip(RECOMPUTED, cycle([False, True])))
-def test_compiled(keep: str, per_block: bool) -> None:
-    model = make("llama")
+COMPILED = [("llama", keep, i % 2 == 1) for i, keep in enumerate(RECOMPUTED)]
+COMPILED += [(family, MIXED, per_block) for family in OWN for per_block in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "keeps", "per_block"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] is MIXED)) for case in COMPILED],
+)
+def test_compiled(family: str, keeps: Any, per_block: bool) -> None:
+    plan = MemoryPlan.of([keeps] * 2 if isinstance(keeps, str) else keeps)
+    model = make(family, num_hidden_layers=len(plan.layers))
     _, expected = run(model, None)
     ids, labels = batch()
     model.zero_grad()
-    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    model.set_memory_plan(plan)
     torch._dynamo.reset()
     if per_block:
         for layer in model.layers:
@@ -253,6 +286,40 @@ def test_compiled(keep: str, per_block: bool) -> None:
         ).loss.backward()
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the outputs of torch's attention by torch's own way."""
+    model = make("llama")
+    _, expected = run(model, None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    _, found = run(model, MemoryPlan.uniform(3, "attention"))
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [*OWN, "lora"])
+def test_selective_checkpointing_may_keep_products(family: str) -> None:
+    """PyTorch's second forward gets the stored tensor again, so the first one leaves it alone."""
+    model = make("llama" if family == "lora" else family)
+    if family == "lora":
+        for layer in model.layers:
+            wrapped = LoraLinear(layer.self_attn.qkv_proj, rank=2)
+            nn.init.normal_(wrapped.lora_b)
+            layer.self_attn.qkv_proj = wrapped
+    ids, labels = batch()
+    expected = torch.autograd.grad(model(ids, labels=labels).loss, list(model.parameters()))
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten.addmm.default]
+    for layer in model.layers:
+        layer.forward = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, kept),
+        )
+    found = torch.autograd.grad(model(ids, labels=labels).loss, list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
 
 
 class Returns(nn.Module):

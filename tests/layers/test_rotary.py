@@ -34,6 +34,11 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
     "yarn, betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, a ramp without length": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 6,
+    },
     "yarn, not truncated": {
         "rope_type": "yarn",
         "factor": 4.0,

@@ -73,6 +73,10 @@ def test_too_small_a_budget_names_the_least() -> None:
         head(hidden, targets, max_scratch_bytes=least - 1)
     head(hidden, targets, max_scratch_bytes=least)
     assert set(head.proj.rows) == {1}
+    # Without a gradient of hidden, autograd does not join the gradients of its rows.
+    head(hidden.detach(), targets, max_scratch_bytes=least - hidden.nbytes)
+    with pytest.raises(ValueError, match=f"at least {least - hidden.nbytes}$"):
+        head(hidden.detach(), targets, max_scratch_bytes=least - hidden.nbytes - 1)
     # One chunk needs no sum of weight gradients, so a large projection needs no larger budget.
     head.proj.rows.clear()
     head(hidden[:1, :1], targets[:1, :1], max_scratch_bytes=3 * weight.nbytes)

@@ -27,7 +27,11 @@ def test_a_teacher_of_a_head_is_the_same() -> None:
         **{"targets": targets, "beta": 0.3, "temperature": 2.0} | common,
     )
     valid = int((targets != -100).sum())
-    for skips in ({}, {"skip_ignored": True}, {"skip_ignored": True, "max_valid": valid + 1}):
+    for skips in (
+        {"chunk_size": 5},
+        {"skip_ignored": True},
+        {"skip_ignored": True, "max_valid": valid + 1},
+    ):
         out = student(hidden, targets, teacher=given, **common, **skips)
         assert relative(out.loss, want) <= 1e-6 and out.num_valid == valid
         each = student(

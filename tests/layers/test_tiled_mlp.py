@@ -357,3 +357,11 @@ def test_fsdp2(one_rank, shard: Callable[..., None]) -> None:
             {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in got.items()}, expected, 1e-6
         )
     assert (ours.calls == 2) == (shard is shard_linears)
+
+
+def test_what_a_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, upstream = inputs()
+    ours, whole = pair()
+    expected = results(whole, x, upstream)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    same(results(ours, x, upstream), expected, 1e-6)

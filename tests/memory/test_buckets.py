@@ -15,6 +15,8 @@ from ligermodels.memory.buckets import buckets
 from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import random_model
 
+pytestmark = pytest.mark.usefixtures("rows_at_once")
+
 MIB = 2**20
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -70,8 +71,24 @@ def requests(seed: int, steps: int = 2000):
             yield "allocate", index, int(2 ** generator.uniform(0, 26))
 
 
-def test_blocks_never_overlap_and_all_memory_joins_again() -> None:
-    allocator, live = CachingAllocator(), {}
+def test_an_expandable_segment_grows_at_its_end() -> None:
+    allocator = CachingAllocator(expandable=True)
+    first, second, third = (allocator.allocate(size * MIB) for size in (30, 20, 15))
+    assert allocator.reserved == 80 * MIB  # 65, in parts of 20
+    allocator.free(second)
+    allocator.free(third)
+    assert allocator.allocate(60 * MIB).address == second.address
+    assert allocator.reserved == 100 * MIB
+    allocator.free(first)
+    # The last block is as long as it may become, so another one is taken.
+    assert allocator.allocate(5 * MIB).address == first.address
+    assert allocator.allocate(MIB // 2).size == MIB // 2
+    assert allocator.reserved == 102 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_blocks_never_overlap_and_all_memory_joins_again(expandable: bool) -> None:
+    allocator, live = CachingAllocator(expandable=expandable), {}
     for action, index, size in requests(0):
         if action == "free":
             allocator.free(live.pop(index))
@@ -89,7 +106,7 @@ def test_blocks_never_overlap_and_all_memory_joins_again() -> None:
 
 
 def compare_with_the_gpu() -> None:
-    allocator, live = CachingAllocator(), {}
+    allocator, live = CachingAllocator(expandable=expandable_segments()), {}
     for action, index, size in requests(1, 500):
         if action == "free":
             block, tensor = live.pop(index)
@@ -103,10 +120,14 @@ def compare_with_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bytes_as_on_a_gpu() -> None:
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_same_bytes_as_on_a_gpu(expandable: bool) -> None:
     """In a process of its own, since free parts of earlier segments would be used first."""
     command = [sys.executable, "-m", "tests.memory.test_caching_allocator"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    given = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=os.environ | given
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

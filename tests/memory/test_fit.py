@@ -18,6 +18,8 @@ from tests.memory.test_simulate import Crossed
 from tests.models.pairs import tiny_model
 from tests.tiny_models import random_model
 
+pytestmark = pytest.mark.usefixtures("rows_at_once")
+
 CPU = torch.device("cpu")
 
 
@@ -195,6 +197,7 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"optimizer_bytes": -1}, "optimizer_bytes=-1"),
         (1, 16, {"count": "all"}, "count='all'"),
         (1, 16, {"budget": "9" * 400}, "budget='999"),
+        (1, 16, {"around": torch.nn.Linear(1, 1)}, "around is a Linear that does not contain"),
     ],
 )
 def test_impossible_requests_are_refused(

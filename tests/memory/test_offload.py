@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -479,9 +480,17 @@ def test_gradients_of_models_are_bitwise_equal(
     family: str, wiped: None, subtests: pytest.Subtests
 ) -> None:
     model = make(family)
+    draw = random.Random(family)
+    drawn = [
+        MemoryPlan.of(
+            [LayerPlan("all", True)]
+            + [LayerPlan(draw.choice(KEEPS), draw.random() < 0.5) for _ in range(2)]
+        )
+        for _ in range(2)
+    ]
     for name, inputs in (("plain", {}), ("packed", PACKED)):
         expected = run_with(model, MemoryPlan.uniform(3, "all"), None, **inputs)
-        for plan in PLANS:
+        for plan in (*PLANS, *drawn):
             with subtests.test(f"{name} {plan.layers[0]}, {plan.layers[1]}"):
                 offloader = make_offloader()
                 for _ in range(3):

@@ -48,6 +48,8 @@ def test_data_sheets() -> None:
     assert h200.memory > h100.memory and h200.source == "data sheet of H200"
     assert data_sheet("H100", torch.float32).products < h100.products
     assert data_sheet("another", torch.bfloat16) == data_sheet("H100", torch.bfloat16)
+    assert rates.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert rates.peak_flops("GeForce") is None
     assert gpu_bytes("h200") > gpu_bytes("H100") > 75 * 2**30
     with pytest.raises(ConfigError, match="gpu: 'another' is not known; expected one of H200"):
         gpu_bytes("another")

@@ -23,6 +23,8 @@ from ligermodels.memory.simulate import Simulation, simulate
 from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import random_model
 
+pytestmark = pytest.mark.usefixtures("rows_at_once")
+
 RANKS = 4
 CPU = torch.device("cpu")
 

@@ -61,7 +61,9 @@ BLOCKS = ("llama", "gemma2", "gemma3_text")
         for case in CASES
     ],
 )
-def test_a_step_on_the_cpu(family, case) -> None:
+def test_a_step_on_the_cpu(family, case, request) -> None:
+    if family != "llama":  # the head is the same
+        request.getfixturevalue("rows_at_once")
     tied = {"tie_word_embeddings": case == "tied"}
     model = random_model(family, **OWN[family] | tied)
     inputs = {}
@@ -150,6 +152,24 @@ def test_peaks_that_were_measured(triton, preset, batch, seq, measured) -> None:
     made = simulate(real_size(preset), batch, seq, device=GPU)
     peak = (made.peak_bytes + 2 * made.weight_bytes) / 2**30
     assert peak == pytest.approx(measured, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    "keep, numbers, scalars",
+    [
+        ("all", 2 * 4096 + 6144 + 4096 + 2 * 14336, 2 + 32),
+        ("no_gate_up", 2 * 4096 + 6144 + 4096, 1 + 32),
+        ("attention", 4096 + 4096, 32),
+        ("input", 4096, 0),
+    ],
+)
+def test_bytes_that_a_layer_keeps(triton, keep, numbers, scalars) -> None:
+    """Of Llama-3-8B, for each token: numbers in bfloat16, and scalars in float32."""
+    model = real_size("llama-3-8b")
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    phase = simulate(model, 1, 16384, device=GPU).phases["forward of layer 5"]
+    kept = (phase.after - phase.before) / 16384  # with two numbers of the random generator
+    assert kept == pytest.approx(2 * numbers + 4 * scalars, abs=0.1)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

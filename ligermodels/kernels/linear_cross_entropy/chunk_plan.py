@@ -65,13 +65,15 @@ class ChunkPlan(NamedTuple):
     `token_loop` runs without that gradient. `vocab_loop` then computes it for `vocab_block` classes
     at a time, from the logits of `block_chunk_size` tokens at a time. If `grads_in_forward` is
     False, there is no memory to save gradients between the passes: backward recomputes the logits
-    and computes all gradients.
+    and computes all gradients. If `round_weight_grad` is True, forward rounds the sum of the weight
+    gradient to the weight's dtype before it is saved.
     """
 
     chunk_size: int
     vocab_block: int | None = None
     block_chunk_size: int = 0
     grads_in_forward: bool = True
+    round_weight_grad: bool = False
 
 
 def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:

@@ -18,7 +18,7 @@ from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_request,
     check_targets,
-    check_token_weights,
+    checked_token_weights,
     reduce_tokens,
     token_output,
 )
@@ -74,6 +74,7 @@ def linear_cross_entropy(
     max_scratch_bytes: int | None = None,
     skip_ignored: bool = False,
     max_valid: int | None = None,
+    weight_grad_in_forward: bool = False,
     return_token_stats: bool | Collection[str] = False,
     alternatives: Tensor | None = None,
     top_k: int = 0,
@@ -99,7 +100,8 @@ def linear_cross_entropy(
         temperature: divides the logits, after the softcap.
         class_weights: (vocab). They get no gradient.
         token_weights: (...) factors of the loss of each token, such as advantages. They get no
-            gradient, and the normalizer does not depend on them.
+            gradient, and the normalizer does not depend on them. Those of ignored tokens are not
+            looked at.
         chunk_size: the number of rows whose logits exist at once (twice as many with vocab_shard);
             it overrides the budget.
         max_scratch_bytes: the most memory to use besides inputs, outputs and gradients. It must
@@ -119,6 +121,8 @@ def linear_cross_entropy(
         max_valid: for skip_ignored, an upper bound, known on the host, on the number of targets
             that are not ignored. The matrix products have this many rows. If the bound is too
             small, CPU eager mode raises an error; otherwise the loss is NaN.
+        weight_grad_in_forward: whether forward saves the weight gradient in the weight's dtype
+            (float16: in float32), and no logits. The heads of one model then keep little at once.
         return_token_stats: what to return of each token, by name: "log_probs", "entropy",
             "correct", "sum_sq_probs" and "mean_logits". True means the first three. What is not
             asked for costs nothing.
@@ -141,7 +145,9 @@ def linear_cross_entropy(
     """
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     options = check_options(options, reduction, normalizer, temperature)
-    chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
+    chunking = check_chunk_options(
+        chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
+    )
     request = token_request(return_token_stats, top_k, alternatives)
     one_loss = reduction != "none"
     head = make_head(
@@ -155,6 +161,7 @@ def linear_cross_entropy(
         chunking,
         request,
         one_loss,
+        may_save_logits_grad=not weight_grad_in_forward,
         shard=vocab_shard,
     )
     if not one_loss:
@@ -174,8 +181,12 @@ def linear_cross_entropy(
     if plan.vocab_block is not None:
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
-    elif rows <= plan.chunk_size and _saves_logits_grad(
-        rows, head.weight, _classes(weight, vocab_shard), head.args.needs_grad
+    elif (
+        not weight_grad_in_forward
+        and rows <= plan.chunk_size
+        and _saves_logits_grad(
+            rows, head.weight, _classes(weight, vocab_shard), head.args.needs_grad
+        )
     ):
         # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
@@ -308,12 +319,15 @@ def make_head(
     row_targets = targets.flatten()
     index = valid_rows(row_targets, options.ignore_index, chunking)
     if token_weights is not None:
-        token_weights = _row_weights(token_weights, targets, index, compute_dtype(hidden))
+        weights = checked_token_weights(token_weights, targets, options.ignore_index)
+        weights = weights.flatten().to(compute_dtype(hidden))
+        token_weights = weights if index is None else gather(weights[:, None], index)[:, 0]
     if index is not None and request.alternatives is not None:
         inside = index.clamp(max=max(len(row_targets) - 1, 0))
         request = request._replace(alternatives=request.alternatives[inside])
     row_targets = gather_targets(row_targets, index, options.ignore_index)
     rows = len(row_targets)
+    rounds = one_loss and chunking.weight_grad_in_forward and weight.dtype != torch.float16
     if chunking.chunk_size is not None:
         plan = chunk_plan.ChunkPlan(chunking.chunk_size)
     else:
@@ -335,6 +349,8 @@ def make_head(
             # `token_loop` computes the next chunk's logits while the ranks exchange.
             columns = sizes.vocab + (weight.shape[1] if skip else 0)
             sizes = sizes._replace(ahead_bytes=columns * hidden.element_size())
+        if rounds and needs_grad.weight:
+            sizes = sizes._replace(rounded_weight_bytes=weight.numel() * weight.element_size())
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
         # If the last chunk has one row, the compiler makes the number of rows a constant. torch
@@ -349,21 +365,12 @@ def make_head(
         token_weights=token_weights,
         divisor=None,
         options=options,
-        plan=plan,
+        plan=plan._replace(round_weight_grad=rounds),
         needs_grad=needs_grad,
         request=request,
         shard=shard,
     )
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
-
-
-def _row_weights(
-    token_weights: Tensor, targets: Tensor, index: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Check the weights of tokens (...); return those of the gathered rows, in dtype."""
-    check_token_weights(token_weights, targets)
-    flat = token_weights.detach().flatten().to(dtype)
-    return flat if index is None else gather(flat[:, None], index)[:, 0]
 
 
 def _checked(

@@ -46,7 +46,10 @@ class GradsInForward(torch.autograd.Function):
         grad_output, late_scale = _forward_scale(head)
         stats = TokenStats.empty(len(args.targets), hidden, args.request)
         made = token_loop(head, args.needs_grad, grad_output, stats=stats)
-        ctx.save_for_backward(made.grad_hidden, made.grad_weight, made.grad_bias, late_scale)
+        grad_weight = made.grad_weight
+        if grad_weight is not None and args.plan.round_weight_grad:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(made.grad_hidden, grad_weight, made.grad_bias, late_scale)
         ctx.dtype = hidden.dtype
         return _mean(ctx, head, made.loss, made.z_loss, stats)
 

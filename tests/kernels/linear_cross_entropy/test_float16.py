@@ -121,3 +121,25 @@ def test_float16_gradients_for_any_class_weights(float32_place, name, cut, label
             mine, theirs = ((x - true).norm() / true.norm() for x in results)
             errors[width, leaf] = mine / theirs
     assert max(errors.values()) < 2, errors
+
+
+def test_float16_gradients_with_large_weights_of_tokens() -> None:
+    """Forward scales the gradients by the largest weight, so that they fit into float16."""
+    made = inputs((32,), 8, 16, bias=False)
+    made = {k: v for k, v in made.items() if isinstance(v, torch.Tensor)}
+    weights, found = torch.linspace(-3e5, 3e5, 32), []
+    for dtype in (torch.float16, torch.float64):
+        leaves = {k: v.half().to(dtype) if v.is_floating_point() else v for k, v in made.items()}
+        leaves["hidden"].requires_grad_()
+        loss = linear_cross_entropy(**leaves, token_weights=weights).loss
+        (loss / 1e4).backward()
+        found.append(leaves["hidden"].grad.double())
+    torch.testing.assert_close(*found, rtol=2e-2, atol=1e-3)
+
+
+def test_float16_without_tokens() -> None:
+    hidden = torch.zeros(0, 8, dtype=torch.float16, requires_grad=True)
+    weight = torch.ones(5, 8, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64)).loss
+    loss.backward()
+    assert loss == 0 and not weight.grad.any() and hidden.grad.shape == (0, 8)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_group_loss
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import INTERPRETING, Place
 from tests.kernels.linear_cross_entropy import test_functions
 from tests.kernels.linear_cross_entropy.test_functions import VOCAB, WIDTH, on
 
@@ -167,3 +167,15 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             linear_group_loss(**made | {"loss_function": pair_loss} | given)
+
+
+def test_what_a_compiler_traces(monkeypatch) -> None:
+    made = on(Place("cpu", torch.float32), inputs())
+    expected = wanted(made)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    loss = linear_group_loss(
+        **made, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, chunk_size=SEQ
+    )
+    leaves = [made["hidden"], made["weight"], made["bias"]]
+    found = loss, *torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(found, expected)

@@ -200,9 +200,9 @@ def test_compiled_equals_eager(compiled_place, asked, cut) -> None:
     torch._dynamo.reset()
     backend = "inductor" if place.device == "cuda" else "aot_eager"
     op, _ = PAIRS[asked]
-    # The trace holds every piece, and a small budget makes many of them. Five rows keep it short.
-    source = inputs((5,) if cut == "columns" else (ROWS,), WIDTH, 16, name="everything")
-    options = {"chunk_size": 9}
+    # The trace holds every piece, and a small budget makes many of them. Few rows keep it short.
+    source = inputs((3,) if cut == "columns" else (ROWS,), WIDTH, 16, name="everything")
+    options = {"chunk_size": 12}
     if cut == "columns":
         options = {"max_scratch_bytes": small_budget(source, place, 6, op)}
     results = []

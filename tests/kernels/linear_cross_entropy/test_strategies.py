@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ligermodels.kernels import linear_cross_entropy
+from ligermodels.kernels import cross_entropy, linear_cross_entropy
 from tests.kernels import formulas
 from tests.kernels.checks import as_tuple, check_repeatable, compare
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
@@ -138,3 +138,62 @@ def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
         runs.append((*as_tuple(out), *(leaves[k].grad for k in ("hidden", "weight", "bias"))))
     for a, b in zip(*runs):
         assert torch.equal(a, b)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_loss_whose_gradient_is_dropped(cut, reduction) -> None:
+    """A function of the user's after the loss may return None as its gradient."""
+    width, chunk_size = CUTS[cut]
+    made = inputs(width=width)
+    leaves = [made[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    loss = linear_cross_entropy(**made, reduction=reduction, chunk_size=chunk_size).loss
+    logits = (made["hidden"] @ made["weight"].t()).detach().requires_grad_()
+    plain = cross_entropy(logits, made["targets"], reduction=reduction).loss
+    for each in (loss, plain):
+        (_NoGradient.apply(each).sum() + leaves[0].sum() + logits.sum()).backward()
+    torch.testing.assert_close(leaves[0].grad, torch.full_like(leaves[0], 2.0))
+    torch.testing.assert_close(logits.grad, torch.full_like(logits, 2.0))
+    assert leaves[1].grad is None and leaves[2].grad is None
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_gradient_in_forward(dtype, chunk_size) -> None:
+    """Forward saves it in the weight's dtype, and no logits. The gradients stay what they were."""
+    made = {k: x for k, x in inputs(bias=False).items() if x is not None}
+    for name in ("hidden", "weight"):
+        made[name] = made[name].detach().to(dtype).requires_grad_()
+    leaves = [made["hidden"], made["weight"]]
+    saved: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    grads = []
+    for option in (False, True):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = linear_cross_entropy(
+                **made, chunk_size=chunk_size, weight_grad_in_forward=option
+            ).loss
+        grads.append(torch.autograd.grad(loss, leaves))
+    kept = torch.float32 if dtype == torch.float16 else dtype
+    assert [x.dtype for x in saved if x.shape == (VOCAB, WIDTH)] == [kept]
+    assert all(x.shape[-1:] != (VOCAB,) for x in saved)
+    for one, other in zip(*grads):
+        torch.testing.assert_close(
+            one, other, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-5
+        )

@@ -28,6 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
         "alternatives": torch.arange(-1, 21).reshape(11, 2),
         "softcap": 4.0,
     },
+    {"return_token_stats": ("entropy",)},
 ]
 
 
@@ -64,7 +65,20 @@ def test_a_shard_of_all_classes_changes_nothing(shard: VocabShard) -> None:
     check(shard)
 
 
-@pytest.mark.parametrize("budget", [2_000_000, 800_000])
+def test_a_compiler_traces_collectives_that_wait(
+    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check(shard)
+
+
+def test_the_likeliest_classes_of_a_split_vocabulary_are_refused(shard: VocabShard) -> None:
+    hidden, weight, targets = torch.zeros(2, 4), torch.zeros(VOCAB, 4), torch.zeros(2).long()
+    with pytest.raises(ValueError, match=r"top_k=2 .* split over ranks; compute .* head.logits"):
+        kernels.linear_cross_entropy(hidden, weight, targets, vocab_shard=shard, top_k=2)
+
+
+@pytest.mark.parametrize("budget", [2_000_000, 1_200_000])
 @pytest.mark.parametrize(
     "options",
     [
