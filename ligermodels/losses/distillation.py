@@ -76,7 +76,9 @@ def distillation(
     )
 
 
-def top_k_divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float = 0.0) -> Tensor:
+def top_k_divergence(
+    log_probs: Tensor, teacher_log_probs: Tensor, beta: float | None = 0.0
+) -> Tensor:
     """Return the divergence of k classes of each token and of all other classes together.
 
     The k classes are those that were stored of the teacher. What is left of the probability is one
@@ -91,16 +93,18 @@ def top_k_divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float =
         beta: as in `distillation`.
     Returns: (...) in the dtype of log_probs.
     """
-    if log_probs.shape != teacher_log_probs.shape or not 0 <= beta <= 1:
+    if log_probs.shape != teacher_log_probs.shape or not (beta is None or 0 <= beta <= 1):
         raise ValueError(
             f"top_k_divergence: log_probs {tuple(log_probs.shape)}, teacher_log_probs "
             f"{tuple(teacher_log_probs.shape)}, beta={beta}; expected equal shapes and a beta in "
-            "[0, 1]"
+            "[0, 1], or None"
         )
     teacher_log_probs = teacher_log_probs.detach().to(log_probs.dtype)
     padding = teacher_log_probs == -torch.inf
     log_p = _with_rest(log_probs.masked_fill(padding, -torch.inf))
     log_q = _with_rest(teacher_log_probs)
+    if beta is None:
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     if beta == 0:
         return _kl(log_q, log_p)
     if beta == 1:

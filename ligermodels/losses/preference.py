@@ -244,7 +244,9 @@ def dpo_loss(
     )
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
-    _check_dpo(types, weights, label_smoothing, f_divergence_type, use_weighting, log_sum_sq_probs)
+    _check_dpo(
+        types, weights, beta, label_smoothing, f_divergence_type, use_weighting, log_sum_sq_probs
+    )
     chosen_mask, rejected_mask = halves(mask.bool(), "mask")
     chosen, rejected = halves(_sequence_log_probs(log_probs, mask, ld_alpha), "mask")
     ref_chosen, ref_rejected = halves(_sequence_log_probs(ref_log_probs, mask, ld_alpha), "mask")
@@ -283,13 +285,18 @@ def dpo_loss(
 def _check_dpo(
     types: list[str],
     weights: list[float],
+    beta: float,
     label_smoothing: float,
     f_divergence_type: str,
     use_weighting: bool,
     log_sum_sq_probs: Tensor | None,
 ) -> None:
+    if not types:
+        raise ConfigError(f"loss_type: the list is empty; expected {', '.join(DPO_LOSS_TYPES)}")
     for name in types:
         check_choice("loss_type", name, DPO_LOSS_TYPES)
+    if not beta > 0:
+        raise ConfigError(f"beta: must be more than 0: {beta}")
     check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     if len(weights) != len(types):
         raise ConfigError(f"loss_weights: {len(weights)} weights for {len(types)} losses")

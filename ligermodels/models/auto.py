@@ -158,25 +158,29 @@ class AutoLiger:
                 cls = now  # A save has just replaced the checkpoint by one of another family.
 
 
-def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
-    """Return the model of an adapter with the adapter added to its weights."""
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder with the tokenizer of a checkpoint.
 
-    def read(real: Path) -> tuple[Any, ...]:
-        generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
-        return *adapters.read_adapter(real), copied_files(real), generation
+    It is the folder itself, but for an adapter without a tokenizer, as PEFT writes it: that of the
+    model that it belongs to.
 
-    weights, config, files, generation_config = read_one_version(folder, read)
+    Raises:
+        CheckpointError: adapter_config.json names no model that can be found.
+    """
+    names = ("tokenizer.json", "tokenizer.model")
+    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in names):
+        return folder
     where = folder / ADAPTER_CONFIG_NAME
+    return _base_of(where, read_json_if_present(where, CheckpointError) or {})
+
+
+def _base_of(where: Path, config: dict[str, Any]) -> Path:
+    """Return the folder of the model that an adapter belongs to, by its config at `where`."""
     base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not isinstance(base, str) or not isinstance(revision, str | None):
         raise CheckpointError(
             f"{where}: base_model_name_or_path is {shown(base)}, but must name the model that the "
             f"adapter belongs to (revision: {shown(revision)})"
-        )
-    if torch.device(options.get("device", "cpu")).type == "meta":
-        raise CheckpointError(
-            f"{folder}: an adapter cannot be added to weights that are read later; load it on "
-            "another device, or convert it to a whole checkpoint first (ligermodels convert)"
         )
     try:
         source = hub.resolve(base, revision=revision)
@@ -187,6 +191,24 @@ def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
             f"{where}: base_model_name_or_path is {shown(base)}, which is an adapter, too; convert "
             "that to a whole checkpoint first (ligermodels convert)"
         )
+    return source
+
+
+def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
+    """Return the model of an adapter with the adapter added to its weights."""
+
+    def read(real: Path) -> tuple[Any, ...]:
+        generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+        return *adapters.read_adapter(real), copied_files(real), generation
+
+    weights, config, files, generation_config = read_one_version(folder, read)
+    where = folder / ADAPTER_CONFIG_NAME
+    if torch.device(options.get("device", "cpu")).type == "meta":
+        raise CheckpointError(
+            f"{folder}: an adapter cannot be added to weights that are read later; load it on "
+            "another device, or convert it to a whole checkpoint first (ligermodels convert)"
+        )
+    source = _base_of(where, config)
     model = AutoLiger.from_hf(source, **options)
     weight_map = model.weight_map(model.built_from)
     try:

@@ -486,6 +486,8 @@ class DecoderModel(HFModel, PlannedModel):
         method, those with two or more dimensions are normal, and the others stay as they are.
         """
         self._check_attributes()
+        if self.embed_tokens.weight.is_meta:
+            return  # there are no values
         std = self.config.initializer_range
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):

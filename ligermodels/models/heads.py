@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.dispatch import refuse_double_backward
-from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.layers import LossHead
 from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
@@ -123,10 +121,13 @@ class MedusaHeads(nn.Module):
             labels: (batch, seq) int64 at the positions of the inputs, as a model takes them; the
                 ignore_index of the head is ignored.
             document_ids: (batch, seq); no head predicts a token of another document.
-            options: of `LossHead.forward`, except reduction, token_weights, and those that return
-                more. normalizer divides each head's sum over tokens; by default it is the head's
-                own number of targets.
+            options: of `LossHead.forward`, except reduction, token_weights, teacher, and those that
+                return more. normalizer divides each head's sum over tokens; by default it is the
+                head's own number of targets.
+        Raises:
+            ConfigError: one of the options is not for several heads.
         """
+        _check_options(options)
         count, normalizer = len(self.blocks), options.get("normalizer")
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
@@ -142,12 +143,12 @@ class MedusaHeads(nn.Module):
             scales = decays / divisors
             loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
         else:
+            # Only one float32 sum of a weight gradient exists at a time, and no head keeps logits.
+            options["weight_grad_in_forward"] = True
             sums = torch.stack(
                 [
-                    _loss_now(
-                        self.head(i), block(hidden), targets[i], decays[i] / divisors[i], options
-                    )
-                    for i, block in enumerate(self.blocks)
+                    decays[i] / divisors[i] * self.head(i)(block(hidden), target, **options).loss
+                    for i, (block, target) in enumerate(zip(self.blocks, targets))
                 ]
             )
             loss = sums.sum()
@@ -218,6 +219,17 @@ def ahead_targets(
     return targets.masked_fill(later != document_ids, ignore_index)
 
 
+def _check_options(options: HeadOptions) -> None:
+    """Raise ConfigError for an option of one head that several heads cannot honour."""
+    given: dict[str, Any] = {**options}
+    if given.pop("reduction", "mean") != "mean":
+        raise ConfigError("MedusaHeads: the reduction is a mean; divide by a normalizer instead")
+    more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
+    odd = [x for x in more if given.get(x) is not None and given[x] is not False]
+    if odd:
+        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: not an option of several heads")
+
+
 def _copy(head: LossHead) -> LossHead:
     """Return a head of the same options with its own projection, which starts with the values."""
     weight = head.weight
@@ -230,50 +242,6 @@ def _copy(head: LossHead) -> LossHead:
     if bias is not None:
         copied.proj.bias = nn.Parameter(bias.detach().clone())
     return copied
-
-
-def _loss_now(
-    head: LossHead, hidden: Tensor, targets: Tensor, scale: Tensor, options: HeadOptions
-) -> Tensor:
-    """Return scale * the summed loss of a head, whose gradients are finished in forward."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return scale * head(hidden, targets, **options).loss
-    parameters = [x for x in head.parameters() if x.requires_grad]
-    return _BackwardNow.apply(hidden, scale, targets, head, options, *parameters)
-
-
-class _BackwardNow(torch.autograd.Function):
-    """Run forward and backward of a head at once, and keep the gradients in their final dtypes.
-
-    The float32 sum of the weight gradient is then free before the next head begins.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        scale: Tensor,
-        targets: Tensor,
-        head: LossHead,
-        options: HeadOptions,
-        *parameters: Tensor,
-    ) -> Tensor:
-        with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-            loss = scale * head(leaf, targets, **options).loss
-        inputs = [leaf, *parameters] if hidden.requires_grad else [*parameters]
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
-        ctx.save_for_backward(*(grads if hidden.requires_grad else (None, *grads)))
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("MedusaHeads")
-        # The scale is not rounded to the low precision of a gradient.
-        grads = [
-            None if x is None else scaled_grad(x, grad_output, x.dtype) for x in ctx.saved_tensors
-        ]
-        return grads[0], None, None, None, None, *grads[1:]
 
 
 class MedusaModel(nn.Module):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from typing_extensions import Self
 
-from ligermodels.converters import export, hf_config, hub
+from ligermodels.converters import export, hf_config, hub, huge_pages
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import (
@@ -207,7 +207,7 @@ class HFModel(nn.Module):
                     "something else than the checkpoint's"
                 )
         weights: dict[str, Tensor] = {
-            entry.name: torch.empty(entry.shape, dtype=dtype or stored[entry.name], device=device)
+            entry.name: huge_pages.empty(entry.shape, dtype or stored[entry.name], device)
             for entry in weight_map
         }
         if reads_now:
@@ -216,7 +216,7 @@ class HFModel(nn.Module):
                 pass
         else:
             model._unread = checkpoint
-        model.load_state_dict(_under_all_names(model, weights), assign=True)
+        _set_parameters(model, weights)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.to_empty(device=device)  # recomputes its buffers from the config
@@ -404,17 +404,13 @@ def _named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _under_all_names(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights also under the further names of modules that are used in several places."""
-    first: dict[tuple[int, str], str] = {}
-    named = dict(weights)
-    for path, module in model.named_modules(remove_duplicate=False):
-        for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{path}.{key}" if path else key
-            known = first.setdefault((id(module), key), name)
-            if known in weights:
-                named[name] = weights[known]
-    return named
+def _set_parameters(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Replace each parameter, in all modules that have it, by one with the values in `weights`."""
+    parameters = dict(model.named_parameters())
+    new = {id(x): nn.Parameter(weights[name], x.requires_grad) for name, x in parameters.items()}
+    for module in model.modules():
+        for key, x in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, key, new[id(x)])
 
 
 def _check_own_architecture(model: HFModel) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.converters import hub
+from ligermodels.converters import hub, huge_pages
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.weight_map import Entry
@@ -136,7 +136,7 @@ def load_pretrained(
     _check_writable(targets, entries, folder)
 
     staged: dict[str, Tensor] = {
-        name: torch.empty(entry.shape, dtype=targets[name].dtype, device="cpu")
+        name: huge_pages.empty(entry.shape, targets[name].dtype, "cpu")
         for name, entry in entries.items()
     }
     reads = checkpoint.read_all([(entry, staged[name]) for name, entry in entries.items()])

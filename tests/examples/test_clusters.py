@@ -84,7 +84,7 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, arguments: list[st
     tools.mkdir()
     # What Slurm's programs do: name the nodes, and start the command on each.
     scripts = {
-        "scontrol": "echo localhost; echo other",
+        "scontrol": "echo localhost; sleep 0.1; echo other",
         "srun": 'shift; "$@" & one=$!; "$@" & two=$!; wait $one && wait $two',
     }
     for name, text in scripts.items():

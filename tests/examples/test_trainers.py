@@ -12,17 +12,14 @@ import pytest
 
 from ligermodels.models.auto import AutoLiger
 from tests import markdown
-from tests.examples.trainer_cases import ALL, INSTALL, RANKS, TOOLS
+from tests.examples.trainer_cases import INSTALL, RANKS, TOOLS
 from tests.parallel.ranks import run_ranks
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_two_processes(
-    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_two_processes(whole: bool, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """They equal one process, and transformers' model in the same tool."""
-    monkeypatch.setenv(ALL, "1" if whole else "")
-    report = run_ranks("tests.examples.trainer_cases", RANKS, tmp_path)
+    report = run_ranks("tests.examples.trainer_cases", RANKS, tmp_path, whole)
     for name, outcome in report.items():
         with subtests.test(name):
             assert isinstance(outcome, dict), outcome

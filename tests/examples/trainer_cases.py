@@ -41,7 +41,6 @@ SAMPLE = [
     ("DeepSpeed, ZeRO-0", "llama", True),
     ("DeepSpeed, ZeRO-3", "qwen2", False),
 ]
-ALL = "LIGERMODELS_ALL_TRAINERS"  # an environment variable that asks for WHOLE
 
 
 def make_rows() -> Rows:
@@ -147,6 +146,31 @@ def with_deepspeed(model: Any, native: bool, stage: int) -> list[float]:
     return deepspeed_zero.train(model, make_rows(), **options)
 
 
+def resumed(rank: int, place: Path) -> dict[str, float]:
+    """Train with ZeRO-3, go on in another engine from its checkpoint, and evaluate there."""
+    from examples.trainers import deepspeed_zero
+
+    folder, rows = checkpoint(place / "checkpoint", tied=True), make_rows()
+    options = {"learning_rate": RATE, "max_grad_norm": 0.0, "checkpoints": place / "state"}
+    losses = deepspeed_zero.train(AutoLiger.from_hf(folder), rows[: 2 * BATCH], **options)
+    model = AutoLiger.from_hf(folder)
+    losses += deepspeed_zero.train(model, rows, **options)
+    whole = AutoLiger.from_hf(folder)
+    expected = in_one_process(whole)
+    ids = torch.stack([row["input_ids"] for row in rows])
+    with torch.no_grad():  # DeepSpeed's hooks gather the parameters
+        found, wanted = (each.eval()(ids, labels=ids).loss.item() for each in (model, whole))
+    deepspeed_zero.save(model, place / "saved")
+    dist.barrier()
+    saved = AutoLiger.from_hf(place / "saved").state_dict()
+    errors = [(saved[n] - x).norm() / x.norm() for n, x in whole.state_dict().items()]
+    return {
+        "losses": difference(losses, expected),
+        "evaluation": abs(found / wanted - 1),
+        "weights": max(errors).item(),
+    }
+
+
 def compare(
     tool: Callable[..., list[float]],
     family: str,
@@ -177,7 +201,7 @@ def save_hf(model: Any, folder: Path) -> None:
     model.save_hf(folder)
 
 
-def cases(ranks: int) -> dict[str, Case]:
+def cases(ranks: int, whole: bool) -> dict[str, Case]:
     rank = dist.get_rank()
     os.environ |= {
         "RANK": str(rank),
@@ -192,7 +216,7 @@ def cases(ranks: int) -> dict[str, Case]:
     }
 
     made: dict[str, Case] = {}
-    for name, family, tied in WHOLE if os.environ.get(ALL) else SAMPLE:
+    for name, family, tied in WHOLE if whole else SAMPLE:
         tool, _, feature = name.partition(", ")
         if find_spec(TOOLS[tool]) is None:
             continue
@@ -201,9 +225,15 @@ def cases(ranks: int) -> dict[str, Case]:
         if tool == "accelerate":
             train = partial(with_accelerate, fsdp=feature == "FSDP2")
         if tool == "DeepSpeed":
+            from deepspeed.comm import torch as comm
+
             from examples.trainers.deepspeed_zero import save
 
+            # DeepSpeed would compile C++ for up to a minute, to reduce in shared memory.
+            comm.build_shm_op = lambda: None
             train = partial(with_deepspeed, stage=int(feature[-1]))
         head = "tied" if tied else "untied"
         made[f"{name}, {family}, {head}"] = partial(compare, train, family, tied, save)
+    if find_spec("deepspeed") is not None:
+        made["DeepSpeed, resumed and evaluated"] = resumed
     return made

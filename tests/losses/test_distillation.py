@@ -90,7 +90,7 @@ def test_a_normalizer_makes_micro_batches_exact() -> None:
         assert relative(grad, want) <= 1e-5
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, None])
 def test_top_k(beta) -> None:
     """The stored classes and the rest of the mass, as a distribution of k + 1 classes."""
     student, _ = heads()
@@ -110,7 +110,9 @@ def test_top_k(beta) -> None:
     p = t.log_softmax(-1).gather(-1, ids[..., :4]).exp()
     q = stored[..., :4].exp()
     p, q = (torch.cat((x, 1 - x.sum(-1, keepdim=True)), -1) for x in (p, q))
-    if beta == 0:
+    if beta is None:
+        exact = (p - q).abs().sum() / 2
+    elif beta == 0:
         exact = (q * (q / p).log()).sum()
     elif beta == 1:
         exact = (p * (p / q).log()).sum()
@@ -127,6 +129,7 @@ def test_top_k_of_all_classes_is_the_whole_divergence() -> None:
     for beta, exact in (
         (0.0, F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)),
         (1.0, F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)),
+        (None, (log_p.exp() - log_q.exp()).abs().sum(-1) / 2),
     ):
         assert relative(top_k_divergence(log_p, log_q, beta), exact) <= 1e-5
     log_p = log_q.clone().requires_grad_()

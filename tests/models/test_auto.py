@@ -32,7 +32,7 @@ from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
 from ligermodels.layers import RMSNorm
 from ligermodels.models import auto
-from ligermodels.models.auto import families, family_of
+from ligermodels.models.auto import families, family_of, tokenizer_folder
 from tests.models.pairs import TINY
 
 
@@ -145,6 +145,15 @@ def test_a_class_that_lacks_something_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NoConfig: config_class is None; set it to"):
         register(NoConfig)
 
+    class NoType(LlamaConfig):
+        model_type = None  # type: ignore[assignment]
+
+    class Untyped(LigerLlama):
+        config_class = NoType
+
+    with pytest.raises(ConfigError, match=r"Untyped: NoType has no model_type; set it to"):
+        register(Untyped)
+
     class Method(LigerLlama):
         def weight_map(self, config):  # type: ignore[override]
             raise AssertionError
@@ -243,6 +252,7 @@ def test_installed_packages_bring_their_families(
     points = [
         EntryPoint("outside", f"{__name__}:LigerOutside", auto.ENTRY_POINTS),
         EntryPoint("broken", "no_such_module", auto.ENTRY_POINTS),
+        EntryPoint("registers itself", __name__, auto.ENTRY_POINTS),
     ]
     monkeypatch.setattr(auto, "_imported", False)
     monkeypatch.setattr(auto.metadata, "entry_points", lambda group: points)
@@ -276,3 +286,19 @@ def test_an_unknown_model_type_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ConfigError, match=r"'unheard_of' is not supported.*import the file"):
         family_of(tmp_path)
+
+
+def test_the_tokenizer_of_an_adapter_without_one_is_that_of_its_base(tmp_path: Path) -> None:
+    """PEFT writes no tokenizer beside an adapter."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert tokenizer_folder(adapter) == base and tokenizer_folder(base) == base
+    (adapter / "tokenizer.json").write_text("{}")
+    assert tokenizer_folder(adapter) == adapter
+    (adapter / "tokenizer.json").unlink()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="base_model_name_or_path is None"):
+        tokenizer_folder(adapter)

@@ -262,3 +262,8 @@ def test_class_attributes_that_name_no_field_are_refused() -> None:
         cls = type("Own", (LlamaConfig,), attributes)
         with pytest.raises(ConfigError, match=rf"Own\.{complaint}"):
             cls.small()
+
+
+def test_a_config_is_its_own_text_config() -> None:
+    config = LlamaConfig()
+    assert config.get_text_config(decoder=True) is config

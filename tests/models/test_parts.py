@@ -5,9 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from ligermodels.models.parts import Part, Run, TensorShard, local_parts, whole_tensor
+from ligermodels.models import parts as parts_module
+from ligermodels.models.parts import (
+    Part,
+    Run,
+    TensorShard,
+    gathers_to_rank_0,
+    local_parts,
+    whole_tensor,
+)
 
 
 def described(parts: list[Part]) -> list[tuple[list[float], int, int, bool]]:
@@ -43,3 +52,28 @@ def test_parts_are_views() -> None:
     for part in local_parts(local, TensorShard((4,), 0, ((Run(1, 0, 2),),), mesh_of(0))):
         part.values.fill_(3)
     assert local.tolist() == [3, 3]
+
+
+def test_a_shard_without_elements_and_runs_of_other_rows_are_no_parts() -> None:
+    assert local_parts(torch.empty(0, 2)) == []
+    runs = (Run(0, 0, 2), Run(6, 2, 0), Run(8, 2, 1))
+    cut = TensorShard((9,), 0, (runs,), mesh_of(0))
+    assert [part.row for part in local_parts(torch.ones(3), cut)] == [0, 8]
+    assert gathers_to_rank_0(torch.ones(2))
+
+
+def test_the_whole_is_made_of_the_runs_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of another rank's rows is not sent again."""
+    whole, sent = torch.arange(10.0).reshape(5, 2), []
+    runs = ((Run(0, 0, 2), Run(4, 2, 1)), (Run(2, 0, 2), Run(4, 2, 1, is_copy=True)))
+
+    def broadcast(piece: torch.Tensor, source: int, group: object) -> None:
+        sent.append((source, piece.shape[0]))
+        if source == 1:
+            piece.copy_(whole[2:4])
+
+    monkeypatch.setattr(parts_module.dist, "broadcast", broadcast)
+    monkeypatch.setattr(parts_module.dist, "get_global_rank", lambda group, rank: rank)
+    mesh = SimpleNamespace(get_local_rank=lambda: 0, get_group=lambda: None)
+    found = TensorShard((5, 2), 0, runs, mesh).whole(whole[[0, 1, 4]])
+    assert found.equal(whole) and sent == [(0, 2), (0, 1), (1, 2)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ligermodels import ConfigError, MemoryPlan
 from tests.layers.saved import SavedBytes
 from tests.models.pairs import gradients, relative, step, tiny_model, tiny_pair, tokens
 
@@ -122,3 +124,19 @@ def test_one_hidden_state_is_kept_for_each_block() -> None:
     with SavedBytes(model) as again:
         model(ids, labels=labels)
     assert again.total == plain.total
+
+
+def test_one_offloader_serves_all_passes_and_no_compiled_one(monkeypatch) -> None:
+    with torch.device("meta"):
+        model = tiny_model()
+    device, plan = torch.device("meta"), MemoryPlan.uniform(3, "input", host=True)
+    model.set_memory_plan(plan)
+    store = model._offloader(device, {})
+    assert store is not None and model._offloader(device, {}) is store
+    other = copy.deepcopy(store)
+    assert other is not store and other.host_budget == store.host_budget
+    with torch.no_grad():
+        assert model._offloader(device, {}) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ConfigError, match="a compiled model cannot keep tensors in host memory"):
+        model._offloader(device, {})
