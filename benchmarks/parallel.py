@@ -12,31 +12,42 @@ beside those of other numbers of GPUs.
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
     context  errors of rows that are split over all GPUs (context parallelism), against one GPU
     parts   four layers of Llama-3-8B in bfloat16: long rows split over the GPUs, and on each alone
+    ring    a layer's attention of one long row: keys gathered, and passed in a ring
     long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
 
 Loads and saves are in sharded_files.py. More ranks than GPUs share them, and gloo takes the place
 of NCCL: times mean nothing then, and "exact" and "context" still compare. Without a GPU, and with
---tiny, the parts exact, context and tp show that the program works.
+--tiny, the parts exact, context, ring and tp show that the program works.
 """
 
 import argparse
 import copy
-import gc
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common import RESULTS, environment, release_memory
+from benchmarks.ranks import (
+    DEVICE,
+    GIB,
+    TINY,
+    Row,
+    attempt,
+    config,
+    everywhere,
+    mesh,
+    milliseconds,
+    show,
+    table,
+    where_time_goes,
+)
+from benchmarks.ring import ring
 from ligermodels import (
     LigerLlama,
     LlamaConfig,
@@ -50,54 +61,20 @@ from ligermodels import (
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.recompute import Keep
-from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.parts import whole_tensor
 
-GIB = 2**30
-PRESET = "llama-3-8b"
 TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
-STEPS = 5
-TINY: dict[str, Any] = {}  # sizes of a small model, with --tiny
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIMIT = timedelta(seconds=90)  # how long a rank may be behind the others at the end of a case
-Row = dict[str, Any]
+STEPS = 9
 
 
-def mesh(**sizes: int) -> Any:
-    return init_device_mesh(DEVICE, (*sizes.values(),), mesh_dim_names=(*sizes,))
+def training(
+    model: Any, rows_together: int, autocasts: bool = False, profiled: bool = False
+) -> Row:
+    """Measure steps with AdamW: the median of the slowest rank, and the largest peak.
 
-
-def config(layers: int | None, **changes: Any) -> LlamaConfig:
-    made = LlamaConfig.preset(PRESET, **TINY, **changes)
-    if layers:
-        made.num_hidden_layers = layers
-    return made
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Return the time of a call on the slowest rank."""
-    dist.barrier()
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return max(everywhere((time.perf_counter() - start) * 1e3))
-
-
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def everywhere(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
-    """Measure steps with AdamW: the median of the slowest rank, and the largest peak."""
+    With `profiled`, also what rank 0 does in a step.
+    """
     # One call of the fused optimizer takes either DTensors or plain tensors.
     kinds = [[p for p in model.parameters() if is_sharded(p) == kind] for kind in (True, False)]
     groups = [{"params": params} for params in kinds if params]
@@ -120,7 +97,7 @@ def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
         torch.cuda.reset_peak_memory_stats()
     times = [milliseconds(step) for _ in range(STEPS)]
     median = statistics.median(times)
-    return {
+    row = {
         "first ms": first,
         "ms": median,
         "ms spread": max(times) - min(times),
@@ -129,6 +106,7 @@ def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
         "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
         "loss": losses[-1].item(),
     }
+    return row | where_time_goes(step) if profiled and DEVICE == "cuda" else row
 
 
 def hf(layers: int | None) -> Any:
@@ -186,14 +164,17 @@ def ours(layers: int | None, **options: Any) -> Any:
 
 def fsdp(layers: int | None) -> list[Row]:
     ranks = dist.get_world_size()
-    variants: dict[str, Callable[[], Any]] = {
-        "HF + Liger": lambda: hf_with_liger(layers),
-        "ligermodels": lambda: ours(layers),
-        "ligermodels, prefetch 1": lambda: ours(layers, prefetch=1),
-        "ligermodels, no resharding": lambda: ours(layers, reshard_after_forward=False),
+    options: dict[str, Row] = {
+        "ligermodels, no resharding": {"reshard_after_forward": False},
+        "ligermodels, prefetch 1": {"prefetch": 1},
     }
     return [
-        attempt(name, lambda make=make: training(make(), ranks)) for name, make in variants.items()
+        attempt("HF + Liger", lambda: training(hf_with_liger(layers), ranks)),
+        attempt("ligermodels", lambda: training(ours(layers), ranks, profiled=True)),
+        *(
+            attempt(name, lambda each=each: training(ours(layers, **each), ranks))
+            for name, each in options.items()
+        ),
     ]
 
 
@@ -370,20 +351,8 @@ def parts(layers: int | None) -> list[Row]:
             split["of linear"] = alone["ms"] / split["ms"] / ranks
         rows += [alone, split]
 
-    def exchange() -> Row:
-        """Gather the keys and values of a layer, and reduce their gradients."""
-        sizes = config(layers)
-        group = mesh(cp=ranks).get_group()
-        part = SequenceShard(group, ranks, dist.get_rank())
-        shape = 2, 131072 // ranks, sizes.num_key_value_heads, sizes.head_dim
-        kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        upstream = torch.randn_like(part.whole(kv))
-        times = [milliseconds(lambda: part.whole(kv).backward(upstream)) for _ in range(5)]
-        return {"ms": min(times)}
-
     name = f"131072 split over {ranks}, keeps attention"
-    rows.append(attempt(name, partial(steps, 131072, True, "attention")))
-    return [*rows, attempt("131072: exchange of keys and values of a layer", exchange)]
+    return [*rows, attempt(name, partial(steps, 131072, True, "attention"))]
 
 
 def long(layers: int | None) -> list[Row]:
@@ -431,51 +400,16 @@ def long(layers: int | None) -> list[Row]:
     return [*found, failed] if "error" in failed else found
 
 
-def attempt(name: str, measure: Callable[[], Row]) -> Row:
-    """Return a row; an error becomes part of it, so that the other rows are measured.
-
-    Raises: RuntimeError, which names the ranks that do not come to the end.
-    """
-    gc.collect()
-    release_memory()
-    start = time.perf_counter()
-    try:
-        row = {"name": name, **measure()}
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        row = {"name": name, "error": text}
-        print(f"rank {dist.get_rank()}: {row}", flush=True)
-    row["seconds of the case"] = time.perf_counter() - start
-    dist.monitored_barrier(dist.new_group(backend="gloo"), LIMIT, wait_all_ranks=True)
-    show(row)
-    return row
-
-
-def show(row: Row) -> None:
-    """Print a row at once: a part that is stopped has shown what it has measured."""
-    if dist.get_rank() == 0:
-        print({k: round(v, 8) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-
-
 PARTS = {
     "exact": exact,
     "context": context,
     "parts": parts,
+    "ring": ring,
     "long": long,
     "head": head,
     "tp": tp,
     "fsdp": fsdp,
 }
-
-
-def table(title: str, rows: list[Row]) -> str:
-    columns = [*dict.fromkeys(key for row in rows for key in row)]
-    lines = [title, "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = (row.get(column, "") for column in columns)
-        texts = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
 
 
 def main() -> None:

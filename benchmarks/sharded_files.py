@@ -27,19 +27,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.common import RESULTS, environment
+from benchmarks.ranks import GIB, Row, everywhere
 from ligermodels import LigerLlama, LlamaConfig, shard
 from ligermodels.converters import export
 from ligermodels.converters.hf_config import to_hf
 
-GIB = 2**30
 BLOCK = 2**24  # bytes that are compared at once
-Row = dict[str, Any]
-
-
-def everywhere(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def status(name: str) -> int:

@@ -256,7 +256,7 @@ def fits(preset: str, layout: Layout, tokens: int) -> bool:
 def ranking(preset: str, gpus: int, rows: float) -> list[tuple[float, Layout]]:
     """Return the layouts that fit, with so many rows for each GPU, and their seconds.
 
-    The fastest is first. Of those within 2% of it, which is less than these predictions can tell,
+    The fastest is first. Of those within 4% of it, which is less than these predictions can tell,
     the simplest is.
     """
     tokens = round(rows * ROW)
@@ -268,7 +268,7 @@ def ranking(preset: str, gpus: int, rows: float) -> list[tuple[float, Layout]]:
     if not able:
         return []
     least = min(seconds for seconds, _ in able)
-    first = next(pair for pair in able if pair[0] <= 1.02 * least)
+    first = next(pair for pair in able if pair[0] <= 1.04 * least)
     able.remove(first)
     return [first, *sorted(able, key=lambda pair: pair[0])]
 

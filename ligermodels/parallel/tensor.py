@@ -184,6 +184,8 @@ def _check(model: DecoderModel, ranks: int) -> None:
             "FSDP2 (dp_shard) for the others"
         )
 
+    if model.head is None:
+        raise ConfigError("tensor parallelism: a classifier cannot be split; use FSDP2 (dp_shard)")
     projections: set[nn.Module] = set()
     for name, module in model.layers.named_modules():
         if isinstance(module, Attention) and _computes_like(module, Attention):

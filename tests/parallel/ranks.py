@@ -2,14 +2,12 @@
 
 A case returns errors by name, which must be within 1e-6, and those of gradients within 1e-5. It
 takes a folder of its own, which all ranks share.
-
-python -m tests.parallel.ranks MODULE RANK RANKS FOLDER
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,35 +15,36 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+import torch
+import torch.distributed as dist
+
 SECONDS = 300
 Case = Callable[[int, Path], dict[str, float]]
 Report = dict[str, "dict[str, float] | str"]
 
 
-def run_ranks(module: str, ranks: int, folder: Path) -> Report:
-    """Run the cases of a module of tests in so many processes; return the results of all ranks."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.parallel.ranks", module]
+def run_ranks(module: str, ranks: int, folder: Path, *options: Any) -> Report:
+    """Run the cases of a module of tests in so many processes; return the results of all ranks.
+
+    The processes are forks, which have imported everything already. CUDA does not survive a fork.
+
+    Args: options, further arguments of the function `cases` of the module.
+    """
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        context.Process(target=_rank, args=(module, rank, ranks, folder, *options))
         for rank in range(ranks)
     ]
+    for worker in workers:
+        worker.start()
     try:
-        outputs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
+        for worker in workers:
+            worker.join(SECONDS)
+        codes = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(outputs)
-    import torch
-
+    assert codes == [0] * ranks, codes
     return torch.load(folder / "results.pt")
 
 
@@ -61,14 +60,11 @@ def check(report: Report, subtests: Any) -> None:
                 assert error <= limit, f"{what} differs by {error}"
 
 
-def main(module: str, rank: int, ranks: int, folder: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _rank(module: str, rank: int, ranks: int, folder: Path, *options: Any) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-    cases: dict[str, Case] = import_module(module).cases(ranks)
+    cases: dict[str, Case] = import_module(module).cases(ranks, *options)
     report: Report = {}
     for number, (name, case) in enumerate(cases.items()):
         place = folder / f"case{number}"
@@ -90,7 +86,3 @@ def main(module: str, rank: int, ranks: int, folder: Path) -> None:
     # stop. The results are written by now.
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

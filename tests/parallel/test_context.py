@@ -25,6 +25,7 @@ from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.test_shard import (
     FLOAT32,
+    classifier,
     clipping,
     differences,
     gradients,
@@ -84,6 +85,7 @@ def cases(ranks: int) -> dict[str, Case]:
         if mesh["cp"].size() == 2:  # rows of 12 tokens
             found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
             found[f"{layout}, save"] = partial(save, mesh)
+            found[f"{layout}, classifier"] = partial(classifier, mesh)
             found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
         if ranks == 2:
             found["bytes"] = partial(memory, mesh, "attention")

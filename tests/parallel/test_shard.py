@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ from ligermodels import (
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.classifier import classifier_class
 from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
@@ -39,6 +43,7 @@ from tests.parallel_worker import SIZES, count, data, relative
 
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
+ROOT = Path(__file__).parents[2]
 FLOAT32: dict[str, Any] = {"compute_dtype": None}
 
 
@@ -49,6 +54,56 @@ def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> N
 @pytest.mark.long
 def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
     check(run_ranks(__name__, 4, tmp_path), subtests)
+
+
+# Two ranks save a model, change it, and save it again; one of them is killed at a part.
+SAVES = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from ligermodels import shard
+from ligermodels.models import parts
+from tests.parallel.test_shard import FLOAT32, make, mesh_of
+
+rank, killed, share, folder = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+rendezvous = f"file://{folder}/rendezvous"
+dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+model, gather, calls = shard(make(False), mesh_of(dp_shard=2), **FLOAT32), dist.gather, 0
+
+def counted(*args):
+    global calls
+    calls += 1
+    if rank == killed and calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gather(*args)
+
+parts.dist.gather, at = counted, 0
+model.save_hf(f"{folder}/model")
+at, calls = 1 + round(share * (calls - 1)), 0
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(1)
+print("saves again", flush=True)
+model.save_hf(f"{folder}/model")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_rank_that_is_killed_in_a_save_leaves_the_old_files(
+    tmp_path: Path, killed: int, share: float
+) -> None:
+    make(False).save_hf(tmp_path / "whole")
+    command = [sys.executable, "-c", SAVES]
+    arguments = [str(killed), str(share), str(tmp_path)]
+    workers = [
+        subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, cwd=ROOT)
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert outputs == [b"saves again\n"] * 2
+    assert workers[killed].returncode == -signal.SIGKILL and workers[1 - killed].returncode == 1
+    assert contents(tmp_path / "model") == contents(tmp_path / "whole")
 
 
 def test_a_model_alone_is_not_sharded() -> None:
@@ -108,9 +163,12 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, compiled"] = partial(step, mesh, "llama", True, compiles=True)
         if "tp" not in layout:
             found[f"{layout}, bf16"] = partial(bf16, mesh)
+            found[f"{layout}, classifier"] = partial(classifier, mesh)
         if "tp" in layout:
             found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
             found[f"{layout}, state dict"] = partial(state_dict, mesh)
+            one = {"num_key_value_heads": 1}
+            found[f"{layout}, one key head"] = partial(step, mesh, "qwen2", False, sizes=one)
         if layout in ("dp_shard", "hsdp"):
             found[f"{layout}, outputs of tokens"] = partial(quiet, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
@@ -182,9 +240,10 @@ def step(
     unsynced: bool = False,
     plan: MemoryPlan | None = None,
     compiles: bool = False,
+    sizes: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    model = make(tied, family)
+    model = make(tied, family, **(sizes or {}))
     sharded = copy.deepcopy(model)
     for layer in sharded.layers if compiles else ():
         layer.compile(backend="aot_eager")
@@ -202,6 +261,23 @@ def step(
         return result | {"hidden": relative(sharded(ids), model(ids))}
 
 
+def classifier(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """The ranks of a cp group have the same rows, and each sees whole hidden states."""
+    ids, rows = data()[0], own_rows(mesh)
+    labels = torch.arange(len(ids)) % 3
+    model = classifier_class(families()["llama"]).from_model(make(False), 3)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).view(3, -1))
+    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    expected, out = model(ids, labels), sharded(ids[rows], labels[rows])
+    expected.loss.backward()
+    out.loss.backward()
+    return {
+        "logits": relative(out.logits, expected.logits[rows]),
+        "gradient": differences(gradients(sharded), gradients(model)),
+    }
+
+
 def refused(rank: int, folder: Path) -> dict[str, float]:
     with pytest.raises(ConfigError, match="the mesh has 1 ranks"):
         shard(make(True), DeviceMesh("cpu", [0]))
@@ -209,6 +285,9 @@ def refused(rank: int, folder: Path) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
     with pytest.raises(ConfigError, match="put dp_replicate before dp_shard"):
         shard(make(True), mesh)
+    classifies = classifier_class(families()["llama"]).from_model(make(True))
+    with pytest.raises(ConfigError, match="tensor parallelism: a classifier"):
+        shard(classifies, mesh_of(tp=dist.get_world_size()))
     return {"refused": 0.0}
 
 
@@ -468,3 +547,21 @@ def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
         assert "NaN" in str(error), error
         return {"left behind": float((folder / "ours").exists())}
     raise AssertionError("NaN was saved")
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            unread = make(True)
+        with pytest.raises(ConfigError, match="on the meta device, and no checkpoint belongs"):
+            shard(unread)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+        with pytest.raises(ConfigError, match=r"the mesh has the dimensions \('data',\); name"):
+            shard(make(True), mesh)
+        model = make(True)
+        shard(model)
+        with pytest.raises(ConfigError, match="is sharded already"):
+            shard(model)
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from ligermodels import ConfigError
+from ligermodels.models.parts import local_parts
+from ligermodels.parallel import tensor
+from ligermodels.parallel.state import _take_own_parts
 from ligermodels.parallel.tensor import tensor_parallel
 from tests import outside
 from tests.parallel.test_shard import make
@@ -73,3 +76,41 @@ def test_rows_that_do_not_divide_are_refused() -> None:
         model(torch.ones(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.ones(1, 4, 20))
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_classes_is_refused() -> None:
+    refuse("a vocabulary of 5", ranks=4, vocab_size=5)
+
+
+def test_a_part_is_taken_of_whole_parameters() -> None:
+    whole, model = make(True).state_dict(), make(True)
+    tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    given = dict(whole)
+    name = next(iter(model.tensor_shards))
+    given[name] = given[name][1:]  # of another shape: left to torch, which says so
+    _take_own_parts(model, given, "")
+    assert name in given and not model.get_parameter(name).any()
+    for each, shard in model.tensor_shards.items():
+        if each != name:
+            for part in local_parts(model.get_parameter(each), shard):
+                assert part.values.equal(part.place_in(whole[each])), each
+
+
+def test_rows_that_neighbours_share_get_the_sum_of_their_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks 2 and 3 of 4 have one key head in common."""
+    every = torch.arange(8.0).reshape(4, 2, 1)
+
+    def gather(out: torch.Tensor, own: torch.Tensor, group: object) -> None:
+        assert own.equal(every[3])
+        out.copy_(every.flatten(0, 1))
+
+    monkeypatch.setattr(tensor, "all_gather", gather)
+    monkeypatch.setattr(tensor.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(tensor.dist, "get_rank", lambda group: 3)
+    grad = torch.cat([torch.ones(1, 1), every[3], torch.ones(1, 1)])
+    tensor._sum_shared(grad, (1, 2, 2), None)
+    assert grad.flatten().tolist() == [1.0, 4.0 + 6.0, 5.0 + 7.0, 1.0]
