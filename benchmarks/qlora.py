@@ -3,11 +3,13 @@
 The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
-of the steps, and the memory is the peak of allocated bytes. --dequantize times the conversion of
-one weight alone.
+of the steps, and the memory is the peak of allocated bytes. "phases" are the seconds of each part
+of a process. --dequantize times the conversion of one weight alone.
 """
 
 import argparse
+import dataclasses
+import faulthandler
 import importlib
 import json
 import statistics
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,20 @@ TINY = {
     "vocab_size": 1024,
 }
 
+PHASES: dict[str, float] = {}  # the seconds of this process, by what they went to
+
+
+@contextmanager
+def phase(name: str, device: str = "cpu") -> Iterator[None]:
+    """Count the seconds of a phase, and say them, so that they are known of a killed process."""
+    start = time.perf_counter()
+    yield
+    _wait(device)
+    seconds = time.perf_counter() - start
+    PHASES[name] = round(PHASES.get(name, 0.0) + seconds, 2)
+    if seconds > 0.05:
+        print(f"phase: {name} {seconds:.1f} s", file=sys.stderr, flush=True)
+
 
 def native(device: str, tiny: bool) -> Any:
     """Return a random model in bfloat16, which is built on the device."""
@@ -65,14 +82,19 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
     from ligermodels.training.adapters import add_adapters, quantize
     from ligermodels.training.lora_options import LoraOptions
 
-    model = native(device, tiny)
-    quantize(model, 8 if "8bit" in row else 4, torch.device(device))
-    add_adapters(model, LoraOptions(16, 32.0))
+    with phase("build", device):
+        model = native(device, tiny)
+    with phase("quantize", device):
+        quantize(model, 8 if "8bit" in row else 4, torch.device(device))
+    with phase("adapters", device):
+        add_adapters(model, LoraOptions(16, 32.0))
     if recomputes == "blocks":
         model.activation_checkpointing_enable()
     elif device == "cuda":
         torch.cuda.empty_cache()
-        plan = model.plan_memory(batch, seq, recomputes, autocast=torch.bfloat16)
+        options = {"autocast": torch.bfloat16, "rates": timed_rates(torch.device(device))}
+        with phase("plan, with the attention"):
+            plan = model.plan_memory(batch, seq, recomputes, **options)
         print(plan, file=sys.stderr)
         model.set_memory_plan(plan)
 
@@ -81,6 +103,20 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
             return model(ids, labels=ids).loss
 
     return model, loss
+
+
+def timed_rates(device: torch.device) -> Any:
+    """Return the rates that a plan measures, and count the seconds of each measurement."""
+    from ligermodels.memory.rates import rates_of
+
+    with phase("measure products"):
+        rates = rates_of(device, torch.bfloat16)
+
+    def attention(kind: Any, direction: str) -> float:
+        with phase(f"measure attention ({kind.backend}, {kind.length} tokens)"):
+            return rates.attention(kind, direction)  # type: ignore[operator]
+
+    return dataclasses.replace(rates, attention=attention)
 
 
 def hf_model(device: str, tiny: bool) -> Any:
@@ -155,12 +191,12 @@ def run_loop(
             torch.cuda.reset_peak_memory_stats()
         _wait(device)
         start = time.perf_counter()
-        loss = loss_of(ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        _wait(device)
+        with phase("first step" if step == 0 else "other steps", device):
+            loss = loss_of(ids)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if step >= 2:
             times.append(1e3 * (time.perf_counter() - start))
     return times, loss.item()
@@ -234,13 +270,16 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
         if kind == OURS:
             model, loss_of = ours(row, recomputes, batch, seq, device, tiny)
         else:
-            model, loss_of = theirs(kind, recomputes, device, tiny)
+            with phase("build", device):
+                model, loss_of = theirs(kind, recomputes, device, tiny)
         times, loss = run_loop(model, loss_of, batch, seq, steps, device)
     found = {"row": row, "ms": statistics.median(times), "ms spread": max(times) - min(times)}
+    found |= {"each ms": [round(each, 1) for each in times]}
     found["tokens/s"] = batch * seq / found["ms"] * 1e3
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return found | {"last loss": loss, "seconds in all": time.perf_counter() - start}
+    in_all = time.perf_counter() - start
+    return found | {"last loss": loss, "seconds in all": in_all, "phases": PHASES}
 
 
 def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> list[dict[str, Any]]:
@@ -280,12 +319,14 @@ def result_of(row: str, worker: subprocess.Popen[str], limit: int) -> dict[str, 
         return json.loads(out.splitlines()[-1])
     except subprocess.TimeoutExpired:
         worker.kill()
-        worker.communicate()
-        said = f"it took more than {limit} seconds"
+        _, said = worker.communicate()
+        phases = [line.removeprefix("phase: ") for line in said.splitlines() if "phase: " in line]
+        print(said[-4000:], file=sys.stderr)  # ends with where it was
+        said = f"it took more than {limit} seconds: {', '.join(phases)}"
     except (IndexError, ValueError):
         pass
     lines = [line for line in said.strip().splitlines() if line.strip()]
-    return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:160]}
+    return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:600]}
 
 
 def _wait(device: str) -> None:
@@ -317,13 +358,14 @@ def main() -> None:
         if given.waits:
             print("ready", flush=True)
             input()
+            faulthandler.dump_traceback_later(given.limit - 2)
         sizes = given.batch, given.seq, given.steps
         print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
         return
     names = [list(ROWS)[index] for index in given.rows]
     command = [sys.executable, "-m", "benchmarks.qlora", "--waits", "--device", given.device]
     command += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
-    command += ["--tiny"] if given.tiny else []
+    command += ["--limit", str(given.limit), *(["--tiny"] if given.tiny else [])]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [subprocess.Popen([*command, "--only", n], text=True, **pipes) for n in names]
     for worker in workers:  # an import would disturb what is measured

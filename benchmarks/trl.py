@@ -29,7 +29,8 @@ from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.integrations import trl_trainers
 from ligermodels.integrations.hf_model import LigerForCausalLM
 
-# Liger comes last in a process, because it replaces functions of transformers for good.
+# Liger comes last in a process, because it replaces functions of transformers for good. So they run
+# in this order, whatever the order of the arguments.
 PLANNED, LIGER = "ligermodels, planned", "transformers + liger"
 IMPLEMENTATIONS = ("transformers", "ligermodels", PLANNED, LIGER)
 MODELS = ("llama-3-8b", "llama-3.2-1b")
@@ -205,7 +206,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     rows = []
-    for implementation in arguments.implementations:
+    for implementation in sorted(arguments.implementations, key=IMPLEMENTATIONS.index):
         for model in arguments.models:
             for trainer in arguments.trainers:
                 rows.append(run(implementation, model, trainer, arguments.steps))

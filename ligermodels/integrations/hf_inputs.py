@@ -1,5 +1,7 @@
 """The arguments and hidden states of transformers' models, in terms of native models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,27 @@ class LayerOutputs:
             handle.remove()
 
 
+@contextmanager
+def first_layers(native: DecoderModel, count: int) -> Iterator[None]:
+    """Leave out the layers after the first `count`."""
+    skipped = [*native.layers][count:]
+    before = [vars(layer).get("forward") for layer in skipped]
+    for layer in skipped:
+        layer.forward = _skip
+    try:
+        yield
+    finally:
+        for layer, forward in zip(skipped, before):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _skip(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor | None]:
+    return x, residual
+
+
 def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
     """Return whether a mask (batch, keys) on a GPU is all ones, where its values can be looked at.
 
@@ -61,6 +84,7 @@ def native_inputs(
     Raises:
         ValueError: an argument asks for something that the model does not compute.
     """
+    cache = None if past_key_values is None else HFCache(past_key_values)
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask.bool()  # PEFT's masks of virtual tokens are float
         if _is_seen_to_hide_nothing(attention_mask):
@@ -70,7 +94,7 @@ def native_inputs(
         "inputs_embeds": inputs_embeds,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
-        "cache": None if past_key_values is None else HFCache(past_key_values),
+        "cache": cache,
     }
     flattened = {name: others.pop(name) for name in _FLATTENED if name in others}
     if flattened.get("cu_seq_lens_q") is not None:

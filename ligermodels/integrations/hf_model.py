@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ from ligermodels.integrations.hf_families import (
     native_config,
     raw_config,
 )
-from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
+from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names, shell_name
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_plain
@@ -115,6 +116,11 @@ class LigerPreTrainedModel(PreTrainedModel):
     def native(self) -> DecoderModel:
         """The native model, which has this model's modules and parameters."""
         native = self._native[0]
+        adapters = tuple(self.__dict__.get("peft_config", ()))
+        if adapters != self.__dict__.get("_checked_adapters", ()):
+            if adapters:
+                projections.refuse_unadapted(self)
+            self._checked_adapters = adapters
         for name, child in self.base_model.named_children():
             if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
                 setattr(native, name, child)
@@ -252,8 +258,12 @@ class LigerModel(LigerPreTrainedModel):
             output_hidden_states = getattr(self.config, "output_hidden_states", False)
         native = self.native
         seen = LayerOutputs(native) if output_hidden_states else None
+        # An assistant that exits early (assistant_early_exit) lowers this number for its calls.
+        count = self.config.num_hidden_layers
+        early = count < native.built_from.num_hidden_layers
         try:
-            hidden = native(**inputs)
+            with first_layers(native, count) if early else nullcontext():
+                hidden = native(**inputs)
         finally:
             if seen is not None:
                 seen.remove()
@@ -272,8 +282,13 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
     With labels, the loss comes from the loss head. In training no logits are made then; in
     evaluation they are, unless `skip_logits=True` is passed. Without labels, logits are returned.
+
+    Attributes:
+        trains_with_logits: whether logits are also made in training with labels, for a tool that
+            computes a loss of its own from them.
     """
 
+    trains_with_logits = False
     lm_head: nn.Module
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -424,7 +439,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                 The default is config.use_cache in evaluation without position_ids; with them, the
                 rows may be packed documents, which a cache would join.
             skip_logits: whether to leave out the logits. By default they are left out in training
-                with labels.
+                with labels, unless `trains_with_logits` is set.
             others: the other arguments are those of transformers' models.
         Returns: a `CausalLMOutputWithPast`; with `fused_lm_head=True`, what `FusedHead` describes.
         Raises:
@@ -461,7 +476,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             targets = self.fused_head.targets(labels, shift_labels)
             loss = head(hidden, targets, num_items_in_batch=num_items_in_batch).loss
         if skip_logits is None:
-            skip_logits = loss is not None and self.training
+            skip_logits = loss is not None and self.training and not self.trains_with_logits
         logits = None
         if not skip_logits:
             kept = (

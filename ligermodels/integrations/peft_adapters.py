@@ -21,6 +21,8 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     split_projections(model)
     adapted = peft.get_peft_model(model, peft_config, **options)
     pack_projections(model)
+    if peft_config.peft_type == peft.PeftType.CPT:  # it has a loss of its own
+        model.trains_with_logits = True
     return adapted
 
 

@@ -48,12 +48,12 @@ def split_projections(model: Any) -> None:
                 f"{name} is a {type(packed).__name__}, whose rows cannot be taken out; split the "
                 "projections before: from_pretrained(..., split_projections=True)"
             )
-        row = 0
+        row, made = 0, {}
         for part, rows in parts:
             taken = slice(row, row + rows)
-            owner.add_module(part, _linear(packed.weight[taken], _rows(packed.bias, taken)))
+            made[part] = _linear(packed.weight[taken], _rows(packed.bias, taken))
             row += rows
-        delattr(owner, name)
+        _put(owner, made, [name])
         setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
 
 
@@ -69,9 +69,8 @@ def pack_projections(model: Any) -> None:
         bias = None if biases[0] is None else torch.cat(biases)
         packed = _linear(torch.cat([linear.weight for linear in linears]), bias)
         packed.requires_grad_(any(linear.weight.requires_grad for linear in linears))
-        for old in (name, *(part for part, _ in parts)):
-            delattr(owner, old)
-        setattr(owner, name, packed)
+        delattr(owner, name)
+        _put(owner, {name: packed}, [part for part, _ in parts])
 
 
 def separate(weight_map: WeightMap) -> WeightMap:
@@ -88,6 +87,32 @@ def first_quantised(model: Any) -> str | None:
         ):
             return f"{name} has a weight of the type {type(weight).__name__}"
     return None
+
+
+def refuse_unadapted(model: Any) -> None:
+    """Raise unless PEFT found every projection that the adapters of a shell are for.
+
+    PEFT looks for modules of HF's names, and goes on without those that it does not find.
+
+    Raises:
+        ConfigError: an adapter is for a projection that is packed.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    prefixes = {module: name for name, module in model.named_modules()}
+    for adapter, config in model.peft_config.items():
+        if getattr(config, "target_modules", None) is None:
+            continue
+        for owner, packed, parts in _packed(model):
+            for part, _ in parts:
+                name = f"{prefixes[owner]}.{part}"
+                if not hasattr(owner, part) and check_target_module_exists(config, name):
+                    raise ConfigError(
+                        f"adapter {adapter!r} is for {name}, which is packed into {packed}, so "
+                        "that PEFT left it out; add adapters by get_peft_model of ligermodels."
+                        "integrations.peft_adapters, or load the model with "
+                        "from_pretrained(..., split_projections=True)"
+                    )
 
 
 def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]]:
@@ -118,6 +143,19 @@ def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:
 def _home(native: str) -> str:
     """Return the path in a shell of the module whose child has a native parameter."""
     return shell_name(native).rpartition(".")[0].rpartition(".")[0]
+
+
+def _put(owner: nn.Module, made: dict[str, nn.Linear], old: list[str]) -> None:
+    """Put children in the place of others.
+
+    Their order is HF's, in which tools draw the values of adapters.
+    """
+    children = [*owner._modules.items()]
+    place = next(i for i, (name, _) in enumerate(children) if name in old)
+    kept: list[tuple[str, nn.Module | None]] = [c for c in children if c[0] not in old]
+    kept[place:place] = made.items()
+    owner._modules.clear()
+    owner._modules.update(kept)
 
 
 def _rows(bias: Tensor | None, taken: slice) -> Tensor | None:

@@ -8,12 +8,14 @@ Nothing in TRL is changed.
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import trl
 from peft import PeftModel
 from torch import nn
+from transformers import set_seed
 from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import create_model_from_path
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import (
@@ -57,6 +59,7 @@ class _OnLossHead:
     """What the trainers have in common; it comes before TRL's class."""
 
     _model_class: Any = LigerForCausalLM
+    _load_options: ClassVar[dict[str, Any]] = {}
     # Attributes of TRL's classes:
     model: Any
     ref_model: Any
@@ -91,11 +94,16 @@ class _OnLossHead:
                 self.ref_model = self._prepared(reference)
 
     def _load(self, path: str, given: dict[str, Any]) -> Any:
-        """Return the model at a path or hub id, with the arguments that TRL would load it with."""
-        options = dict(getattr(given.get("args"), "model_init_kwargs", None) or {})
+        """Return the model at a path or hub id, as TRL would load it: in float32 by default."""
+        args = given.get("args")
+        set_seed(42 if args is None else args.seed)  # a new head has random values
+        options = self._load_options | (getattr(args, "model_init_kwargs", None) or {})
         if given.get("quantization_config") is not None:
             options["quantization_config"] = given.pop("quantization_config")
-        return self._model_class.from_pretrained(path, **options)
+            # Rows of a quantised projection cannot be taken out for adapters later.
+            options.setdefault("split_projections", given.get("peft_config") is not None)
+        options.setdefault("device_map", None)
+        return create_model_from_path(path, self._model_class, **options)
 
     def _reference(self, given: dict[str, Any]) -> Any:
         """Return a reference model for `_add`, or change the arguments of TRL's constructor."""
@@ -194,7 +202,4 @@ class LigerRewardTrainer(_OnLossHead, trl.RewardTrainer):
     """The reward trainer of TRL. It trains a `LigerForSequenceClassification`."""
 
     _model_class = LigerForSequenceClassification
-
-    def _load(self, path: str, given: dict[str, Any]) -> Any:
-        options = dict(getattr(given.get("args"), "model_init_kwargs", None) or {})
-        return self._model_class.from_pretrained(path, **(options | {"num_labels": 1}))
+    _load_options: ClassVar[dict[str, Any]] = {"num_labels": 1}

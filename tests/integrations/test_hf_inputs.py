@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.integrations.hf_inputs import LayerOutputs, native_inputs
+from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
 from tests.tiny_models import VOCAB, random_model
 
 
@@ -51,3 +51,15 @@ def test_layer_outputs_are_collected_until_removed() -> None:
     assert len(seen.outputs) == len(model.layers) + 1
     torch.testing.assert_close(model.norm(seen.outputs[-1]), last)
     assert torch.equal(seen.outputs[0], model.embed_tokens(ids))
+
+
+def test_the_first_layers_alone() -> None:
+    """A tool may have put a forward of its own into a layer; it is there again afterwards."""
+    model, ids = random_model("gemma3_text"), torch.randint(0, VOCAB, (1, 4))
+    whole, seen = model(ids), LayerOutputs(model)
+    own = model.layers[1].forward = model.layers[1].forward
+    with first_layers(model, 1):
+        last = model(ids)
+    torch.testing.assert_close(model.norm(seen.outputs[1]), last)
+    assert model.layers[1].forward is own
+    assert torch.equal(model(ids), whole) and not torch.equal(last, whole)

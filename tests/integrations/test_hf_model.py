@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +115,32 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
         LigerForCausalLM.from_native(native)(ids(), labels=ids())
 
 
+class EvenWordsLater(transformers.LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - (torch.arange(scores.shape[1]) % 2 == 0).float()
+
+
+class Stop(transformers.StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 13)
+
+
+MORE_OPTIONS: list[dict[str, Any]] = [
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "typical_p": 0.9},
+    {"do_sample": True, "min_p": 0.01, "eta_cutoff": 1e-3, "epsilon_cutoff": 1e-3},
+    {"do_sample": True, "num_beams": 3, "length_penalty": 0.5, "early_stopping": True},
+    {"no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2, "bad_words_ids": [[5], [7, 8]]},
+    {"suppress_tokens": [4], "begin_suppress_tokens": [6], "forced_eos_token_id": 7},
+    {"sequence_bias": [[[5], 3.0]], "min_new_tokens": 6, "eos_token_id": [11, 12]},
+    {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 11},
+    {"do_sample": True, "watermarking_config": transformers.WatermarkingConfig()},
+    {"logits_processor": [EvenWordsLater()], "stopping_criteria": [Stop()]},
+    {"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4, 5], "renormalize_logits": True},
+    {"prefill_chunk_size": 4},
+    {"negative_prompt_ids": torch.arange(3, 11).view(2, 4), "guidance_scale": 1.5},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,7 +148,9 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
         {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3},
         {"do_sample": True, "top_k": 5},
         {"guidance_scale": 1.5},
+        *(pytest.param(each, marks=pytest.mark.long) for each in MORE_OPTIONS),
     ],
+    ids=lambda options: ", ".join(options) or "greedy",
 )
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_generates_what_transformers_does(
@@ -151,6 +181,7 @@ def test_generation_with_an_assistant_and_from_embeddings(folders: dict[str, Pat
             [
                 model.generate(ids(1), assistant_model=assistant, **kept),
                 model.generate(ids(1), prompt_lookup_num_tokens=3, **kept),
+                model.generate(ids(1), assistant_early_exit=1, **kept),
                 model.generate(inputs_embeds=model.get_input_embeddings()(ids()), **kept),
             ]
         )
@@ -235,9 +266,10 @@ def test_continuous_batching_is_refused(folders: dict[str, Path]) -> None:
 
 
 def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
-    model = LigerForCausalLM.from_pretrained(folders["llama"])
-    with pytest.raises(ValueError, match="only dynamic caches work"):
-        model.generate(ids(), max_new_tokens=2, cache_implementation="static")
+    for family in ("llama", "gemma2"):  # whose windows bring a mask of another kind
+        model = LigerForCausalLM.from_pretrained(folders[family])
+        with pytest.raises(ValueError, match="only dynamic caches work"):
+            model.generate(ids(), max_new_tokens=2, cache_implementation="static")
 
 
 def test_it_shares_the_parameters_of_the_native_model(folders: dict[str, Path]) -> None:
@@ -388,6 +420,14 @@ def test_losses_of_trainer(
     assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)
 
 
+def test_an_optimizer_that_sees_whole_matrices(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Adafactor keeps sums of rows and of columns, so that packed projections share them."""
+    rows, options = examples([12, 3, 7, 1, 9, 12, 2, 5]), {"optim": "adafactor"}
+    ours = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
+    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
+    assert train(ours, tmp_path, rows, **options) == pytest.approx(expected, rel=1e-5)
+
+
 def test_flattened_batches_of_trainer(folders: dict[str, Path], tmp_path: Path) -> None:
     """The collator gives document starts in five ways; no document sees another one."""
     rows = [{"input_ids": row["input_ids"][: 3 + i % 5]} for i, row in enumerate(examples([0] * 8))]
@@ -449,3 +489,16 @@ def test_a_pipeline(folders: dict[str, Path]) -> None:
     ]
     expected = model.generate(torch.tensor([[8, 9, 10]]), max_new_tokens=4)
     assert made == expected[0].tolist()
+
+
+def test_one_process_of_several_writes_the_config_and_pushes(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pushed = LigerForCausalLM.from_pretrained(folders["llama"]), Mock()
+    monkeypatch.setattr(LigerForCausalLM, "push_to_hub", pushed)
+    model.save_pretrained(tmp_path / "other", is_main_process=False, push_to_hub=True)
+    assert not (tmp_path / "other" / "config.json").exists() and not pushed.called
+    model.save_pretrained(tmp_path / "mine", push_to_hub=True, private=True)
+    pushed.assert_called_once_with("mine", private=True)
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]

@@ -3,13 +3,71 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-pytest.importorskip("lm_eval")
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A stand-in for lm-eval, so that what we ask of it is tested where it is not installed."""
+    found = SimpleNamespace(calls=[])
+    modules = {name: ModuleType(name) for name in ("lm_eval", "lm_eval.tasks")}
+    modules["lm_eval.models"] = ModuleType("lm_eval.models")
+    modules["lm_eval.models.huggingface"] = ModuleType("lm_eval.models.huggingface")
+
+    class TaskManager:
+        all_tasks = ("arc_easy", "piqa")
+
+        def __init__(self, include_path):
+            self.include_path = include_path
+
+        def match_tasks(self, names):
+            return [name for name in names if name in self.all_tasks]
+
+    def simple_evaluate(model, **options):
+        found.calls.append((model, options))
+        with torch.no_grad():
+            logits = model.pretrained(torch.tensor([[1, 2, 3]])).logits
+        results = {"acc,none": 0.5, "alias": " - arc", "vocab": logits.shape[-1]}
+        return {"results": dict.fromkeys(options["tasks"], results)}
+
+    modules["lm_eval"].simple_evaluate = simple_evaluate
+    modules["lm_eval.tasks"].TaskManager = TaskManager
+    modules["lm_eval.models.huggingface"].HFLM = SimpleNamespace
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ours = "ligermodels.integrations.lm_eval_tasks"
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    yield found
+    sys.modules.pop(ours, None)
+
+
+def test_what_lm_eval_is_asked(stand_in, tmp_path, capsys):
+    from ligermodels import AutoLiger, cli
+    from ligermodels.errors import ConfigError
+    from ligermodels.integrations.lm_eval_tasks import evaluate_tasks
+    from tests.training.tiny_run import make_checkpoint
+
+    folder = str(make_checkpoint(tmp_path / "tiny"))
+    model = AutoLiger.from_hf(folder).train()
+    with pytest.raises(ConfigError, match=r"tasks: lm-eval knows no task 'arc_esay'; did you mean"):
+        evaluate_tasks(model, folder, ["piqa", "arc_esay"])
+    assert not stand_in.calls
+    found = evaluate_tasks(model, folder, ["piqa"], batch_size=3, limit=7, task_folder="mine")
+    assert found == {"piqa": {"acc,none": 0.5, "vocab": model.config.vocab_size}}
+    (asked, options), *_ = stand_in.calls
+    assert asked.batch_size == 3 and not asked.pretrained.training and asked.tokenizer("the cat")
+    assert options.pop("task_manager").include_path == "mine"
+    assert options == {"tasks": ["piqa"], "num_fewshot": None, "limit": 7}
+    assert cli.main(["evaluate", folder, "--tasks", "piqa", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "piqa  acc,none 0.5000\n"
 
 
 def test_the_results_are_those_of_transformers(tmp_path):
+    pytest.importorskip("lm_eval")
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

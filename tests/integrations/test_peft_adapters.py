@@ -11,7 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from ligermodels.errors import CheckpointError, SaveError
+from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from tests.models import hf_models, zoo
@@ -22,6 +22,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "C3A": {"block_size": 16},
     "CARTRIDGE": VIRTUAL,
+    # A type of tokens that is a multiple of 4 is a label.
+    "CPT": {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 4]},
     "MISS": {"r": 4},
     "MULTITASK_PROMPT_TUNING": VIRTUAL | {"num_tasks": 2},
     "PREFIX_TUNING": VIRTUAL,
@@ -40,9 +42,6 @@ CALLS: dict[str, dict[str, Any]] = {
 REFUSED = {
     "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
     "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
-    "CPT": "its loss needs the types of tokens, and a loss of its own on logits",
-    "XLORA": "it loads other adapters first",
-    "ADAMSS": "it needs scikit-learn",
 }
 IN_THE_SUITE = {"LORA", "IA3", "LN_TUNING", "PREFIX_TUNING", *REFUSED}
 METHODS = [
@@ -60,14 +59,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def pair(folder: Path, config: Any) -> tuple[Any, Any]:
+def pair(folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
     """Return a native and a transformers model with the same adapter, which is not zero."""
-    hf = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    )
     torch.manual_seed(0)
     expected = peft.get_peft_model(hf, config)
     torch.manual_seed(0)
     ours = get_peft_model(
-        LigerForCausalLM.from_pretrained(folder), type(config)(**config.to_dict())
+        LigerForCausalLM.from_pretrained(folder, **options), type(config)(**config.to_dict())
     )
     mine = dict(ours.named_parameters())
     torch.manual_seed(1)
@@ -84,6 +85,16 @@ def pair(folder: Path, config: Any) -> tuple[Any, Any]:
 
 def ids() -> torch.Tensor:
     return torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def with_two_adapters(folder: Path) -> dict[str, Any]:
+    """Return the arguments of X-LoRA, which mixes adapters that are there already."""
+    for number in "01":
+        hf = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(int(number))
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        peft.get_peft_model(hf, config).save_pretrained(folder / number)
+    return {"hidden_size": 48, "adapters": {number: str(folder / number) for number in "01"}}
 
 
 def compare(ours: Any, expected: Any, **call: Any) -> None:
@@ -116,11 +127,17 @@ def compare(ours: Any, expected: Any, **call: Any) -> None:
 def test_method(method: str, folders: dict[str, Path]) -> None:
     if method in REFUSED:
         pytest.skip(REFUSED[method])
+    if method == "ADAMSS":
+        pytest.importorskip("sklearn")
     kind = peft.PeftType[method]
-    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind](
-        task_type="CAUSAL_LM", **ARGUMENTS.get(method, {})
-    )
-    ours, expected = pair(folders["llama"], config)
+    arguments = ARGUMENTS.get(method, {})
+    if method == "XLORA":
+        arguments = with_two_adapters(folders["llama"])
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind](task_type="CAUSAL_LM", **arguments)
+    # X-LoRA asks for no cache.
+    ours, expected = pair(folders["llama"], config, use_cache=method != "XLORA")
+    if method == "CPT":  # it computes a loss of its own from the logits
+        ours.train(), expected.train()
     compare(ours, expected, **CALLS.get(method, {}))
 
 
@@ -253,6 +270,44 @@ def test_an_adapter_of_packed_projections_is_not_left_out(
         peft.PeftModel.from_pretrained(
             LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
         )
+
+
+@pytest.mark.parametrize("targets", [["o_proj", "q_proj"], r".*\.(q_proj|o_proj)"])
+def test_a_projection_that_peft_did_not_find_is_refused(
+    folders: dict[str, Path], targets: Any
+) -> None:
+    """PEFT itself adapts o_proj alone, and would train less than it was asked for."""
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    adapted = peft.get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.self_attn\.q_proj, which is packed into qkv"
+    ):
+        adapted(input_ids=ids())
+
+
+def test_a_model_without_its_adapter_computes_again(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    expected = model(input_ids=ids()).logits
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+    adapted(input_ids=ids())
+    torch.testing.assert_close(adapted.unload()(input_ids=ids()).logits, expected)
+
+
+def test_a_second_adapter_that_peft_did_not_find_is_refused(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
+    adapted = get_peft_model(model, config)
+    adapted(input_ids=ids())
+    adapted.add_adapter("b", LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"]))
+    adapted(input_ids=ids())
+    adapted.delete_adapter("b")
+    adapted(input_ids=ids())
+    more = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj", "up_proj"])
+    adapted.add_adapter("c", more)
+    with pytest.raises(
+        ConfigError, match=r"adapter 'c' is for .*up_proj, which is packed into gate"
+    ):
+        adapted(input_ids=ids())
 
 
 def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
