@@ -6,7 +6,7 @@ file and key. A list of at most ten names may follow, with a count of the other 
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -69,17 +69,21 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """Return "; did you mean 'x'?" with the known word closest to `word`, or "" if none is close.
 
     An option may also be meant by its initials, such as --lr, or by one of its parts.
+
+    Args: others, what known words (with _ for -) are called in other programs.
     """
     import difflib
 
     words = {each.lstrip("-"): each for each in known}
     word = word.lstrip("-")
     parts = {name: re.split("[-_]", name) for name in words}
-    found = [name for name in words if len(parts[name]) > 1 and _initials(parts[name]) == word]
+    theirs = (others or {}).get(word.replace("-", "_"))
+    found = [name for name in words if name.replace("-", "_") == theirs]
+    found += [name for name in words if len(parts[name]) > 1 and _initials(parts[name]) == word]
     found += [name for name in words if word in parts[name]]
     found += difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"; did you mean {words[found[0]]!r}?" if found else ""

@@ -1,7 +1,8 @@
 """The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
-A module may also define OUT_OF_MEMORY, the advice that is printed with that error. Ctrl-C ends the
+A module may also define OUT_OF_MEMORY, the advice that is printed with that error, and OTHER_NAMES,
+what other programs call its options. Ctrl-C ends the
 process at once, except in a command's `with raise_on_interrupt():`. This module
 prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
 runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
@@ -123,7 +124,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         # argparse itself would report these arguments without the name of the command.
         command = commands[given.module]
         word = unknown[0].partition("=")[0] or " "
-        hint = did_you_mean(word, command._option_string_actions) if word[0] == "-" else ""
+        others = getattr(given.module, "OTHER_NAMES", None)
+        known = command._option_string_actions
+        hint = did_you_mean(word, known, others) if word[0] == "-" else ""
         command.error(f"unrecognized arguments: {' '.join(map(printable, unknown))}{hint}")
     given.argv = [*(sys.argv[1:] if argv is None else argv)]
     return given

@@ -89,10 +89,11 @@ def _files(
     given: argparse.Namespace, model: Any, folder: Any, files: dict[str, Any]
 ) -> dict[str, dict[str, float]]:
     """Return the loss on each file; the last entry is that of all, if there are several."""
+    from ligermodels.models.auto import tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.evaluate import file_loss
 
-    tokenizer = Tokenizer.from_hf(folder)
+    tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
     losses = {
         file: file_loss(
             model,

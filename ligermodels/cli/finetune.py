@@ -12,6 +12,7 @@ from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, import_modules, number
 from ligermodels.errors import LigerError
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.options import OTHER_NAMES as OTHER_NAMES  # for a mistake's hint
 from ligermodels.training.options import types_of
 
 HELP = "fine-tune a checkpoint on text or JSONL files"

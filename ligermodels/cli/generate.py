@@ -79,7 +79,7 @@ def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
     from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.hub import resolve
-    from ligermodels.models.auto import AutoLiger
+    from ligermodels.models.auto import AutoLiger, tokenizer_folder
     from ligermodels.models.heads_file import load_heads
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.finetune import pick_device
@@ -95,7 +95,7 @@ def run(given: argparse.Namespace) -> None:
             raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
-    tokenizer = Tokenizer.from_hf(folder)
+    tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
 

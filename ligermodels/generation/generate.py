@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.errors import LigerError, shown
+from ligermodels.errors import LigerError, did_you_mean, shown
 from ligermodels.generation.ahead import Heads, generate_ahead, passes_ahead
 from ligermodels.generation.generation_config import (
     checked_generation_config,
@@ -101,6 +101,7 @@ def generate(
             synchronisation: in the same step if there are stop tokens, else after the last token.
         CheckpointError: generation_config.json has a value of a wrong type.
     """
+    _check_names("generate", options)
     if heads is not None:
         return _with_heads(model, heads, input_ids, callback, options)
     prompt_BS, steps = _start(model, input_ids, **options)
@@ -110,6 +111,15 @@ def generate(
         if callback is not None:
             callback(tokens_B)
     return torch.cat(columns, dim=1)
+
+
+def _check_names(function: str, options: GenerateOptions) -> None:
+    """Raise TypeError for an option that there is not, as Python does, but with a suggestion."""
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _with_heads(
@@ -148,6 +158,7 @@ def stream(
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
+    _check_names("stream", options)
     if heads is not None:
         ids, given = _checked_with_heads(input_ids, options)
         _, passes = passes_ahead(model, heads, ids, **given)

@@ -195,6 +195,8 @@ def _check_text(text: str) -> None:
 
 
 def _nothing_usable(folder: Path) -> str:
+    if os.path.lexists(folder / "run.json"):
+        return f"{folder}: this is the folder of a run, whose model is in model/"
     found = sorted(
         p.name for p in folder.glob("*") if re.search("token|vocab|merges|tekken", p.name)
     )

@@ -107,7 +107,7 @@ class FinetuneConfig:
     stream: bool = _option(
         False,
         "keep the tokens on the disk (in HF_HOME), for data that is larger than memory; .jsonl "
-        "files are read line by line",
+        "files are read line by line, and texts document by document",
     )
     data_weights: list[float] | None = _option(  # noqa: RUF009
         None,
@@ -429,7 +429,7 @@ class FinetuneConfig:
         for name, losses in _ONLY_FOR.items():
             taught = name == "beta" and self.teacher is not None
             if getattr(self, name) is not None and self.loss not in losses and not taught:
-                raise ConfigError(f"{name}: only for the losses {', '.join(losses)}")
+                raise ConfigError(f"{name}: only for --loss {', '.join(losses)}")
         if self.beta == 0 and self.loss not in ("sft", "grpo", "orpo"):
             raise ConfigError(f"beta: must be more than 0 for {self.loss}")
         if self.loss == "sft":
@@ -470,10 +470,10 @@ class FinetuneConfig:
         if self.medusa_heads is None:
             if self.medusa_stage != 1 or self.medusa_tied:
                 raise ConfigError("medusa_stage and medusa_tied: only with medusa_heads")
-        elif self.memory not in (None, "off"):
+        elif self.memory not in (None, "off") and self.medusa_stage == 1:
             raise ConfigError(
-                "memory: a plan does not know of medusa_heads; leave it out, and use "
-                "activation_checkpointing if memory is short"
+                "memory: in medusa_stage 1 the model is frozen, and its layers keep nothing that a "
+                "plan could save; leave it out"
             )
 
 

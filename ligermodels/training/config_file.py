@@ -19,6 +19,7 @@ import yaml
 from ligermodels.converters.files import read_if_present
 from ligermodels.errors import ConfigError, did_you_mean, first_line, shown
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.options import OTHER_NAMES
 
 _LIMIT = 10**6  # bytes; PyYAML takes a second for some 100,000
 _TAG = "tag:yaml.org,2002:"
@@ -77,9 +78,8 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
             where = f"{path}:{key.start_mark.line + 1}"
             name = str(key.value).replace("-", "_")
             if name not in known:
-                raise ConfigError(
-                    f"{where}: {shown(key.value)} is no option{did_you_mean(name, known)}"
-                )
+                hint = did_you_mean(name, known, OTHER_NAMES)
+                raise ConfigError(f"{where}: {shown(key.value)} is no option{hint}")
             if name in found:
                 raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
             found[name] = loader.construct_object(value, deep=True)

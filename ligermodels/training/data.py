@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -110,37 +110,43 @@ def read_documents(
     documents = [each for file in files for each in iter_documents(file, tokenizer, separator)]
     if not documents:
         names = ", ".join(str(file) for file in files)
-        raise DataError(f"{names}: there is nothing to train on, because every document is empty")
+        raise DataError(f"{names}: there is no text, because every document is empty")
     return documents
 
 
 def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
     """Yield the documents of a file that have a target, as `read_documents`.
 
-    Of a file of JSON lines only one line is in memory.
+    Of a file of JSON lines only one line is in memory, and of a text only one document.
     """
     encoder = Encoder(tokenizer)
     found: Iterable[Document | None]
     if file.suffix.lower() in RECORD_SUFFIXES:
         found = (_record_document(*each, encoder) for each in read_records(file))
     else:
-        text = _read_text(file)
-        if "\0" in text:
-            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
-        found = (encoder.text(each) for each in split_text(text, separator))
+        found = (encoder.text(each) for each in split_text(_text_lines(file), separator))
     yield from (each for each in found if each is not None and each.num_targets)
 
 
-def split_text(text: str, separator: str | None) -> list[str]:
-    """Split a text at the lines that equal `separator`, and leave out empty documents."""
-    parts: list[list[str]] = [[]]
-    for line in text.split("\n"):
-        if separator is not None and line.strip() == separator.strip():
-            parts.append([])
+def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
+    """Yield the documents between lines that equal `separator`, without the empty ones."""
+    part: list[str] = []
+    for line in chain(lines, [None]):
+        if line is None or (separator is not None and line.strip() == separator.strip()):
+            document = "\n".join(part).strip("\n")
+            if document.strip():
+                yield document
+            part = []
         else:
-            parts[-1].append(line)
-    documents = ["\n".join(lines).strip("\n") for lines in parts]
-    return [document for document in documents if document.strip()]
+            part.append(line)
+
+
+def _text_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a text without their ends."""
+    for line in _lines(file):
+        if "\0" in line:
+            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
+        yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
 
 
 def _read_text(file: Path) -> str:
@@ -202,7 +208,7 @@ def _json(text: str, where: str, what: str = "line") -> Any:
 def _record_document(record: Any, where: str, encoder: Encoder) -> Document | None:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {_kind(record)}")
-    record = normalised(record, where, has_template=encoder.has_template)
+    whole, record = record, normalised(record, where, has_template=encoder.has_template)
     # In a table every record has every key.
     kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
     if kinds == ["prompt", "messages"] and record.get("completion") is None:
@@ -214,14 +220,13 @@ def _record_document(record: Any, where: str, encoder: Encoder) -> Document | No
             f"found {', '.join(map(repr, record)) or 'no keys'}"
         )
     if kinds == ["messages"]:
-        return encoder.chat(
-            _with_answers(checked_messages(record["messages"], where), where), where
-        )
+        messages = _with_answers(checked_messages(record["messages"], where), where)
+        return encoder.chat(messages, where, template_variables(whole, where))
     if kinds == ["text"]:
         text = checked_string(record, "text", where)
         return encoder.text(text) if text.strip() else None
     prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
-    return completed(prompt, completion, where, encoder)
+    return completed(prompt, completion, where, encoder, record)
 
 
 def _kind(value: Any) -> str:
@@ -252,9 +257,30 @@ def checked_messages(messages: Any, where: str, key: str = "messages") -> list[d
     for message in messages:
         if not isinstance(message, dict):
             raise DataError(f"{where}: a message must be an object, found {_kind(message)}")
-        for part in ("role", "content"):
-            checked_string(message, part, where)
+        checked_string(message, "role", where)
+        if not message.get("tool_calls") or message.get("content") is not None:
+            checked_string(message, "content", where)
     return messages
+
+
+def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what a record gives the chat template beside its messages, named as in TRL.
+
+    These are the keys "tools", a list or its JSON text, and "chat_template_kwargs".
+
+    Raises:
+        DataError: one of them has the wrong type.
+    """
+    tools, more = record.get("tools") or None, record.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        tools = _json(tools, where, 'value of "tools"') or None
+    if tools is not None and (
+        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise DataError(f'{where}: "tools" must be a list of objects, or its JSON text')
+    if not isinstance(more, dict):
+        raise DataError(f'{where}: "chat_template_kwargs" must be an object, found {_kind(more)}')
+    return more if tools is None else {"tools": tools, **more}
 
 
 def checked_text(record: dict[str, Any], key: str, where: str) -> Text:
@@ -264,15 +290,20 @@ def checked_text(record: dict[str, Any], key: str, where: str) -> Text:
     return checked_messages(record[key], where, key)
 
 
-def completed(prompt: Text, completion: Text, where: str, encoder: Encoder) -> Document:
-    """Encode a prompt and its completion, both strings or both messages, or raise DataError."""
+def completed(
+    prompt: Text, completion: Text, where: str, encoder: Encoder, record: dict[str, Any]
+) -> Document:
+    """Encode a prompt and its completion, both strings or both messages, or raise DataError.
+
+    Args: record, that they are of, which may have more for the chat template.
+    """
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(
             f"{where}: one of prompt and completion is a string, the other a list of messages; "
             "write both as one of the two"
         )
     if isinstance(prompt, list):
-        return encoder.reply(prompt, completion, where)
+        return encoder.reply(prompt, completion, where, template_variables(record, where))
     return encoder.completion(prompt, completion)
 
 
@@ -314,20 +345,24 @@ class Encoder:
         loss_mask = [False] * len(self.prefix) + loss_mask + [True] * len(self.end)
         return self._document(ids, loss_mask, divisible=False)
 
-    def chat(self, messages: list[dict[str, Any]], where: str) -> Document:
+    def chat(
+        self, messages: list[dict[str, Any]], where: str, variables: dict[str, Any]
+    ) -> Document:
         """Encode a conversation with the chat template; the assistant's turns are the targets.
 
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
+
+        Args: where, for messages of errors; variables, further ones of the template.
         """
-        whole = self._render(messages, False, where)
+        whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []
         done = 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:i], True, where)
-            through = self._render(messages[: i + 1], False, where)
+            before = self._render(messages[:i], True, where, variables)
+            through = self._render(messages[: i + 1], False, where, variables)
             if not (whole.startswith(through) and through.startswith(before)):
                 raise DataError(
                     f"{where}: the chat template renders message {i + 1} differently inside the "
@@ -343,20 +378,25 @@ class Encoder:
         ids, loss_mask = self._segments([segment for segment in segments if segment[0]])
         return self._document(ids, loss_mask, divisible=False)
 
-    def prompt(self, prompt: str | list[dict[str, Any]], where: str) -> Document:
-        """Encode a prompt alone, up to where the model begins to generate; it has no targets."""
+    def prompt(self, prompt: Text, where: str, record: dict[str, Any]) -> Document:
+        """Encode the prompt of a record, up to where the model begins; it has no targets."""
         if isinstance(prompt, str):
             ids = self.prefix + self._encode(prompt)
         else:
-            ids = self._encode(self._render(prompt, True, where))
+            variables = template_variables(record, where)
+            ids = self._encode(self._render(prompt, True, where, variables))
         return self._document(ids, [False] * len(ids), divisible=False)
 
     def reply(
-        self, prompt: list[dict[str, Any]], reply: list[dict[str, Any]], where: str
+        self,
+        prompt: list[dict[str, Any]],
+        reply: list[dict[str, Any]],
+        where: str,
+        variables: dict[str, Any],
     ) -> Document:
         """Encode a conversation whose last messages are the targets, with the template's end."""
-        before = self._render(prompt, True, where)
-        whole = self._render([*prompt, *reply], False, where)
+        before = self._render(prompt, True, where, variables)
+        whole = self._render([*prompt, *reply], False, where, variables)
         if not whole.startswith(before):
             raise DataError(
                 f"{where}: the chat template renders the prompt differently before an answer, so "
@@ -365,10 +405,16 @@ class Encoder:
         ids, loss_mask = self._segments([(before, False), (whole[len(before) :], True)])
         return self._document(ids, loss_mask, divisible=False)
 
-    def _render(self, messages: list[dict[str, Any]], generation: bool, where: str) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        generation: bool,
+        where: str,
+        variables: dict[str, Any],
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=generation, tokenize=False
+                messages, add_generation_prompt=generation, tokenize=False, **variables
             )
         # The template is a program from the checkpoint, so it may raise any exception.
         except Exception as error:

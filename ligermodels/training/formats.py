@@ -48,7 +48,7 @@ def _sharegpt(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for turn in turns:
         # Some data sets have ShareGPT's list and the keys of OpenAI's messages.
         sender, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if sender not in ROLES:
+        if not isinstance(sender, str) or sender not in ROLES:
             raise DataError(
                 f'{where}: "from": {shown(sender)} is not known; expected one of '
                 + ", ".join(ROLES)

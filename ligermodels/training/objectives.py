@@ -116,6 +116,10 @@ class Objective:
         """Return what is trained and called with batches: the model, or a module that has it."""
         return model
 
+    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
+        """Return what a step runs forward, for the memory plan: `module`, or one that has it."""
+        return trained
+
     def export(self, folder: Path) -> None:
         """Write what belongs to the model into the folder that it was exported to."""
 

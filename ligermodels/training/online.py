@@ -7,13 +7,14 @@ then computes slightly other probabilities, which `losses.importance_ratio` corr
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from ligermodels.converters.files import open_regular
 from ligermodels.errors import ConfigError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
+from ligermodels.kernels.autocast import without_autocast
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (
     LossOutput,
     Mean,
@@ -64,6 +67,34 @@ class _AllEnded(Exception):
 Reward = Callable[..., Sequence[float | None]]
 
 
+class SampledModel(nn.Module):
+    """A model that samples before each step: what a step runs, for the memory plan.
+
+    Sampling takes the most bytes when the cache has its whole length and the prompts are read. Of a
+    step with several batches, the plan counts the gradients as well, which do not exist yet.
+
+    Args: longest, the tokens of the longest prompt; new, how many are sampled at most.
+    """
+
+    def __init__(self, model: DecoderModel, longest: int, new: int) -> None:
+        super().__init__()
+        self.model, self.longest, self.new = model, longest, new
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
+        """Read prompts with a cache for the completions; then return the head's output."""
+        self._read(input_ids[:, : self.longest])
+        return self.model(input_ids, **inputs)
+
+    @torch.no_grad()
+    def _read(self, prompts: Tensor) -> None:
+        model, (batch, length) = self.model, prompts.shape
+        cache = KVCache.of(model, batch, length + self.new - 1)
+        mask = torch.ones_like(prompts)  # prompts of several lengths are padded
+        with without_autocast(prompts):
+            hidden = model(prompts, attention_mask=mask, cache=cache)
+            model.head(hidden[:, -1:], prompts[:, -1:])  # gathers its weight, if that is sharded
+
+
 class GroupObjective(Objective):
     """GRPO and its relatives: the advantage of sampled completions over others of their prompt."""
 
@@ -98,6 +129,12 @@ class GroupObjective(Objective):
             model, self.config.reference or usual, self.config.precision
         )
         return bytes_here(self.reference_model)
+
+    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
+        """Return the model, which samples before a step."""
+        assert self.model is not None
+        longest = max(each.width for each in rows)
+        return SampledModel(self.model, longest, self.config.max_completion_length)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -255,36 +292,46 @@ class GroupObjective(Objective):
         return torch.stack(columns, 1)
 
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
-        """Return the reward of each completion: (completions) float32, NaN for None."""
+        """Return the reward of each completion: (completions) float64, NaN for None.
+
+        What the function does to its arguments, to the random state and to the gradient mode does
+        not reach the run.
+        """
         assert self.tokenizer is not None
         if not groups:  # This rank only keeps in step with the others.
-            return torch.zeros(0)
-        prompts = [group.record["prompt"] for group in groups]
+            return torch.zeros(0, dtype=torch.float64)
+        records = [copy.deepcopy(group.record) for group in groups]
+        prompts = [record["prompt"] for record in records]
         ids = [document.ids[document.loss_mask].tolist() for document in documents]
         texts: list[Any] = [self.tokenizer.decode(each) for each in ids]
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, list):
                 texts[i] = [{"role": "assistant", "content": texts[i]}]
-        names = dict.fromkeys(name for group in groups for name in group.record)
-        columns = {n: [group.record.get(n) for group in groups] for n in names if n != "prompt"}
+        names = dict.fromkeys(name for record in records for name in record)
+        columns = {n: [record.get(n) for record in records] for n in names if n != "prompt"}
         where = f"reward function {self.config.reward_function}"
         try:
-            made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
+            with torch.enable_grad(), torch.random.fork_rng(devices=()):
+                made = self.reward(
+                    prompts=prompts, completions=texts, completion_ids=ids, **columns
+                )
             if isinstance(made, (Mapping, Set, str, bytes)):
                 raise TypeError(f"it returned a {type(made).__name__} and not a list")
             made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
-        except Exception as error:  # the function is the user's own
+        except (Exception, SystemExit) as error:  # the function is the user's own
             raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
         if len(rewards) != len(groups):
             raise LigerError(f"{where}: it returned {len(rewards)} rewards for {len(groups)} texts")
-        for prompt, each, reward in zip(prompts, made, rewards):
-            if each is not None and not isfinite(reward):
+        largest = torch.finfo(torch.float32).max
+        for group, each, reward in zip(groups, made, rewards):
+            if each is not None and not abs(reward) <= largest:
                 raise LigerError(
-                    f"{where}: the reward of a completion of {shown(prompt)} is {reward}; return a "
-                    "finite number, or None for a completion without a reward"
+                    f"{where}: the reward of a completion of {shown(group.record['prompt'])} is "
+                    f"{reward}; return a finite number that float32 holds, or None for a "
+                    "completion without a reward"
                 )
-        return torch.tensor(rewards)
+        return torch.tensor(rewards, dtype=torch.float64)
 
     def _check_rewarded(self, groups: list[Group], rewards: Tensor) -> None:
         """Raise LigerError on all ranks if no completion of any of them has a reward.
@@ -345,7 +392,7 @@ def load_reward(name: str) -> tuple[Reward, str | None]:
             path = getattr(module, "__file__", None)
             if path is not None:
                 digest = file_hash(path)
-    except Exception as error:  # the file is the user's own
+    except (Exception, SystemExit) as error:  # the file is the user's own
         kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"reward_function: {where} cannot be imported: {kind}{first_line(error)}"
@@ -353,4 +400,6 @@ def load_reward(name: str) -> tuple[Reward, str | None]:
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(f"reward_function: {where} has no function {function!r}")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"reward_function: {function!r} of {where} is async; take a plain one")
     return found, digest

@@ -14,6 +14,27 @@ from typing import Any, get_args, get_type_hints
 
 from ligermodels.errors import ConfigError, shown
 
+# What the options of a run are called in other programs, for the suggestions after a mistake.
+_OTHER_NAMES = {
+    "train_files": "data dataset datasets dataset_name data_path train_file train_data "
+    "train_dataset training_data",
+    "eval_files": "eval_data eval_dataset val_data validation_file test_file",
+    "eval_fraction": "val_set_size val_size test_size",
+    "seq_len": "max_length max_len max_seq_length max_seq_len model_max_length cutoff_len "
+    "block_size",
+    "num_train_epochs": "max_epochs",
+    "warmup_steps": "warmup_ratio",
+    "output_dir": "out out_dir save_dir",
+    "resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "lora": "lora_r lora_rank lora_alpha lora_dropout use_lora use_peft adapter peft",
+    "lora_targets": "lora_target lora_target_modules target_modules",
+    "load_in": "load_in_4bit load_in_8bit quantization quantize quantization_bit",
+    "precision": "bf16 fp16 dtype torch_dtype mixed_precision",
+    "loss": "stage method rl dpo kto orpo grpo trainer",
+    "report_to": "wandb tensorboard logger",
+}
+OTHER_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
+
 
 def option(
     default: Any,

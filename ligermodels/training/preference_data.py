@@ -1,6 +1,7 @@
 """Read JSONL files of preferences, of judged completions, and of prompts, as TRL's data sets are.
 
-A text is a string, or a list of messages, which the chat template formats. One line is one of
+A text is a string, or a list of messages, which the chat template formats, with the line's "tools"
+and "chat_template_kwargs". One line is one of
 
     {"prompt", "chosen", "rejected"}    a pair
     {"chosen", "rejected"}              a pair of conversations, whose beginning is the prompt; a
@@ -94,7 +95,7 @@ def _pair(record: dict[str, Any], where: str, encoder: Encoder) -> Group:
     if "prompt" not in record or (isinstance(prompt, str) and isinstance(chosen, list)):
         prompt, chosen, rejected = _split(chosen, rejected, where)
     return Group(
-        tuple(completed(prompt, each, where, encoder) for each in (chosen, rejected)),
+        tuple(completed(prompt, each, where, encoder, record) for each in (chosen, rejected)),
         record=record,
     )
 
@@ -107,12 +108,12 @@ def _judged(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]
     label = record.get("label")
     if not isinstance(label, bool):
         raise DataError(f'{where}: "label" must be true or false')
-    return [Group((completed(prompt, completion, where, encoder),), label, record)]
+    return [Group((completed(prompt, completion, where, encoder, record),), label, record)]
 
 
 def _prompt(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
     prompt = checked_text(record, "prompt", where)
-    found = encoder.prompt(prompt, where)
+    found = encoder.prompt(prompt, where, record)
     if not len(found):
         raise DataError(f"{where}: the prompt is empty")
     return [Group((found,), record=record)]

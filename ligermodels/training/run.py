@@ -327,7 +327,7 @@ class Run:
 
         Args:
             trained: what the optimizer trains: the model, or one that contains it.
-            held: the bytes on the device that other models take.
+            held: the bytes on the device that the reference model takes.
         """
         config = self.config
         if config.activation_checkpointing:
@@ -341,22 +341,23 @@ class Run:
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
         elif (budget := self._budget()) != "off":
             accumulates = config.gradient_accumulation_steps > 1
+            every = [each for each in (rows, eval_rows) if each is not None]
             run = planner(
                 model,
                 budget,
                 precision=self.precision,
                 accumulates=accumulates,
                 optimizer_bytes=make_optimizer(trained, config),
+                around=self.objective.planned_step(trained, every),
             )
             run.budget = max(0, run.budget - held)
-            every = [each for each in (rows, eval_rows) if each is not None]
             try:
                 plan = run.plan(*self.objective.largest_batch(every))
             except ConfigError as error:
                 if not held:
                     raise
                 raise ConfigError(
-                    f"{error}; besides, the teacher or reference model takes {held} bytes"
+                    f"{error}; besides, the reference model takes {held} bytes"
                 ) from None
             model.set_memory_plan(plan)
             self._note(f"memory: {summary(plan)}")
@@ -365,8 +366,8 @@ class Run:
         """Return "off", or the memory that the run may take."""
         if self.config.memory is not None:
             return self.config.memory
-        if self.config.medusa_heads is not None:  # it does not know of them
-            return "off"
+        if self.config.medusa_heads is not None and self.config.medusa_stage == 1:
+            return "off"  # the layers are frozen and keep nothing
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"

@@ -1,9 +1,9 @@
 """Training data that is larger than memory: tokens in files, of which a run reads its rows.
 
 The first run tokenizes a file once, into HF_HOME. Of a JSONL file only a line is in memory then,
-and afterwards only the places of the documents. The files have checksums; damaged ones are written
-again. Rows are packed as in `packing`, but not across
-files, and the best fit is looked for among 65536 documents at a time.
+and of a text a document; afterwards only the places of the documents are. The files have checksums;
+damaged ones are written again. Rows are packed as in `packing`, but not across files, and the best
+fit is looked for among 65536 documents at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from huggingface_hub import constants
@@ -31,6 +32,7 @@ from ligermodels.training.inputs import file_hashes
 from ligermodels.training.packing import PackedRows, best_fit, generator, row_order
 
 _WINDOW = 2**16  # documents that are packed together
+_BLOCK = 2**24  # tokens whose targets are counted at once
 _CYCLE = 1000  # rows in which the sources have their shares
 _FACTS = "facts.json"
 # The file NAME.bin holds numbers of this type.
@@ -71,14 +73,28 @@ class _Column:
         return found
 
 
+class Spans(NamedTuple):
+    """Parts of the documents of a store: (n,) int64 `starts` and `stops`, and (n,) bool.
+
+    `divisible` is that of `Document`.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    divisible: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> Spans:
+        """Return those that a mask (n,) chooses."""
+        return Spans(*(each[chosen] for each in self))
+
+
 class TokenStore:
     """The documents of a file, as tokens on the disk.
 
     Attributes:
         ids, loss_mask: of all documents, one after the other; int32 and bool, slices of which are
             read from the disk.
-        ends: (documents,) int64, where each one ends.
-        divisible: (documents,) bool, as in `Document`.
+        spans: where each document lies.
         digest: a hash of all of these.
         max_id: the largest token id.
     Raises:
@@ -94,10 +110,24 @@ class TokenStore:
         self.max_id: int = facts["max_id"]
         columns = {name: _Column(folder / f"{name}.bin", _DTYPES[name]) for name in _DTYPES}
         self.ids, self.loss_mask = columns["ids"], columns["loss_mask"]
-        self.ends, self.divisible = columns["ends"][:], columns["divisible"][:]
+        ends = columns["ends"][:]
+        self.spans = Spans(np.append(0, ends[:-1]), ends, columns["divisible"][:])
 
-    def __len__(self) -> int:
-        return len(self.ends)
+    def targets_before(self, places: np.ndarray) -> np.ndarray:
+        """Return how many targets come before each place in the tokens, in one pass over them."""
+        order = np.argsort(places, axis=None)
+        ordered = places.ravel()[order]
+        counts = np.zeros_like(ordered)
+        done = total = 0
+        for first in range(0, len(self.loss_mask), _BLOCK):
+            block = self.loss_mask[first : first + _BLOCK]
+            sums: np.ndarray = np.append(0, np.cumsum(block, dtype=np.int64))
+            until = int(np.searchsorted(ordered, first + len(sums)))
+            counts[done:until] = total + sums[ordered[done:until] - first]
+            done, total = until, total + int(sums[-1])
+        found = np.empty_like(counts)
+        found[order] = counts
+        return found.reshape(places.shape)
 
 
 def token_store(
@@ -107,7 +137,7 @@ def token_store(
 
     Args: source, the folder of the tokenizer.
     Raises:
-        DataError: the file cannot be read, a line is wrong, or there is nothing to train on.
+        DataError: the file cannot be read, a line is wrong, or every document is empty.
         SaveError: the tokens cannot be written.
     """
     facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
@@ -158,7 +188,7 @@ def _write(folder: Path, documents: Iterator[Document], file: Path) -> None:
                     files[name].write(raw)
                     digests[name].update(raw)
         if max_id < 0:
-            raise DataError(f"{file}: there is nothing to train on: every document is empty")
+            raise DataError(f"{file}: there is no text, because every document is empty")
         with writing(folder):
             facts = {"digests": {n: each.hexdigest() for n, each in digests.items()}}
             (aside / _FACTS).write_text(json.dumps(facts | {"max_id": max_id}), encoding="utf-8")
@@ -177,21 +207,29 @@ def _remove(path: Path) -> None:
 
 
 def held_out(
-    store: TokenStore, fraction: float, seed: int, number: int, *, alone: bool
-) -> np.ndarray:
-    """Return which documents of a store are held out for evaluation, as in `packing.hold_out`.
+    spans: Spans, fraction: float, seed: int, number: int, *, alone: bool
+) -> tuple[Spans, Spans]:
+    """Split off the documents for evaluation, as `packing.hold_out`: (training, held out).
 
-    If a store has too few, none are; but if it is the only one, and not of plain texts, one is.
+    Of too few plain texts, the ends are held out. Of too few examples, one is if the store is the
+    only one, and none otherwise.
     Args: number, of the store; alone, whether it is the only one.
     """
-    chosen: np.ndarray = np.zeros(len(store), dtype=np.bool_)
-    enough = len(store) * fraction >= 1
-    if enough or (fraction and alone and not store.divisible.all()):
-        count = max(1, round(len(store) * fraction))
+    starts, stops, divisible = spans
+    count = len(stops) * fraction
+    if 0 < count < 1 and divisible.all():
+        lengths = stops - starts
+        left = lengths - np.maximum(2, np.round(lengths * fraction)).astype(np.int64)
+        long = left >= 2
+        ends = np.where(long, starts + left, stops)
+        # The two parts share one token, so that each token is still predicted once.
+        return Spans(starts, ends, divisible), Spans(ends - 1, stops, divisible).where(long)
+    chosen: np.ndarray = np.zeros(len(stops), dtype=np.bool_)
+    if count >= 1 or (count and alone):
         # The first store has the choice of a run that holds its data in memory.
-        order = generator(seed, 1, *([number] if number else [])).permutation(len(store))
-        chosen[order[:count]] = True
-    return chosen
+        order = generator(seed, 1, *([number] if number else [])).permutation(len(stops))
+        chosen[order[: max(1, round(count))]] = True
+    return spans.where(~chosen), spans.where(chosen)
 
 
 class StoredRows(PackedRows):
@@ -199,7 +237,7 @@ class StoredRows(PackedRows):
 
     Args:
         stores: the sources of the documents.
-        chosen: for each store, (documents,) bool: the documents that are taken.
+        spans: for each store, the documents that are taken, or parts of them.
         seq_len: tokens per row.
         multiple: the width of rows is a multiple of this.
     Raises:
@@ -212,7 +250,7 @@ class StoredRows(PackedRows):
     def __init__(
         self,
         stores: Sequence[TokenStore],
-        chosen: Sequence[np.ndarray],
+        spans: Sequence[Spans],
         seq_len: int,
         multiple: int = 1,
     ) -> None:
@@ -220,8 +258,9 @@ class StoredRows(PackedRows):
         self.num_truncated = self.num_dropped = 0
         self._pieces: list[np.ndarray] = []  # of each store: (pieces, 2), in the order of the rows
         self._ends: list[np.ndarray] = []  # of each store: where each row ends in the pieces
-        for store, mask in zip(stores, chosen):
-            pieces = self._cut(store, np.flatnonzero(mask), seq_len)
+        self.num_targets = 0
+        for store, each in zip(stores, spans):
+            pieces = self._cut(store, each, seq_len)
             rows: list[list[int]] = []
             for start in range(0, len(pieces), _WINDOW):
                 lengths = np.diff(pieces[start : start + _WINDOW]).ravel().tolist()
@@ -243,32 +282,21 @@ class StoredRows(PackedRows):
         )
         self.width = -(-longest // multiple) * multiple
         self.num_tokens = sum(int(each.sum()) for each in lengths)
-        self.num_targets = sum(
-            int(store.loss_mask[start + 1 : stop].sum())
-            for store, pieces in zip(stores, self._pieces)
-            for start, stop in pieces
-        )
 
-    def _cut(self, store: TokenStore, documents: np.ndarray, seq_len: int) -> np.ndarray:
+    def _cut(self, store: TokenStore, spans: Spans, seq_len: int) -> np.ndarray:
         """Return (start, stop) of the pieces of documents, as `packing.cut` makes them."""
-        stops = store.ends[documents]
-        starts = np.where(documents > 0, store.ends[documents - 1], 0)
-        if not (stops - starts > seq_len).any():
-            return np.stack([starts, stops], axis=1)
-        pieces: list[tuple[int, int]] = []
-        for start, stop, divisible in zip(starts, stops, store.divisible[documents]):
-            long = stop - start > seq_len
-            last = start + 1 if long and not divisible else max(start + 1, stop - 1)
-            found = [
-                (at, min(at + seq_len, stop))
-                for at in range(start, last, seq_len - 1)
-                if store.loss_mask[at + 1 : min(at + seq_len, stop)].any()
-            ]
-            pieces += found
-            if long and not divisible:
-                self.num_truncated += 1
-                self.num_dropped += not found
-        return np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        cuts = spans.divisible | (spans.stops - spans.starts <= seq_len)
+        counts = np.maximum(1, -(-(spans.stops - 1 - spans.starts) // (seq_len - 1)))
+        counts = np.where(cuts, counts, 1)
+        owner: np.ndarray = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = spans.starts[owner] + number * (seq_len - 1)
+        stops = np.minimum(starts + seq_len, spans.stops[owner])
+        targets = np.diff(store.targets_before(np.stack([starts + 1, stops], axis=1))).ravel()
+        self.num_targets += int(targets.sum())
+        self.num_truncated += int((~cuts).sum())
+        self.num_dropped += int((~cuts[owner] & (targets == 0)).sum())
+        return np.stack([starts, stops], axis=1)[targets > 0]
 
     def __len__(self) -> int:
         return sum(self.sources)
@@ -358,23 +386,24 @@ def stored_rows(
         DataError: a file or a line is wrong, or a file has too little data.
     """
     stores = [token_store(file, tokenizer, source, separator=separator) for file in files]
+    spans = [store.spans for store in stores]
+    held: StoredRows | None = None
     if eval_files:
         others = [token_store(file, tokenizer, source, separator=separator) for file in eval_files]
-        held: StoredRows | None = StoredRows(
-            others, [np.ones(len(each), np.bool_) for each in others], seq_len, multiple
-        )
-        taken: list[np.ndarray] = [np.zeros(len(each), np.bool_) for each in stores]
-    else:
-        fraction, alone = eval_fraction, len(stores) == 1
-        taken = [held_out(each, fraction, seed, i, alone=alone) for i, each in enumerate(stores)]
-        every = np.concatenate(taken)
-        if fraction and (every.all() or not every.any()):
+        held = StoredRows(others, [each.spans for each in others], seq_len, multiple)
+    elif eval_fraction:
+        alone = len(stores) == 1
+        parts = [
+            held_out(each, eval_fraction, seed, i, alone=alone) for i, each in enumerate(spans)
+        ]
+        spans, ends = [train for train, _ in parts], [end for _, end in parts]
+        if not any(len(each.stops) for each in ends) or not any(len(s.stops) for s in spans):
             raise DataError(
                 "the training data is too small to hold out a part of it for evaluation; give "
                 "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
             )
-        held = StoredRows(stores, taken, seq_len, multiple) if fraction else None
-    rows = StoredRows(stores, [~each for each in taken], seq_len, multiple)
+        held = StoredRows(stores, ends, seq_len, multiple)
+    rows = StoredRows(stores, spans, seq_len, multiple)
     if empty := [str(file) for file, size in zip(files, rows.sources) if not size]:
         raise LigerError(f"{empty[0]}: no row is left to train on; leave the file out")
     return rows, held

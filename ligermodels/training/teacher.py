@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.inputs import weights_hash
-from ligermodels.training.objectives import Call, Files, Objective
+from ligermodels.training.objectives import Call, Files, Objective, Rows
 from ligermodels.training.packing import Batch
 
 
@@ -31,11 +32,25 @@ class TeacherModel(nn.Module):
         self.settings = {"beta": beta, "temperature": temperature, "share": share}
 
     @torch.no_grad()
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, **_: Any) -> Teacher:
+    def forward(
+        self, input_ids: Tensor, *, position_ids: Tensor | None = None, **_: Any
+    ) -> Teacher:
         """Return the hidden states of (batch, seq) tokens with the head; labels are not read."""
         hidden = self.model(input_ids, position_ids=position_ids)
         weight, bias, softcap, logit_scale = self.model.head.plain_parameters(hidden, "the teacher")
         return Teacher(hidden, weight, bias, softcap, logit_scale, **self.settings)
+
+
+class TaughtModel(nn.Module):
+    """A model and its teacher: what a step runs, for the memory plan."""
+
+    def __init__(self, model: nn.Module, teacher: TeacherModel) -> None:
+        super().__init__()
+        self.model, self.teacher = model, teacher
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
+        """Return the head's output."""
+        return self.model(input_ids, teacher=self.teacher(input_ids, **inputs), **inputs)
 
 
 class TeacherObjective(Objective):
@@ -73,7 +88,12 @@ class TeacherObjective(Objective):
             temperature=config.temperature,
             share=config.teacher_share,
         )
-        return sum(parameter.nbytes for parameter in teacher.parameters())
+        return 0  # `planned_step` has it
+
+    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
+        """Return the model with its teacher."""
+        assert self.teacher is not None
+        return TaughtModel(trained, self.teacher)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the teacher's weights, as this device has them, and its config."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,6 +62,7 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["train"], ["invalid choice: 'train'"]),
         (["fintune"], ["did you mean 'finetune'?"]),
         (["finetune", "m", "--lr", "1"], ["--lr 1; did you mean '--learning-rate'?"]),
+        (["finetune", "m", "--max-length", "9"], ["did you mean '--seq-len'?"]),
         (["generate", "m", "--temprature=1"], ["--temprature=1; did you mean '--temperature'?"]),
         (["generate", "m", "--dtype", "bf16"], ["did you mean 'bfloat16'?"]),
         (["convert"], ["SOURCE", "TARGET"]),
@@ -105,6 +108,54 @@ def test_out_of_memory_needs_no_reason(call, monkeypatch):
 
     monkeypatch.setattr(cli.inspect, "run", explode)
     assert call("inspect", "m") == (1, "", "ligermodels: out of memory\n")
+
+
+def test_out_of_memory_of_a_started_process_is_left_for_the_launcher(call, monkeypatch, tmp_path):
+    def explode(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(cli.inspect, "run", explode)
+    monkeypatch.setenv("LIGERMODELS_LAUNCHED", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert call("inspect", "m") == (1, "", "")
+    assert (
+        json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "out of memory"
+    )
+
+
+def test_an_error_of_the_system_is_one_line(call, monkeypatch):
+    for error, line in (
+        (OSError(28, "No space left on device", "/data/x"), "/data/x: No space left on device"),
+        (OSError("the disk is odd\nand more"), "the disk is odd"),
+    ):
+        monkeypatch.setattr(cli.inspect, "run", Mock(side_effect=error))
+        assert call("inspect", "m") == (2, "", f"ligermodels: {line}\n")
+
+
+def test_a_reader_that_has_exited_is_no_error(monkeypatch, tmp_path):
+    """As with `| head`; nothing that is still in the buffer may fail later."""
+    monkeypatch.setattr(cli.inspect, "run", Mock(side_effect=BrokenPipeError))
+    with open(tmp_path / "out", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["inspect", "m"]) == 0
+        print("more", flush=True)
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_the_allocators_options_of_the_user_stay(call, monkeypatch):
+    monkeypatch.setattr(cli.inspect, "run", Mock())
+    for name, given, expected in (
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", None),
+        ("PYTORCH_ALLOC_CONF", "backend:native", "backend:native"),
+        ("OTHER", "", "expandable_segments:True"),
+    ):
+        with monkeypatch.context() as patch:
+            for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+                patch.delenv(variable, raising=False)
+            patch.setenv(name, given)
+            assert call("inspect", "m")[0] == 0
+            assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+            os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):

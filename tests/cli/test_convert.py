@@ -108,6 +108,8 @@ def test_convert_refuses_the_name_of_a_file(call, checkpoint, tmp_path):
     ):
         assert_one_line(call("convert", checkpoint, tmp_path / name), name, *words)
     assert list(tmp_path.iterdir()) == []
+    result = call("convert", checkpoint, checkpoint, "--overwrite", "--verify")
+    assert_one_line(result, "SOURCE and TARGET are the same folder", "nothing to compare")
     (tmp_path / "a.bin").mkdir()
     assert call("convert", checkpoint, tmp_path / "a.bin")[0] == 0
     assert call("convert", checkpoint, tmp_path / "llama-3.2")[0] == 0

@@ -8,12 +8,17 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from ligermodels.cli import launch
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.config_file import read_config
+from ligermodels.training.interrupts import Interrupted
 from tests.cli.helpers import SMALL, assert_one_line
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +110,30 @@ def test_a_run_whose_metrics_are_lost_says_what_it_knows(call, checkpoint, text,
     resume = ["finetune", "--resume", "--output-dir", output, "--quiet"]
     (output / "checkpoints" / "step-00000002.safetensors").write_bytes(b"")
     assert_one_line(call(*resume), "step-00000002.safetensors: ", "remove the file to resume")
+
+
+def test_one_process_of_several_prints_the_result(call, monkeypatch):
+    """The first one; the process that starts them prints nothing, either."""
+    base = ["finetune", "m", "--train-files", "t", "--output-dir", "o"]
+    shown = {"shown": ("eval_loss", "loss"), "eval_before": {}, "eval_after": {}}
+    result = SimpleNamespace(loss=1.5, steps=3, model_dir="o/model", **shown)
+    module = import_module("ligermodels.training.finetune")  # the module, not the function
+    monkeypatch.setattr(module, "finetune", Mock(return_value=result))
+    for rank, out in (
+        ("0", "training loss 1.5000 after 3 steps\nexported to o/model\n"),
+        ("1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        assert call(*base) == (0, out, "")
+    stop = Interrupted("step 3 is saved", signal.SIGTERM)
+    monkeypatch.setattr(module, "finetune", Mock(side_effect=stop))
+    for rank, err in (("0", "ligermodels: step 3 is saved\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert call(*base) == (128 + signal.SIGTERM, "", err)
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(launch, "run", Mock())
+    assert call(*base, "--gpus", "2", "--max-restarts", "1") == (0, "", "")
+    launch.run.assert_called_once_with(2, 1, [*base, "--gpus", "2", "--max-restarts", "1"])
 
 
 def test_resuming_a_folder_without_a_run_is_refused(call, tmp_path):

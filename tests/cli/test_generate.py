@@ -150,7 +150,7 @@ def test_temperature_0_is_greedy_and_a_tiny_one_works(call, checkpoint):
     assert call(*base, "--temperature", "1e300", "--seed", "3")[0] == 0
 
 
-def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path):
+def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path, monkeypatch):
     base = ["generate", checkpoint, "", "--device", "cpu"]
     assert_one_line(call(*base), "generate: PROMPT is empty")
     bare = make_checkpoint(tmp_path / "bare")
@@ -160,3 +160,7 @@ def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path):
     assert_one_line(call("generate", bare, "hi", "--chat", "--device", "cpu"), "no chat template")
     code, _, err = call(*base[:2], "cat", "--device", "cpu", "--max-new-tokens", "300")
     assert code == 0 and "max_position_embeddings" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    assert_one_line(call(*base[:2], "--device", "cpu"), "the text on stdin is not UTF-8", "0xe9")
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: [10**6])
+    assert_one_line(call(*base[:2], "cat", "--device", "cpu"), "generate: ", "token 1000000")

@@ -90,7 +90,10 @@ def interrupted(arguments, holder, name, folder):
 
 def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
     command = ["generate", checkpoint, "a", "--device", "cpu"]
-    assert interrupted(command, Checkpoint, "read", tmp_path) == (130, "ligermodels: interrupted\n")
+    assert interrupted(command, Checkpoint, "_read_part", tmp_path) == (
+        130,
+        "ligermodels: interrupted\n",
+    )
 
 
 @pytest.mark.parametrize(

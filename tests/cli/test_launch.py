@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed.launcher.api
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ligermodels.cli import launch
 from tests.training.tiny_run import make_checkpoint, make_text
@@ -19,14 +23,14 @@ from tests.training.tiny_run import make_checkpoint, make_text
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     arguments = f"--train-files {folder / 'text.txt'} --output-dir {folder / 'run'} --device cpu"
     sizes = "--seq-len 32 --batch-size 1 --save-steps 1 --max-eval-rows 2 --eval-steps 1000"
     command = [sys.executable, "-m", "ligermodels", "finetune", str(folder / "base")]
     return subprocess.Popen(
         [*command, *arguments.split(), *sizes.split(), "--gpus", "2", *options],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -65,6 +69,66 @@ def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     steps = [entry["step"] for entry in map(json.loads, lines) if "loss" in entry]
     assert steps == [*range(1, 61)]
+
+
+# Python imports it at its start. It counts what a rank does with the files of the checkpoint of
+# step 3, writes the count into a file, and kills the process before a call of that number.
+KILLER = """
+import os, signal, sys
+count = 0
+def hook(event, arguments):
+    global count
+    if event.startswith(("open", "os.", "shutil.")) and "step-00000003" in str(arguments):
+        number, folder = os.environ.get("RANK"), os.environ["KILL_FOLDER"]
+        if f"{number}:{count}" == os.environ["KILL_AT"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        with open(os.path.join(folder, f"calls{number}"), "w") as file:
+            file.write(str(count))
+sys.addaudithook(hook)
+"""
+
+
+@pytest.mark.long
+def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(KILLER)
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    run = tmp_path / "run"
+
+    def killed_at(place: str) -> tuple[int, str]:
+        places = {"PYTHONPATH": path, "KILL_FOLDER": str(tmp_path), "KILL_AT": place}
+        sizes = ("--max-steps", "4", "--save-total-limit", "9", "--quiet")
+        process = start(tmp_path, *sizes, "--rank-timeout", "20", **places)
+        _, err = process.communicate(timeout=120)
+        return process.returncode, err
+
+    def resumed() -> bytes:
+        shutil.rmtree(run / "checkpoints/step-00000004", ignore_errors=True)
+        shutil.rmtree(run / "model", ignore_errors=True)
+        process = start(tmp_path, "--max-steps", "4", "--save-total-limit", "9", "--resume")
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return (run / "model/model.safetensors").read_bytes()
+
+    code, err = killed_at("never")
+    assert code == 0, err
+    expected = (run / "model/model.safetensors").read_bytes()
+    calls = [int((tmp_path / f"calls{number}").read_text()) for number in (0, 1)]
+    assert min(calls) > 3, calls
+    places = [f"1:{calls[1] // 2}", *(f"0:{number}" for number in range(0, calls[0], 4))]
+    for place in places:
+        with subtests.test(place):
+            shutil.rmtree(run)
+            code, err = killed_at(place)
+            assert code > 0 and "SIGKILL" in err, err
+            whole = [p.name for p in (run / "checkpoints").iterdir() if (p / "facts.json").exists()]
+            assert {"step-00000001", "step-00000002"} <= {*whole}, whole
+            assert resumed() == expected
 
 
 @pytest.mark.long
@@ -134,3 +198,13 @@ def test_the_failure_that_caused_the_others_is_told() -> None:
     assert launch._first({0: failure(36, 1), 1: hung}) == ("rank 1 was killed by SIGKILL", 1)
     line, code = launch._first({3: failed, 1: stopped})
     assert line == "rank 3 ended with exit code 1; its error is above" and code == 1
+
+
+def test_a_signal_to_the_launcher_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Mock(side_effect=SignalException("stopped", signal.Signals.SIGTERM))
+    monkeypatch.setattr(torch.distributed.launcher.api, "elastic_launch", lambda *_: started)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(SystemExit) as stop:
+        launch.run(2, 0, ["finetune", "m"])
+    assert stop.value.code == 128 + signal.SIGTERM
+    started.assert_called_once_with("-m", "ligermodels", "finetune", "m")

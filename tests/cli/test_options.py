@@ -90,3 +90,6 @@ def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
     ):
         with subtests.test(name):
             assert_one_line(call("families", "--import", name), f"--import {name}: ", words)
+    (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
+    result = call("families", "--import", tmp_path / "slow.py")
+    assert result == (130, "", "ligermodels: interrupted\n")

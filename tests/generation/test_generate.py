@@ -1,6 +1,7 @@
 """generate and stream: tokens, stops, caches and streams, beside transformers' own."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,14 @@ def test_greedy_equals_transformers_for_one_prompt(pair):
     assert torch.equal(ours.generate(ids, max_new_tokens=40), expected)
     assert torch.equal(generate(ours, PROMPTS[1], max_new_tokens=40), expected)
     assert torch.equal(generate(ours, ids[0], max_new_tokens=40), expected)
+
+
+def test_an_unknown_option_is_named(pair):
+    """Of both functions themselves, and not of one that they call."""
+    for function in (generate, stream):
+        message = rf"^{function.__name__}\(\) got an .*'max_tokens'; did you mean 'max_new_tokens'"
+        with pytest.raises(TypeError, match=message):
+            function(pair[1], [1, 2], max_tokens=3)
 
 
 def test_embeddings_as_prompts(pair):
@@ -327,6 +336,12 @@ def test_a_row_that_has_stopped_may_be_anything():
     assert found.shape[1] > 3
 
 
+def test_a_generator_of_another_device_is_refused(pair):
+    other = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="generator: it is on cuda, and the model is on cpu"):
+        generate(pair[1], [1], max_new_tokens=1, do_sample=True, generator=other)
+
+
 def test_stream_takes_one_prompt(pair):
     with pytest.raises(ValueError, match="2 prompts"):
         stream(pair[1], [[1], [2]], max_new_tokens=2)
@@ -350,8 +365,8 @@ def test_the_real_checkpoint_chats_as_in_transformers(smollm2):
         return_tensors="pt",
         return_dict=True,
     )
-    expected = theirs.generate(**batch, max_new_tokens=24, do_sample=False)
-    assert torch.equal(generate(ours, prompts, max_new_tokens=24), expected)
-    text = "".join(stream_text(ours, tokenizer, prompts[1], max_new_tokens=24))
+    expected = theirs.generate(**batch, max_new_tokens=12, do_sample=False)
+    assert torch.equal(generate(ours, prompts, max_new_tokens=12), expected)
+    text = "".join(stream_text(ours, tokenizer, prompts[1], max_new_tokens=12))
     new = expected[1, batch["input_ids"].shape[1] :]
     assert text == theirs_tokenizer.decode(new, skip_special_tokens=True)

@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from ligermodels.errors import CheckpointError
-from ligermodels.text import Tokenizer
+from ligermodels.text import Tokenizer, growth
 from ligermodels.text.growth import growth_of, growth_of_charsmap, growth_of_model
 from tests.text.folders import LINES
 
@@ -103,6 +103,14 @@ def test_the_table_of_a_sentencepiece_model_is_found(tmp_path):
     assert growth_of_charsmap(table_of(b"y" * 300)) == 300
     assert growth_of_charsmap(b"") == 1
     assert len(Tokenizer.from_hf(tmp_path).encode("\ufdfa", add_special_tokens=False)) > 10
+
+
+def test_fields_of_a_message_are_found_between_others():
+    """A number, 8 bytes, 4 bytes and two texts; the field 3 is asked for."""
+    others = b"\x08\x96\x01" + b"\x11" + bytes(8) + b"\x25" + b"\x1a\x01x\0"
+    assert growth._fields(others + b"\x1a\x03abc" + b"\x2a\x01y", 3) == [b"abc"]
+    assert growth._fields(b"\x1a\x63abc", 3) == [b"abc"]  # cut off
+    assert growth._fields(b"\xff" * 40, 3) == []  # no number has so many bytes
 
 
 def test_what_no_library_reads_does_not_grow():

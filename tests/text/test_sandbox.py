@@ -49,6 +49,7 @@ END = "{% endfor %}"
         "{{ messages[0].role == 'system' and 1 < 2 < 3 }}{{ 'a' if undefined_one else 'b' }}",
         "{% block one %}in {{ messages | length }}{% endblock %}{{ self.one() }}",
         "{{ ['b', 'a', 'b'] | unique | list }}{{ (1, 2) in [(1, 2)] }}{{ {(1, 2): 3}[(1, 2)] }}",
+        "{{ {(1, 2): 3}.get((1, 2)) }}{{ 'a' ~ 1 ~ none ~ [2] }}",
     ],
 )
 def test_rendering_equals_jinja2(template):

@@ -23,6 +23,7 @@ from tests.text.folders import LINES, SLOW, TEXTS, added, assert_same, configure
         {**SLOW, "legacy": False, "add_eos_token": True},
         {**SLOW, "add_bos_token": False, "pad_token": "</s>"},
         {**SLOW, "pad_token": "[PAD]"},
+        {**SLOW, "add_prefix_space": False},
     ],
 )
 def test_tokenizer_model_equals_transformers(spm, tmp_path, config):

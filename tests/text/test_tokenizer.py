@@ -27,6 +27,11 @@ def test_unusable_folders_are_refused_by_name(tmp_path):
         Tokenizer.from_hf(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no tokenizer.model; .* has no tokenizer files"):
         Tokenizer.from_hf(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the folder of a run, whose model is in model/"):
+        Tokenizer.from_hf(run)
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"has merges.txt, vocab.json\n.*save_pretrained"):

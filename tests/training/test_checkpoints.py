@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError
-from ligermodels.training.checkpoints import Checkpoints, first_not_finite
+from ligermodels.models.parts import Part
+from ligermodels.training.checkpoints import Checkpoints, _copy, first_not_finite
 
 
 def make_model(width=3, seed=0):
@@ -199,6 +200,11 @@ def test_values_too_large_for_a_dtype_are_found():
     assert first_not_finite([]) is None
 
 
+def test_a_tensor_without_elements_is_finite():
+    named = [("none", torch.empty(0)), ("one", torch.tensor([float("inf")]))]
+    assert first_not_finite(named[:1]) is None and first_not_finite(named) == "one"
+
+
 @pytest.mark.gpu
 def test_tensors_of_two_devices_are_looked_at():
     tensors = {"step": torch.tensor(1.0), "a": torch.ones(2, device="cuda")}
@@ -218,3 +224,14 @@ def test_states_of_eight_bits_are_kept(folder):
     file = SafetensorsFile(folder.files()[1])
     (read,) = file.read("optimizer.codes.0.weight")
     assert torch.equal(read, tensors["optimizer.codes.0.weight"])
+
+
+def test_a_block_of_columns_is_read_from_the_file(tmp_path):
+    """A rank of tensor parallelism has columns of some parameters, and rows of others."""
+    whole = torch.randn(6, 5)
+    save_file({"a": whole}, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    for rows, columns in ((slice(2, 6), slice(1, 3)), (slice(1, 4), slice(0, 5))):
+        values = torch.zeros_like(whole[rows, columns])
+        _copy(file, "a", Part(values, rows.start, columns.start), (6, 5))
+        assert torch.equal(values, whole[rows, columns])

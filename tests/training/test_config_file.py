@@ -57,6 +57,7 @@ def test_what_is_wrong_is_named_with_its_line(read, subtests):
         ("model: a\nlearning_rat: 1", r"run.yaml:2: 'learning_rat' is no .*mean 'learning_rate'"),
         ("lr: 1", r"run.yaml:1: 'lr' is no option; did you mean 'learning_rate'"),
         ("micro_batch_size: 1", r"'micro_batch_size' is no option; did you mean 'batch_size'"),
+        ("dataset: a", r"'dataset' is no option; did you mean 'train_files'"),
         ("gpus: 2", r"'gpus' is no option"),
         ("seed: 1\nseed: 2", r"run.yaml:2: seed: the key is there twice"),
         ("- a", r"run.yaml: the file must hold options"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
 from ligermodels.errors import CheckpointError, DataError
+from ligermodels.training import data as module
 from ligermodels.training.data import check_files, read_documents, split_text
 
 BOS, EOS = 1, 2
@@ -56,10 +58,10 @@ def test_a_text_file_is_one_document_with_its_ends(tmp_path):
 
 
 def test_separators_make_documents():
-    text = "one\ntwo\n%\n\n%\n  three\n"
-    assert split_text(text, "%") == ["one\ntwo", "  three"]
-    assert split_text("a\nb\n\n\n \nc", "") == ["a\nb", "c"]
-    assert split_text(" \n", None) == []
+    lines = ["one", "two", "%", "", "%", "  three", ""]
+    assert [*split_text(lines, "%")] == ["one\ntwo", "  three"]
+    assert [*split_text(["a", "b", "", "", " ", "c"], "")] == ["a\nb", "c"]
+    assert [*split_text([" ", ""], None)] == []
 
 
 def test_the_order_is_that_of_the_files(tmp_path):
@@ -145,6 +147,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl:2: the chat template renders message 2"):
         read_documents([file], Forgetful())
 
+    class Another(Letters):  # another beginning of the text where an answer is asked for
+        def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True):
+            rendered = super().apply_chat_template(messages, add_generation_prompt, tokenize)
+            return "!" + rendered if add_generation_prompt else rendered
+
+    file = write(tmp_path, "b.jsonl", {"prompt": turn[:1], "completion": turn[1:]})
+    with pytest.raises(DataError, match=r"b\.jsonl:1: the chat template renders the prompt diff"):
+        read_documents([file], Another())
+
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     class NoTemplate(Letters):
@@ -228,9 +239,9 @@ def test_a_file_without_text_is_refused(tmp_path, subtests):
         ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: the line is not UTF-8 text"),
         ("a.txt", b"a\0b", "holds NUL characters"),
-        ("a.txt", b" \n", "nothing to train on"),
-        ("a.jsonl", b"", "nothing to train on"),
-        ("a.json", b"[]", "nothing to train on"),
+        ("a.txt", b" \n", "there is no text"),
+        ("a.jsonl", b"", "there is no text"),
+        ("a.json", b"[]", "there is no text"),
         (
             "a.json",
             b'[{"text": "a"},\n{"text" 1}]',
@@ -280,3 +291,13 @@ def test_a_token_that_is_no_id_is_refused(tmp_path, token):
 
     with pytest.raises(CheckpointError, match=f"folder: the tokenizer makes token {token}, but"):
         read_documents([write(tmp_path, "a.txt", "odd")], Odd())
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    file, whole = write(tmp_path, "a.jsonl", {"text": "a"}), tmp_path / "a.txt"
+    whole.write_text("a")
+    broken = Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(module.io, "BufferedReader", broken)
+    for path in (file, whole):
+        with pytest.raises(DataError, match=f"{path.name}: the file cannot be read: Input/output"):
+            read_documents([path], Letters())

@@ -28,5 +28,6 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         local_files([str(tmp_path / "none.txt")])
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.hub_data", raising=False)
+    monkeypatch.delattr("ligermodels.integrations.hub_data", raising=False)
     with pytest.raises(DataError, match=r"no/such: this needs the library datasets.*pip install"):
         local_files(["no/such"])

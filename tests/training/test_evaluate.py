@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import AutoLiger
-from ligermodels.errors import ConfigError, DataError
+from ligermodels.errors import ConfigError, DataError, LigerError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.evaluate import FileLoss, file_loss
 from tests.training.tiny_run import make_checkpoint
@@ -49,3 +49,11 @@ def test_what_cannot_be_measured_is_refused(checkpoint, text, tmp_path):
     )
     with pytest.raises(ConfigError, match="the tokenizer makes token 257"):
         file_loss(AutoLiger.from_hf(small), tokenizer, [text])
+
+
+def test_a_model_without_finite_logits_has_no_loss(checkpoint, text):
+    model = AutoLiger.from_hf(checkpoint)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(LigerError, match=r"words\.txt: the loss is nan: .* try another dtype"):
+        file_loss(model, Tokenizer.from_hf(checkpoint), [text])

@@ -52,6 +52,10 @@ def test_parts_that_make_no_sense_are_refused(subtests):
     alpaca = {"instruction": "i", "output": "o"}
     for record, message in (
         ({"conversations": "a"}, 'f:1: "conversations" must be a list of objects'),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            r'"from": \[.human.\] is not known',
+        ),
         ({"conversations": [{"from": "tool", "value": "a"}]}, """"from": 'tool' is not known"""),
         ({**alpaca, "instruction": 3}, '"instruction" and "input" must be strings'),
         ({**alpaca, "system": 3}, '"system" must be a string'),

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels import ConfigError, LigerLlama
+from benchmarks.common import release_memory
+from ligermodels import ConfigError, LigerLlama, shard
+from ligermodels.generation import generate
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.memory.fit import Planner
+from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
+from ligermodels.memory.simulate import simulate
+from ligermodels.models.heads import MedusaHeads, MedusaModel
 from ligermodels.training.memory import outlook, planner, summary, weight_dtype
+from ligermodels.training.online import SampledModel
+from ligermodels.training.teacher import TaughtModel, TeacherModel
+from tests.memory.step_bytes import error_of_prediction
 from tests.training.tiny_run import tiny_config
 
 
@@ -50,3 +64,104 @@ def test_an_outlook_needs_no_gpu_and_no_weights() -> None:
     assert less.plan is None and less.largest_seq <= 64
     with pytest.raises(ConfigError, match="gpu: 'abacus' is not known"):
         outlook(LigerLlama, tiny_config(), 8, 64, gpu="abacus")
+
+
+def taught(model: LigerLlama, layers: int = 2) -> nn.Module:
+    teacher = LigerLlama(tiny_config(hidden_size=128, vocab_size=264, num_hidden_layers=layers))
+    return TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=0.5))
+
+
+STEPS = {
+    "teacher": taught,
+    "sampling": lambda model: SampledModel(model, 8, 4000),
+    "heads": lambda model: MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False),
+}
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("keep", ["all", "input"])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_else_a_step_runs_counts(name: str, keep: str) -> None:
+    """A teacher's forward and the divergence, the cache of sampled rows, and Medusa's heads."""
+    torch.manual_seed(0)
+    model = LigerLlama(tiny_config())
+    around = STEPS[name](model)
+    model.set_memory_plan(MemoryPlan.uniform(2, keep))
+    others = {id(x): x for x in (*around.parameters(), *around.buffers())}
+    for x in (*model.parameters(), *model.buffers()):
+        others.pop(id(x))
+    error = error_of_prediction(model, 24, wrapped=around, held=others, around=around)
+    assert abs(error) < 0.002
+    alone = error_of_prediction(model, 24, wrapped=around, held=others)
+    assert alone < -0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_what_else_a_step_runs_counts_on_a_gpu(name: str) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    config = tiny_config(**sizes, num_attention_heads=16, num_key_value_heads=8)
+    device = torch.device("cuda")
+    torch._C._cuda_clearCublasWorkspaces()
+    release_memory()
+    before = torch.cuda.memory_allocated()
+    model = LigerLlama(config).to(device, torch.bfloat16)
+    if name == "teacher":
+        teacher = LigerLlama(config).to(device, torch.bfloat16)
+        step = TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=1.0))
+    elif name == "sampling":
+        step = SampledModel(model, 512, 500_000)
+    else:
+        step = MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False)
+    ids = torch.randint(32000, (4, 2048), device=device)
+
+    def run() -> None:
+        if name != "sampling":
+            return step(ids, labels=ids).loss.backward()
+        cache = KVCache.of(model, 4, 512 + 500_000 - 1)
+        options = {"max_new_tokens": 1, "do_sample": True, "eos_token_id": []}
+        generate(model, ids[:, :512], cache=cache, **options)
+        del cache
+        model(ids, labels=ids).loss.backward()
+
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        step.zero_grad(set_to_none=True)
+    measured = torch.cuda.max_memory_allocated() - before
+    predicted = simulate(model, 4, 2048, device=device, around=step).peak_bytes
+    print(name, predicted, measured)
+    assert 0.99 < predicted / measured < 1.03
+
+
+def test_what_else_a_step_runs_counts_beside_shards() -> None:
+    torch.manual_seed(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        for make in (STEPS["teacher"], STEPS["sampling"]):
+            model = LigerLlama(tiny_config(tie_word_embeddings=False))
+            shard(model, init_device_mesh("cpu", (4,)))
+            around = make(model)
+            ours = {id(x) for x in (*model.parameters(), *model.buffers())}
+            held = {id(x): x for x in (*around.parameters(), *around.buffers())}
+            held = {key: x for key, x in held.items() if key not in ours}
+            error = error_of_prediction(model, 24, wrapped=around, held=held, around=around)
+            assert abs(error) < 0.002
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_bytes_of_a_teacher_and_of_samples_decide_what_fits() -> None:
+    pytest.importorskip("triton")
+    given = model("bf16")
+
+    def least(around: nn.Module | None = None) -> int:
+        run = Planner(given, "1GiB", around=around, count="allocated", reserve=0.0)
+        return run.least_bytes(2, 64)
+
+    with torch.device("meta"):
+        beside = taught(given, layers=8)
+    assert least(beside) > least() + sum(x.nbytes for x in beside.teacher.parameters())
+    # The cache of two rows: keys and values of 2 layers, 2 heads, 16 numbers of 2 bytes.
+    cache = 2 * 2 * 2 * 2 * 16 * 2 * (64 + 2**19)
+    assert least(SampledModel(given, 64, 2**19)) > cache > 2 * least()

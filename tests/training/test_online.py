@@ -37,6 +37,22 @@ def few(completions, **_):
 def by_number(completions, **_):
     return {i: 1.0 for i in range(len(completions))}
 
+def large(completions, **_):
+    return [1e39] * len(completions)
+
+def careless(prompts, completions, **_):
+    import torch
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    prompts.clear()
+    return [1e30 * (i % 2) for i in range(len(completions))]
+
+async def later(completions, **_):
+    return [1.0] * len(completions)
+
+def leaves(**_):
+    raise SystemExit(3)
+
 def broken(**_):
     raise KeyError("x")
 """
@@ -161,10 +177,21 @@ def test_rewards_that_are_missing_or_wrong(folder: Path) -> None:
         ("by_number", "TypeError: it returned a dict and not a list"),
         ("odd", r"the reward of a completion of 'say \d:' is nan"),
         ("none", "no completion of this step has a reward"),
+        ("large", r"is 1e\+39; return a finite number that float32 holds"),
+        ("leaves", "SystemExit: 3"),
     ):
         trainer = grpo_trainer(folder, 8, 1, function=function)
         with pytest.raises(LigerError, match=fault):
             trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+
+
+def test_what_a_reward_function_changes_does_not_reach_the_run(folder: Path) -> None:
+    """Not the gradient mode, the random state or the records; large rewards have an advantage."""
+    trainer = grpo_trainer(folder, 8, 1, function="careless")
+    torch.manual_seed(7)
+    (batch,), _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    assert torch.is_grad_enabled() and torch.initial_seed() == 7
+    torch.testing.assert_close(batch.advantages.abs(), torch.full((8,), 0.75**0.5))
 
 
 def test_another_reward_is_noticed(folder: Path, tmp_path: Path) -> None:
@@ -194,6 +221,7 @@ def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     for name, fault in (
         ("vowels", "is not FILE.py:NAME"),
         (f"{folder / 'rewards.py'}:consonants", "has no function 'consonants'"),
+        (f"{folder / 'rewards.py'}:later", "'later' of .* is async"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         (f"{tmp_path / 'bad.py'}:f", "SyntaxError"),
         (f"{tmp_path / 'none.py'}:f", "cannot be imported"),

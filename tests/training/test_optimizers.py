@@ -14,6 +14,7 @@ from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
 from ligermodels.training.lora_options import LoraOptions
 from ligermodels.training.optimizers import (
     Muon,
+    _set_rate,
     allocate_state,
     freeze,
     make_optimizer,
@@ -181,3 +182,11 @@ def test_on_a_gpu_every_optimizer_trains_and_goes_on(checkpoint, text, tmp_path,
     again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
     # Some kernels add in an order that changes between runs.
     assert again.eval_loss_after == pytest.approx(straight.eval_loss_after, rel=1e-2)
+
+
+def test_the_rate_of_a_compiled_step_is_written_into_its_tensor():
+    """torchao's optimizers keep the rate in a tensor, so that it is no constant of the graph."""
+    rate = torch.tensor(1.0)
+    group = {"lr": rate}
+    _set_rate(group, 0.5)
+    assert group["lr"] is rate and rate == 0.5

@@ -10,6 +10,7 @@ import pytest
 
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.data import read_documents
 from ligermodels.training.packing import hold_out
 from ligermodels.training.preference_data import read_judged, read_pairs, read_prompts
 from tests.training.tiny_run import TEMPLATE, make_tokenizer
@@ -68,11 +69,46 @@ def test_conversations_are_what_trl_makes_of_them(tokenizer: Tokenizer, tmp_path
     theirs.chat_template = TEMPLATE
     start = [{"role": "system", "content": "be kind"}, *ASK, *says("hello"), *ASK]
     record = {"chosen": start + says("yes"), "rejected": start + says("no")}
-    for more in ({}, {"prompt": "hi"}):  # many data sets repeat the last question
+    # Many data sets repeat the last question. The template does not read what it does not know.
+    for more in ({}, {"prompt": "hi"}, {"tools": [{"name": "x"}]}):
         (group,) = read_pairs(jsonl(tmp_path, record | more), tokenizer)
         made = apply_chat_template(maybe_extract_prompt(record | more), theirs)
         for document, key in zip(group.documents, ("chosen", "rejected")):
             assert texts(tokenizer, document) == (made["prompt"], made[key])
+
+
+def test_tools_and_variables_reach_the_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tools, more = [{"name": "clock"}], {"mood": "calm"}
+    own = "{{ mood }}{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+    tokenizer.chat_template = own + TEMPLATE.replace("['content']", ".content or ''")
+    call = {"role": "assistant", "tool_calls": [{"name": "clock"}], "content": None}
+    given = {"tools": tools, "chat_template_kwargs": more}
+    record = {"prompt": ASK, "chosen": [call, *says("yes")], "rejected": says("no")}
+    (group,) = read_pairs(jsonl(tmp_path, record | given), tokenizer)
+    start = "calm[clock]<|user|>hi</s><|assistant|>"
+    pair = [texts(tokenizer, document) for document in group.documents]
+    assert pair == [(start, "</s><|assistant|>yes</s>"), (start, "no</s>")]
+    judged = {"prompt": ASK, "completion": says("no"), "label": True}
+    for tools in (given["tools"], json.dumps(given["tools"])):
+        groups = read_judged(jsonl(tmp_path, *[judged | given | {"tools": tools}] * 2), tokenizer)
+        assert texts(tokenizer, groups[0].documents[0]) == (start, "no</s>")
+    (group,) = read_prompts(jsonl(tmp_path, {"prompt": ASK, **given}), tokenizer)
+    assert texts(tokenizer, group.documents[0])[0] == start
+    (document,) = read_documents(
+        jsonl(tmp_path, {"messages": ASK + says("no"), **given}), tokenizer
+    )
+    assert tokenizer.decode(document.ids, skip_special_tokens=False) == start + "no</s>"
+    for none in ({"tools": None, "chat_template_kwargs": None}, {"tools": "", "x": 1}):
+        (group,) = read_pairs(jsonl(tmp_path, record | none), tokenizer)
+        assert texts(tokenizer, group.documents[1])[0] == start.removeprefix("calm[clock]")
+    for wrong, fault in (
+        ({"tools": "clock"}, 'the value of "tools" is not JSON'),
+        ({"tools": ["clock"]}, '"tools" must be a list of objects'),
+        ({"chat_template_kwargs": [1]}, '"chat_template_kwargs" must be an object, found a list'),
+        ({"chat_template_kwargs": {"tokenize": True}}, "the chat template fails"),
+    ):
+        with pytest.raises(DataError, match=fault):
+            read_pairs(jsonl(tmp_path, record | wrong), tokenizer)
 
 
 def test_judged_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.models.ranks import rank
-from ligermodels.training import run
+from ligermodels.training import processes, run
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.interrupts import Interrupted
-from ligermodels.training.processes import joined, meet
+from ligermodels.training.processes import RankError, joined, local_device, losing_ranks, meet
 from ligermodels.training.trainer import Trainer
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
@@ -327,3 +328,50 @@ def test_a_process_alone_does_not_wait() -> None:
     assert meet("step 1", None, 1) is None
     assert meet("step 1", 15, 1) == 15
     assert rank() == 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others tell what they know, later, and only one of them aloud."""
+    slept = Mock()
+    monkeypatch.setattr(processes.time, "sleep", slept)
+    monkeypatch.setattr(processes, "rank", lambda: number)
+    monkeypatch.setattr(processes, "num_ranks", lambda: 4)
+    monkeypatch.setattr(processes, "is_distributed", lambda: True)
+    monkeypatch.setattr(processes, "_host", object())
+    said = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 9000 ms"
+    barrier = Mock(side_effect=RuntimeError(said))
+    monkeypatch.setattr(processes.dist, "monitored_barrier", barrier)
+    with pytest.raises(RankError) as caught, losing_ranks():
+        raise RuntimeError("gloo: connection closed by peer")
+    line = "waiting for the other ranks: rank "
+    line += "0 of 4 did not answer within" if number else "1, 3 of 4 did not come within"
+    assert str(caught.value).startswith(line) and caught.value.is_repeated == (number > 1)
+    assert slept.called == (number == 1)
+    barrier.side_effect = None  # All come: the rank that ended has been started again.
+    for host in (object(), None):
+        monkeypatch.setattr(processes, "_host", host)
+        with pytest.raises(RankError, match="ended or hangs: gloo: connection") as caught:
+            with losing_ranks():
+                raise RuntimeError("gloo: connection closed by peer")
+        assert caught.value.is_repeated == (number > 0)
+    with pytest.raises(RuntimeError, match="out of memory"), losing_ranks():
+        raise RuntimeError("out of memory")
+
+
+def test_a_barrier_that_names_no_rank_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_distributed", lambda: True)
+    fails = Mock(side_effect=RuntimeError("socket closed\nand a trace"))
+    monkeypatch.setattr(processes.dist, "monitored_barrier", fails)
+    with pytest.raises(RankError, match=r"^step 3: a rank does not answer: socket closed$"):
+        meet("step 3", None, 5)
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert local_device(cuda) == cuda
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "is_launched", lambda: True)
+    assert local_device(cuda) == torch.device("cuda:1")
+    assert local_device(torch.device("cpu")) == torch.device("cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from ligermodels import AutoLiger, MemoryPlan
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
+from ligermodels.training.interrupts import Interrupted
+from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import make_checkpoint, make_text, run, same, tensors
 
 
@@ -179,6 +183,7 @@ def test_on_a_gpu_the_least_memory_changes_nothing(checkpoint, text, tmp_path, c
     assert not free.model.memory_plan.recomputes
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, tmp_path):
     """The plan is stored with the run, and a resumed run has it again."""
     kept = run(checkpoint, text, tmp_path / "a", max_steps=2)
@@ -201,6 +206,7 @@ def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, 
     assert again.model.memory_plan == other.model.memory_plan
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_plan_counts_the_states_of_the_optimizer_that_runs(checkpoint, text, tmp_path):
     states = {}
     for name in ("adamw", "adafactor", "muon"):
@@ -218,6 +224,7 @@ def test_a_run_without_a_budget_has_no_plan_on_a_cpu(checkpoint, text, tmp_path)
         run(checkpoint, text, tmp_path / "c", memory="auto")
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_plan_covers_evaluation_and_accumulated_gradients(checkpoint, text, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("a few words\n")
@@ -231,3 +238,24 @@ def test_a_plan_covers_evaluation_and_accumulated_gradients(checkpoint, text, tm
         gradient_accumulation_steps=2,
     )
     assert done.model.memory_plan.prediction.seq == 64  # rows of evaluation are the longest
+
+
+def test_steps_between_two_logs_are_not_lost(checkpoint, text, tmp_path, monkeypatch):
+    """The last ones wait for the end, or for an interruption that saves the run."""
+    seldom = {"max_steps": 5, "eval_steps": 100, "logging_steps": 3}
+    done = [run(checkpoint, text, tmp_path / "a", **seldom | {"logging_steps": 1})]
+    done.append(run(checkpoint, text, tmp_path / "b", **seldom))
+    step = Trainer.step
+
+    def pressed(self, *args):
+        if self.done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", pressed)
+        with pytest.raises(Interrupted, match="the state after step 2 is saved"):
+            run(checkpoint, text, tmp_path / "c", **seldom)
+    done.append(run(checkpoint, text, tmp_path / "c", **seldom, resume=True))
+    losses = [[(x["step"], x["loss"]) for x in each.metrics if "loss" in x] for each in done]
+    assert losses[0] == losses[1] == losses[2] and [at for at, _ in losses[0]] == [1, 2, 3, 4, 5]

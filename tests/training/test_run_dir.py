@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
+import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
+from ligermodels.training.reference_file import reference_path, stored_log_probs
 from ligermodels.training.run_dir import RunDir, plot_losses
 
 SETTINGS = {
@@ -110,10 +113,14 @@ def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
     elsewhere.mkdir()
     (elsewhere / "config.json").touch()
     (elsewhere / "step-00000001.safetensors").touch()
-    for name in ("model", "checkpoints"):
-        (folder.path / name).symlink_to(elsewhere)
+    (elsewhere / "trace.json.gz").touch()
+    links = [folder.model_dir, folder.checkpoint_dir, folder.reference_dir, folder.profile_dir]
+    for path in links:
+        path.symlink_to(elsewhere)
     folder.clear()
-    assert os.listdir(folder.path) == [] and len(os.listdir(elsewhere)) == 2
+    assert os.listdir(folder.path) == [] and len(os.listdir(elsewhere)) == 3
+    stored = reference_path(folder.reference_dir, "data", "model")
+    stored_log_probs(stored, 2, lambda: torch.zeros(2))
     for name in (
         "model/config.json",
         "model/model-00001-of-00002.safetensors",
@@ -129,6 +136,7 @@ def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
         (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
         (folder.path / name).touch()
     folder.clear()
+    assert not folder.reference_dir.exists()
     left = [str(path.relative_to(folder.path)) for path in folder.path.rglob("*")]
     assert sorted(left) == [
         "checkpoints",
@@ -272,3 +280,18 @@ def test_a_file_in_the_place_of_the_export_is_named(tmp_path):
     run.model_dir.write_text("mine")
     with pytest.raises(LigerError, match="model: this is not a folder; move it away"):
         run.check(True, False, [])
+
+
+def test_samples_that_no_run_writes_are_refused(folder):
+    assert folder.sampled_steps(3) == set()
+    folder.log_samples(2, [{"prompt": "a", "text": "b"}])
+    with open(folder.samples_file, "a") as file:
+        file.write('{"step": "two"}\n')
+    with pytest.raises(CheckpointError, match=r"samples\.jsonl:2: .* is not a line of samples"):
+        folder.sampled_steps(3)
+
+
+def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not plot_losses([{"step": 1, "loss": 2.0}], folder.loss_plot)
+    assert not folder.loss_plot.exists()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
 
-from ligermodels.errors import ConfigError, DataError, SaveError
+from ligermodels.errors import ConfigError, DataError, LigerError, SaveError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training import streaming
 from ligermodels.training.data import Document, read_documents
@@ -39,10 +40,6 @@ def records(tmp_path):
     return file
 
 
-def everything(store):
-    return np.ones(len(store), np.bool_)
-
-
 def test_ranks_that_share_rows_can_cut_them(checkpoint, records):
     given = {"separator": None, "seq_len": 62, "eval_fraction": 0.2, "seed": 0, "multiple": 4}
     made = stored_rows([records], [], Tokenizer.from_hf(checkpoint), checkpoint, **given)
@@ -53,10 +50,11 @@ def test_ranks_that_share_rows_can_cut_them(checkpoint, records):
 @pytest.mark.parametrize("window", [2**16, 7])
 def test_the_rows_are_those_in_memory(checkpoint, records, window, monkeypatch):
     monkeypatch.setattr(streaming, "_WINDOW", window)
+    monkeypatch.setattr(streaming, "_BLOCK", 100 * window)
     tokenizer = Tokenizer.from_hf(checkpoint)
     plain = PackedRows(read_documents([records], tokenizer), 64)
     store = token_store(records, tokenizer, checkpoint)
-    rows = StoredRows([store], [everything(store)], 64)
+    rows = StoredRows([store], [store.spans], 64)
     for name in ("num_tokens", "num_targets", "num_truncated", "num_dropped", "max_id"):
         assert getattr(rows, name) == getattr(plain, name), name
     if window == 7:
@@ -150,6 +148,18 @@ def test_one_of_a_few_examples_is_held_out(checkpoint, tmp_path):
         run(checkpoint, file, tmp_path / "c", **given, stream=True)
 
 
+@pytest.mark.parametrize("separator", [None, ""])
+def test_the_ends_of_a_few_texts_are_held_out(checkpoint, tmp_path, separator):
+    """As without --stream. A text that is too short for two parts is for training."""
+    file = tmp_path / "few.txt"
+    file.write_text("\n\n".join(["the cat saw a dog " * 30, "a dog", "the dog ran " * 50]))
+    given = {"max_steps": 2, "eval_steps": 2, "eval_fraction": 0.1, "separator": separator}
+    plain = run(checkpoint, file, tmp_path / "a", **given)
+    streamed = run(checkpoint, file, tmp_path / "b", **given, stream=True)
+    assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
+    assert streamed.eval_loss_after == plain.eval_loss_after
+
+
 def test_every_source_has_its_share_and_goes_through_its_rows():
     sizes, weights = [10, 300, 5], [3.0, 6.0, 1.0]
     order = MixedOrder(sizes, weights, seed=1)
@@ -184,11 +194,41 @@ def test_what_makes_no_sense_is_refused(checkpoint, text, tmp_path):
     with pytest.raises(ConfigError, match="only for the loss sft, not dpo"):
         run(checkpoint, text, tmp_path / "a", stream=True, loss="dpo")
     short = tmp_path / "short.txt"
-    short.write_text("a few words")
+    short.write_text("a")
     tokenizer = Tokenizer.from_hf(checkpoint)
     options = {"separator": None, "seq_len": 64, "eval_fraction": 0.1, "seed": 0}
     with pytest.raises(DataError, match="too small to hold out"):
         stored_rows([short], [], tokenizer, checkpoint, **options)
     short.write_text(" ")
-    with pytest.raises(DataError, match=r"short\.txt: there is nothing to train on"):
+    with pytest.raises(DataError, match=r"short\.txt: there is no text"):
         stored_rows([short], [], tokenizer, checkpoint, **options)
+
+
+def test_evaluation_files_are_held_out_whole(checkpoint, text, records):
+    options = {"separator": None, "seq_len": 64, "eval_fraction": 0.5, "seed": 0}
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    rows, held = stored_rows([records], [text], tokenizer, checkpoint, **options)
+    for found, file in ((rows, records), (held, text)):
+        plain = PackedRows(read_documents([file], tokenizer), 64)
+        assert len(found) == len(plain) and found.num_targets == plain.num_targets
+
+
+def test_a_file_of_which_no_row_is_left_is_named(checkpoint, records, tmp_path):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "a" * 100, "completion": "b"}))
+    options = {"separator": None, "seq_len": 64, "eval_fraction": 0, "seed": 0}
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    with pytest.raises(
+        LigerError, match=r"long\.jsonl: no row is left to train on; leave the file"
+    ):
+        stored_rows([records, long], [], tokenizer, checkpoint, **options)
+    with pytest.raises(DataError, match="no document has a target within the first 64 tokens"):
+        stored_rows([long], [], tokenizer, checkpoint, **options)
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(checkpoint, records, monkeypatch):
+    store = token_store(records, Tokenizer.from_hf(checkpoint), checkpoint)
+    fails = Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(streaming.OpenFile, "read_at", fails)
+    with pytest.raises(DataError, match=r"ids\.bin: the file cannot be read: Input/output error"):
+        store.ids[:5]
