@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -26,24 +28,30 @@ SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
+    # A shell that starts the tests in the background lets them ignore Ctrl+C. Some send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        replace_the_language_once()
+        hurry_the_interpreter()
 
 
-def replace_the_language_once() -> None:
-    """Let Triton's interpreter replace the functions of triton.language once for each kernel.
+def hurry_the_interpreter() -> None:
+    """Leave out what Triton's interpreter does again and again, which takes longer than the tests.
 
-    The interpreter replaces them before each launch and each call of a device function, and
-    restores them after a launch. That takes longer than the small launches of the tests. Nothing
-    in this process needs the functions of the compiler, so they stay replaced.
+    It replaces the functions of triton.language before each launch and each call of a device
+    function, and restores them after a launch. Nothing in this process needs the functions of the
+    compiler, so they stay replaced. It computes again in int64 whether an integer overflows, and
+    then drops the result, because it only asserts it for kernels that are debugged.
     """
     from triton.runtime import interpreter
 
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter._LangPatchScope.restore = lambda scope: None
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,6 +91,18 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     from ligermodels.models import auto
 
     monkeypatch.setattr(auto, "_registered", auto.families())
+
+
+@pytest.fixture
+def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the plain cross entropy compute all rows of a chunk at once.
+
+    On a CPU it takes a sixteenth of them at a time, which is most of what a simulation of a tiny
+    model does. tests/memory/test_simulate.py compares their bytes with those of real steps.
+    """
+    from ligermodels.kernels.reference import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "_rows_per_block", lambda logits: max(len(logits), 1))
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,11 @@
-"""One of two gloo processes: it runs every case of test_parallel.py; rank 0 writes the results.
-
-python -m tests.parallel_worker RANK RENDEZVOUS_FILE RESULTS_FILE
-"""
+"""The cases of test_parallel.py, which each of two gloo processes runs."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +24,7 @@ from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 from tests.memory.step_bytes import error_of_prediction
+from tests.parallel.ranks import Case
 
 WORLD = 2
 BATCH, SEQ = 4, 12
@@ -406,11 +402,13 @@ for number, plan in enumerate(
 for number, keep in enumerate(KEEPS):
     CASES[f"fsdp, bytes, {keep}"] = partial(fsdp_memory, keep=keep)
     RUNS.append((f"fsdp, bytes, {keep}", number % 2 == 0))
-# The wrapper, the family and the tied head do not interact: every pair of them occurs.
+# The wrapper, the family and the tied head do not interact: every pair of them occurs. Each family
+# has two levels under each wrapper.
 for number, family in enumerate(sorted(OWN.keys() - {"llama"})):
+    low, high = (MemoryPlan.of(keeps) for keeps in (["input", "no_gate_up"], ["attention", "all"]))
     CASES |= {
-        f"ddp, {family}": partial(ddp, family=family),
-        f"fsdp, checkpointing, {family}": partial(fsdp, checkpointing=True, family=family),
+        f"ddp, {family}": partial(ddp, family=family, plan=low),
+        f"fsdp, plan, {family}": partial(fsdp, plan=high, family=family),
         f"fsdp, bf16 compute, {family}": partial(fsdp_bf16, family=family),
     }
     RUNS += [(name, (number + step) % 2 == 0) for step, name in enumerate(list(CASES)[-3:])]
@@ -425,28 +423,13 @@ SAMPLE = [
 ]
 
 
-def main(rank: int, rendezvous: str, results: str, whole: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    report: dict[str, dict[str, float] | str] = {}
-    for name, tied in RUNS if whole else SAMPLE:
-        try:
-            outcome: dict[str, float] | str = CASES[name](rank, mesh, tied)
-        except Exception:
-            # Both ranks run the same code and fail at the same place, so the next case finds
-            # them in step.
-            outcome = traceback.format_exc()
-        report[f"{name}, {'tied' if tied else 'untied'}"] = outcome
-    if rank == 0:
-        torch.save(report, results)
-    dist.barrier()  # neither process may end while the other still sends to it
-    dist.destroy_process_group()
-    # On a busy machine the interpreter's shutdown can end in std::terminate while gloo's threads
-    # stop. The results are written by now.
-    sys.stdout.flush()
-    os._exit(0)
+def cases(ranks: int, whole: bool) -> dict[str, Case]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    return {
+        f"{name}, {'tied' if tied else 'untied'}": partial(run, name, mesh, tied)
+        for name, tied in (RUNS if whole else SAMPLE)
+    }
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "whole")
+def run(name: str, mesh: DeviceMesh, tied: bool, rank: int, place: Path) -> dict[str, float]:
+    return CASES[name](rank, mesh, tied)

@@ -155,7 +155,7 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_smollm2(smollm2: Path, count: int) -> None:
     """Train the real checkpoint on real text, in float32."""
     from transformers import LlamaForCausalLM

@@ -273,6 +273,29 @@ def divergence_step(**options) -> Callable[..., Tensor]:
     return step
 
 
+class Called(torch.nn.Module):
+    """A projection that the head must call, with a weight that is no parameter of it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.of_caller = (weight,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, *self.of_caller)
+
+
+def swapped_step(**options) -> Callable[..., Tensor]:
+    def step(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.device("meta"):
+            head = LossHead(weight.shape[1], len(weight))
+        head.proj = Called(weight)
+        loss = head(hidden, targets, **options).loss
+        loss.sum().backward()
+        return loss
+
+    return step
+
+
 # With 512 rows of 64 and a vocabulary of 1000, both budgets are too small for a float32 sum of the
 # weight gradient. The smaller one is also too small to keep the hidden gradient for backward.
 BUDGET, SMALL = 200_000, 160_000
@@ -283,7 +306,10 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "chunks": loss_step(chunk_size=100),
     "budget": loss_step(max_scratch_bytes=BUDGET),
     "small budget": loss_step(max_scratch_bytes=SMALL),
+    "swapped": swapped_step(chunk_size=100),
+    "swapped, none": swapped_step(chunk_size=100, reduction="none", temperature=0.7),
     "sum": loss_step(chunk_size=100, reduction="sum"),
+    "weight gradient in forward": loss_step(chunk_size=100, weight_grad_in_forward=True),
     "none": loss_step(chunk_size=100, reduction="none"),
     "none, small budget": loss_step(max_scratch_bytes=SMALL, reduction="none"),
     "number": loss_step(chunk_size=100, normalizer=17),
