@@ -150,12 +150,12 @@ def test_smollm2_bfloat16_error(smollm2: Any) -> None:
     exact = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     theirs = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     ours = LigerLlama.from_hf(smollm2, dtype=torch.bfloat16)
-    # The ratio of a short sentence depends on the kind of CPU; that of 128 tokens does not.
+    # A text's ratio differs by a tenth between kinds of CPUs, and so the mean is one of 12 texts.
     text = (EXAMPLES / "persuasion-heldout.txt").read_text()
     tokens = torch.tensor(Tokenizer.from_hf(smollm2).encode(text))
     ratios = []
     with torch.no_grad():
-        for ids in tokens[: 4 * 128].view(4, 1, 128):
+        for ids in tokens[: 12 * 128].view(12, 1, 128):
             reference = exact(ids).logits
             error = relative(ours.head.logits(ours(ids)), reference)
             ratios.append(error / relative(theirs(ids).logits, reference))
