@@ -1,7 +1,8 @@
 """Read a checkpoint: first all headers, then compare names and shapes, then read the tensors."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -32,8 +33,6 @@ _QUANTISED = (
 )
 # The name that transformers gives the head of all its ...ForSequenceClassification models.
 _CLASSIFIER_HEAD = "score.weight"
-# On a machine with 16 cores, 16 threads were slower than one thread had been.
-_MAX_THREADS = 2
 _MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
@@ -208,13 +207,13 @@ class Checkpoint:
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
 
-        Values that need no cast are read by up to two of the threads that torch may use. torch
-        itself uses its threads for the casts.
+        Values that need no cast are read by two threads, if torch may use two. torch itself uses
+        its threads for the casts. More threads do not help: on a machine with 16 cores, 16 were
+        slower than one.
 
         Raises: what `read` raises. If several reads fail, the error of the smallest target is
             raised (with one thread, that of the first one).
         """
-        threads = min(torch.get_num_threads(), _MAX_THREADS)
         # All at once: after each read, neither torch's code nor its data is left in the cache.
         parts = [self._parts(entry, out) for entry, out in targets]
 
@@ -222,25 +221,33 @@ class Checkpoint:
             for part in parts[i]:
                 self._read_part(part)
 
-        if threads == 1 or any(part.memory is None for each in parts for part in each):
+        if torch.get_num_threads() == 1 or any(
+            part.memory is None for each in parts for part in each
+        ):
             for i in range(len(targets)):
                 read(i)
                 yield
             return
+        # This thread takes the smallest target that is left, and the other one the largest.
         sizes = [out.nbytes for _, out in targets]
-        with ThreadPoolExecutor(threads - 1) as pool:
-            # This thread begins with the smallest, the other one with the largest.
-            smallest_first = sorted(range(len(targets)), key=sizes.__getitem__)
-            reads = {i: pool.submit(read, i) for i in reversed(smallest_first)}
+        left = deque(sorted(range(len(targets)), key=sizes.__getitem__))
+
+        def read_from(take: Callable[[], int]) -> Iterator[None]:
+            while True:
+                try:
+                    i = take()
+                except IndexError:  # No target is left.
+                    return
+                read(i)
+                yield
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(lambda: list(read_from(left.pop)))
             try:
-                for i in smallest_first:
-                    if reads[i].cancel():
-                        read(i)
-                    else:
-                        reads[i].result()
-                    yield
+                yield from read_from(left.popleft)
+                yield from other.result()
             finally:
-                pool.shutdown(cancel_futures=True)
+                left.clear()
 
     def _read_part(self, part: "_Part") -> None:
         """Copy rows of an HF tensor, and check the values while the cache holds them."""
