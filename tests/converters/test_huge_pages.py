@@ -43,3 +43,10 @@ def test_a_kernel_without_huge_pages_refuses_the_advice(monkeypatch):
 
     monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
     assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
+
+
+@pytest.mark.parametrize("count", [1 << 50, 1 << 62])
+def test_too_many_bytes_are_refused_as_torch_refuses_them(count):
+    """The command line knows an error of memory by torch's words."""
+    with pytest.raises(RuntimeError, match=r"can't allocate memory|Storage size calculation"):
+        huge_pages.empty((count,), torch.float32, "cpu")
