@@ -65,7 +65,8 @@ def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
 
     The modules have hooks only in forward. A recomputation that stops early raises an exception,
     and through a module with hooks it would keep its tensors alive until the garbage
-    collector runs. A forward without gradients, such as one that samples, is no part of them.
+    collector runs. In a step with gradients, a forward without them, such as one that samples, is
+    not counted as a forward of its layers.
     """
     learns = torch.is_grad_enabled()
     parts = [(f"layer {i}", x) for i, x in enumerate(getattr(model, "layers", ()))]
@@ -255,7 +256,8 @@ def simulate(
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
         around: a module that contains the model, and that a step calls with the same arguments in
-            its place, such as one with a teacher. What else it holds and runs counts, too.
+            its place, such as one with a teacher. It returns the loss, or a tuple that begins with
+            the loss. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
         RuntimeError: a GPU is simulated and triton is not installed.
