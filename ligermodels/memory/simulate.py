@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.layers.cross_attention import CrossAttention
@@ -174,7 +175,12 @@ def run_step(
                 stack.enter_context(sharding.hooked(model))
             out = called(input_ids, **inputs)
         on_forward_end()
-        loss = out if isinstance(out, Tensor) else out[0]
+        loss = out[0] if isinstance(out, (tuple, list)) and out else out
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"memory plan: {type(called).__name__} returned a {type(out).__name__}; expected "
+                "the loss, or a tuple that begins with it"
+            )
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
             tracker.enter("backward")
@@ -260,6 +266,7 @@ def simulate(
             the loss. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
+        ConfigError: the module returns no loss.
         RuntimeError: a GPU is simulated and triton is not installed.
     """
     device = torch.device(device)
