@@ -22,14 +22,21 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     A large one on the CPU has a mapping of its own. Linux joins adjacent mappings to one area, in
     which a huge page may hold parts of several tensors. The memory of malloc is no such area: it
     writes a header before each tensor, and the small page of the header takes the place of a huge
-    one. Where the administrator has disabled huge pages, the tensor lies in small ones.
+    one. Where the administrator has disabled huge pages, the tensor lies in small ones. The storage
+    of a mapping cannot be resized.
+
+    Args: shape, dtype: of the tensor; device: on another device than the CPU, this is torch.empty.
+    Raises: what `torch.empty` raises, such as RuntimeError if there is not enough memory.
     """
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
     wanted = torch.device(device).type == "cpu" and nbytes >= _LEAST_BYTES
     if not wanted or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):  # torch says how many bytes there are not
+        return torch.empty(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # The kernel was built without huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -90,8 +90,8 @@ class LossHead(nn.Module):
         loss_options: defaults for the keyword arguments of
             `ligermodels.kernels.linear_cross_entropy` (reduction, label_smoothing, z_loss, softcap,
             logit_scale, temperature, class_weights, ignore_index, chunk_size, max_scratch_bytes,
-            skip_ignored, max_valid, return_token_stats, top_k). Any call may override them.
-            class_weights become a buffer that is not in the state_dict.
+            skip_ignored, max_valid, weight_grad_in_forward, return_token_stats, top_k). Any call
+            may override them. class_weights become a buffer that is not in the state_dict.
 
     If the projection is not a plain `nn.Linear` (LoRA, float8, hooks, sharded), the head calls the
     module for each chunk, in forward and again in backward. max_scratch_bytes then covers the

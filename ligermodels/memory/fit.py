@@ -70,7 +70,8 @@ class Planner:
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
             not installed, parameters are sharded in another way than by `fully_shard`, memory_seq
-            is given for a model whose layers attend to no memory, or around lacks the model.
+            is given for a model whose layers attend to no memory, or around lacks the model or
+            returns no loss.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Planner:
         ddp_buckets: Buckets | None = None,
         around: nn.Module | None = None,
     ) -> None:
-        if around is not None and all(x is not model for x in around.modules()):
+        parts = around.modules() if isinstance(around, nn.Module) else ()
+        if around is not None and all(x is not model for x in parts):
             raise ConfigError(
                 f"memory plan: around is a {type(around).__name__} that does not contain the "
                 "model; pass a module that does, or leave it out"

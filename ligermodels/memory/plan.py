@@ -50,7 +50,8 @@ class Prediction:
         peak_bytes: the most bytes at any time of a step, those of
             `torch.cuda.max_memory_allocated`.
         reserved_bytes: the most bytes that PyTorch's allocator reserves for them, those of
-            `torch.cuda.max_memory_reserved`. Expandable segments reserve less.
+            `torch.cuda.max_memory_reserved`. If segments were expandable when the plan was made,
+            they are those of expandable segments, which are fewer.
         weight_bytes, grad_bytes, optimizer_bytes: the part of parameters and buffers, of all
             gradients, and of the optimizer's states.
         reserve_bytes: the part of the budget that is left free.

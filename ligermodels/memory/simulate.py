@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.layers.cross_attention import CrossAttention
@@ -65,7 +66,8 @@ def _phases(model: nn.Module, tracker: Tracker) -> Iterator[None]:
 
     The modules have hooks only in forward. A recomputation that stops early raises an exception,
     and through a module with hooks it would keep its tensors alive until the garbage
-    collector runs. A forward without gradients, such as one that samples, is no part of them.
+    collector runs. In a step with gradients, a forward without them, such as one that samples, is
+    not counted as a forward of its layers.
     """
     learns = torch.is_grad_enabled()
     parts = [(f"layer {i}", x) for i, x in enumerate(getattr(model, "layers", ()))]
@@ -173,7 +175,12 @@ def run_step(
                 stack.enter_context(sharding.hooked(model))
             out = called(input_ids, **inputs)
         on_forward_end()
-        loss = out if isinstance(out, Tensor) else out[0]
+        loss = out[0] if isinstance(out, (tuple, list)) and out else out
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"memory plan: {type(called).__name__} returned a {type(out).__name__}; expected "
+                "the loss, or a tuple that begins with it"
+            )
         kept_bytes = tracker.bytes - before
         if loss.requires_grad:
             tracker.enter("backward")
@@ -255,9 +262,11 @@ def simulate(
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
         around: a module that contains the model, and that a step calls with the same arguments in
-            its place, such as one with a teacher. What else it holds and runs counts, too.
+            its place, such as one with a teacher. It returns the loss, or a tuple that begins with
+            the loss. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
+        ConfigError: the module returns no loss.
         RuntimeError: a GPU is simulated and triton is not installed.
     """
     device = torch.device(device)

@@ -32,6 +32,7 @@ Model = TypeVar("Model", bound=DecoderModel)
 ENTRY_POINTS = "ligermodels.families"
 
 _imported = False
+_TOKENIZERS = {"tokenizer.json", "tokenizer.model"}  # the files that hold a tokenizer
 _registered: dict[str, type[DecoderModel]] = {}
 
 
@@ -167,8 +168,7 @@ def tokenizer_folder(folder: Path) -> Path:
     Raises:
         CheckpointError: adapter_config.json names no model that can be found.
     """
-    names = ("tokenizer.json", "tokenizer.model")
-    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in names):
+    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in _TOKENIZERS):
         return folder
     where = folder / ADAPTER_CONFIG_NAME
     return _base_of(where, read_json_if_present(where, CheckpointError) or {})
@@ -215,7 +215,7 @@ def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
         adapters.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    if {"tokenizer.json", "tokenizer.model"} & files.keys():  # It may have learned other tokens.
+    if _TOKENIZERS & files.keys():  # It may have learned other tokens.
         kept = {GENERATION_CONFIG_NAME} & model.source_files.keys()
         model.source_files = {name: model.source_files[name] for name in kept}
     model.source_files |= files

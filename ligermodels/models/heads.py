@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
+from ligermodels.kernels.loss_options import split_options
 from ligermodels.layers import LossHead
 from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
@@ -126,9 +127,9 @@ class MedusaHeads(nn.Module):
                 head's own number of targets.
         Raises:
             ConfigError: one of the options is not for several heads.
+            Also everything that `LossHead.forward` raises.
         """
-        _check_options(options)
-        count, normalizer = len(self.blocks), options.get("normalizer")
+        count, normalizer = len(self.blocks), _take_normalizer(options)
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
@@ -219,15 +220,28 @@ def ahead_targets(
     return targets.masked_fill(later != document_ids, ignore_index)
 
 
-def _check_options(options: HeadOptions) -> None:
-    """Raise ConfigError for an option of one head that several heads cannot honour."""
+def _take_normalizer(options: HeadOptions) -> float | Tensor | None:
+    """Remove the normalizer, under either of its names, from the options, and return it.
+
+    Raises ConfigError for an option of one head that several heads cannot honour, and ValueError
+    for a normalizer that is not one.
+    """
     given: dict[str, Any] = {**options}
-    if given.pop("reduction", "mean") != "mean":
+    if given.get("reduction", "mean") != "mean":
         raise ConfigError("MedusaHeads: the reduction is a mean; divide by a normalizer instead")
     more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
-    odd = [x for x in more if given.get(x) is not None and given[x] is not False]
-    if odd:
+    asked = {name: given[name] for name in more if given.get(name) is not None}
+    if odd := [name for name, x in asked.items() if isinstance(x, Tensor) or x]:
         raise ConfigError(f"MedusaHeads: {', '.join(odd)}: not an option of several heads")
+    normalizer, items = options.pop("normalizer", None), options.pop("num_items_in_batch", None)
+    if normalizer is not None and items is not None:
+        raise ConfigError(
+            "MedusaHeads: normalizer and num_items_in_batch are two names of one option; pass only "
+            "one of them"
+        )
+    normalizer = items if normalizer is None else normalizer
+    split_options({"normalizer": normalizer})  # called for its checks only
+    return normalizer
 
 
 def _copy(head: LossHead) -> LossHead:

@@ -3,11 +3,14 @@
 import copy
 import mmap
 import pickle
+import weakref
 
 import pytest
 import torch
 
 from ligermodels.converters import huge_pages
+
+NEEDS_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
 
 
 def test_tensors_are_as_torch_makes_them():
@@ -21,13 +24,25 @@ def test_tensors_are_as_torch_makes_them():
     assert huge_pages.empty((400, 301), torch.float32, "meta").is_meta
 
 
-def test_each_tensor_is_released_alone():
+@NEEDS_LINUX
+def test_each_tensor_is_released_alone(monkeypatch):
+    mappings = []
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, *args, **options):
+            made = super().__new__(cls, *args, **options)
+            mappings.append(weakref.ref(made))
+            return made
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
     x, y = (huge_pages.empty((1 << 20,), torch.float32, "cpu").fill_(i) for i in (1, 2))
     part = y[5:]
     del x, y
     assert part.sum() == 2 * ((1 << 20) - 5)
-    shared = part.share_memory_()
+    assert [ref() is None for ref in mappings] == [True, False]
+    shared = part.share_memory_()  # It moves to memory of another kind.
     assert shared.is_shared() and shared[0] == 2
+    assert all(ref() is None for ref in mappings)
 
 
 def test_systems_without_huge_pages(monkeypatch):
@@ -35,7 +50,7 @@ def test_systems_without_huge_pages(monkeypatch):
     assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+@NEEDS_LINUX
 def test_a_kernel_without_huge_pages_refuses_the_advice(monkeypatch):
     class Refusing(mmap.mmap):
         def madvise(self, *advice):
@@ -43,3 +58,10 @@ def test_a_kernel_without_huge_pages_refuses_the_advice(monkeypatch):
 
     monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
     assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
+
+
+@pytest.mark.parametrize("count", [1 << 50, 1 << 62])
+def test_too_many_bytes_are_refused_as_torch_refuses_them(count):
+    """The command line knows an error of memory by torch's words."""
+    with pytest.raises(RuntimeError, match=r"can't allocate memory|Storage size calculation"):
+        huge_pages.empty((count,), torch.float32, "cpu")

@@ -198,6 +198,7 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"count": "all"}, "count='all'"),
         (1, 16, {"budget": "9" * 400}, "budget='999"),
         (1, 16, {"around": torch.nn.Linear(1, 1)}, "around is a Linear that does not contain"),
+        (1, 16, {"around": "model"}, "around is a str that does not contain"),
     ],
 )
 def test_impossible_requests_are_refused(
@@ -206,6 +207,23 @@ def test_impossible_requests_are_refused(
     model = tiny_model()
     with pytest.raises(ConfigError, match=complaint):
         model.plan_memory(batch, seq, **{"budget": "1GiB", **options})
+
+
+class InADict(torch.nn.Module):
+    """Returns a dictionary, as models of transformers may do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(*args, **options).loss}
+
+
+def test_a_module_around_the_model_returns_the_loss() -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="InADict returned a dict; expected the loss, or a tuple"):
+        model.plan_memory(1, 16, budget="1GiB", around=InADict(model))
 
 
 def test_the_memory_of_cross_attention_is_counted() -> None:

@@ -77,6 +77,7 @@ def test_micro_batches_with_a_normalizer() -> None:
     _, heads = make()
     hidden, labels = data()
     whole = heads(hidden, labels, normalizer=20)
+    assert torch.equal(heads(hidden, labels, num_items_in_batch=20).loss, whole.loss)
     parts = [heads(h[None], y[None], normalizer=20) for h, y in zip(hidden, labels)]
     assert relative(sum(x.loss for x in parts), whole.loss) <= 1e-6
     assert relative(sum(x.losses for x in parts), whole.losses) <= 1e-6
@@ -233,6 +234,11 @@ def test_refusals() -> None:
     for options in ({"reduction": "sum"}, {"token_weights": torch.ones(BATCH, SEQ)}, {"top_k": 2}):
         with pytest.raises(ConfigError, match=r"divide by a normalizer|not an option of several"):
             make()[1](hidden, labels, **options)
+    with pytest.raises(ValueError, match="normalizer=-1"):
+        make()[1](hidden, labels, normalizer=-1)
+    with pytest.raises(ConfigError, match="two names of one option"):
+        make()[1](hidden, labels, normalizer=1, num_items_in_batch=1)
+    make()[1](hidden, labels, top_k=0, return_token_stats=(), return_token_loss=False)
     swapped = LossHead(20, 37)
     swap(swapped)
     with pytest.raises(ConfigError, match="projection is a Counting"):

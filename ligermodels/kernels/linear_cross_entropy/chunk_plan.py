@@ -129,7 +129,10 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
     if whole_bytes <= free:
         return ChunkPlan(rows, grads_in_forward=grads_in_forward)
     accumulated = (free - accumulator_bytes) // row_bytes
-    if not (accumulator_bytes and sizes.vocab_loop) or accumulated >= MIN_ACCUMULATED_ROWS:
+    worth = accumulated >= MIN_ACCUMULATED_ROWS
+    if grads_in_forward:  # forward makes the rounded gradient, which backward would return
+        worth = worth and accumulator_bytes + sizes.rounded_weight_bytes <= free
+    if worth or not (accumulator_bytes and sizes.vocab_loop):
         return ChunkPlan(balanced(rows, accumulated), grads_in_forward=grads_in_forward)
 
     block_rows = rows

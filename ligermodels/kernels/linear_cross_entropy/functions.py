@@ -123,6 +123,7 @@ def linear_cross_entropy(
             small, CPU eager mode raises an error; otherwise the loss is NaN.
         weight_grad_in_forward: whether forward saves the weight gradient in the weight's dtype
             (float16: in float32), and no logits. The heads of one model then keep little at once.
+            If max_scratch_bytes cannot hold it beside the float32 sum, backward computes it.
         return_token_stats: what to return of each token, by name: "log_probs", "entropy",
             "correct", "sum_sq_probs" and "mean_logits". True means the first three. What is not
             asked for costs nothing.
@@ -327,7 +328,8 @@ def make_head(
         request = request._replace(alternatives=request.alternatives[inside])
     row_targets = gather_targets(row_targets, index, options.ignore_index)
     rows = len(row_targets)
-    rounds = one_loss and chunking.weight_grad_in_forward and weight.dtype != torch.float16
+    # float16 could overflow, and in the other dtypes the sum has the weight's dtype already.
+    rounds = one_loss and chunking.weight_grad_in_forward and weight.dtype == torch.bfloat16
     if chunking.chunk_size is not None:
         plan = chunk_plan.ChunkPlan(chunking.chunk_size)
     else:
@@ -350,7 +352,8 @@ def make_head(
             columns = sizes.vocab + (weight.shape[1] if skip else 0)
             sizes = sizes._replace(ahead_bytes=columns * hidden.element_size())
         if rounds and needs_grad.weight:
-            sizes = sizes._replace(rounded_weight_bytes=weight.numel() * weight.element_size())
+            rounded = sizes.vocab * weight.shape[1] * weight.element_size()
+            sizes = sizes._replace(rounded_weight_bytes=rounded)
         plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
     if torch.compiler.is_compiling():
         # If the last chunk has one row, the compiler makes the number of rows a constant. torch

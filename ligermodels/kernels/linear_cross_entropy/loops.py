@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.dispatch import outputs_are_stored, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan, chunks
 from ligermodels.kernels.linear_cross_entropy.valid_rows import gather, zeros_to_scatter_into
@@ -136,7 +136,7 @@ def finish(
         lse,
         args.class_weights,
         args.options,
-        True,
+        not outputs_are_stored(),
         stats=stats,
         first_column=first_column,
         vocab=vocab,

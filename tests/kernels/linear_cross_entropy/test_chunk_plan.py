@@ -43,22 +43,26 @@ def scratch(sizes: Sizes, plan: ChunkPlan) -> int:
         vocab_loop = plan.vocab_block * (block_rows * logit + wide) + block_rows * hidden
         return beside + max(token_loop, vocab_loop)
     if plan.chunk_size < sizes.rows:
-        return beside + token_loop + sizes.accumulator_bytes
+        rounded = sizes.rounded_weight_bytes if plan.grads_in_forward else 0
+        return beside + max(token_loop, rounded) + sizes.accumulator_bytes
     return beside + token_loop + (sizes.saved_weight_bytes if plan.grads_in_forward else 0)
 
 
 def test_a_plan_keeps_its_budget() -> None:
     budgets = [n * MIB for n in (16, 32, 64, 300, 1000, 3000, 10000)]
-    for rows, width, vocab, budget, gathered, keeps in product(
+    for rows, width, vocab, budget, gathered, keeps, rounds in product(
         (1, 1000, 8192, 131072),
         (576, 2304, 16384),
         (32000, 128256, 262208),
         budgets,
         (False, True),
         (False, True),
+        (False, True),
     ):
-        saved = 2 * rows * width * keeps
-        sizes = head(rows, width, vocab, gathered)._replace(saved_hidden_bytes=saved)
+        saved, rounded = 2 * rows * width * keeps, 2 * vocab * width * rounds
+        sizes = head(rows, width, vocab, gathered)._replace(
+            saved_hidden_bytes=saved, rounded_weight_bytes=rounded
+        )
         plan = plan_chunks(sizes, budget)
         case = f"{sizes}, budget {budget}: {plan}"
         assert scratch(sizes, plan) <= budget, case

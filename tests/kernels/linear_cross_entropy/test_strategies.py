@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy
@@ -138,6 +141,23 @@ def test_bitwise_the_same_from_run_to_run(place, reduction, cut) -> None:
         runs.append((*as_tuple(out), *(leaves[k].grad for k in ("hidden", "weight", "bias"))))
     for a, b in zip(*runs):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_selective_checkpointing_may_keep_the_logits(float32_place, cut) -> None:
+    """Its second forward gets the stored logits, so their gradient does not take their place."""
+    width, chunk_size = CUTS[cut]
+    made = on(float32_place, inputs(width=width))
+    leaves = [made[name] for name in ("hidden", "weight", "bias")]
+    aten = torch.ops.aten
+    kept = partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
+
+    def loss() -> torch.Tensor:
+        return linear_cross_entropy(**made, chunk_size=chunk_size).loss
+
+    expected = torch.autograd.grad(loss(), leaves)
+    again = checkpoint(loss, use_reentrant=False, context_fn=kept)
+    assert all(map(torch.equal, torch.autograd.grad(again, leaves), expected))
 
 
 class _NoGradient(torch.autograd.Function):

@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear_cross_entropy import vocab_shard
+from ligermodels.kernels.linear_cross_entropy import chunk_plan, vocab_shard
+from ligermodels.kernels.linear_cross_entropy.functions import make_head
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import ShardedRows, VocabShard
-from ligermodels.kernels.loss_options import CrossEntropyOptions
+from ligermodels.kernels.loss_options import ChunkOptions, CrossEntropyOptions, TokenRequest
 from tests.kernels.scratch import peak_scratch
 
 VOCAB, WIDTH, ROWS = 37, 16, 11
@@ -103,6 +104,31 @@ def test_logits_and_their_copies_stay_within_the_budget(
         ).loss
 
     assert max(peak_scratch(forward, (hidden, weight))) <= budget
+
+
+def test_ranks_with_fewer_classes_have_the_plan_of_the_others(
+    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they would exchange other chunks, and wait for each other forever."""
+    monkeypatch.setattr(chunk_plan, "MIN_ACCUMULATED_ROWS", 8)
+    rows, width, vocab = 500, 256, 400
+    hidden, targets = torch.zeros(rows, width).bfloat16(), torch.zeros(rows, dtype=torch.int64)
+    options, budgets = CrossEntropyOptions(), range(500_000, 800_000, 20_000)
+    kinds = set()
+    for budget in budgets:
+        plans = []
+        for classes in (vocab, vocab // 2):
+            weight = torch.zeros(classes, width).bfloat16().requires_grad_()
+            chunking = ChunkOptions(max_scratch_bytes=budget, weight_grad_in_forward=True)
+            head = make_head(
+                *(hidden, weight, targets, None, None, None, options, chunking, TokenRequest()),
+                one_loss=True,
+                shard=VocabShard(shard.group, 0, vocab),
+            )
+            plans.append(head.args.plan)
+        assert plans[0] == plans[1]
+        kinds.add(plans[0].vocab_block is None)
+    assert kinds == {True, False}
 
 
 def test_the_ranks_exchange_while_the_next_logits_are_computed(
