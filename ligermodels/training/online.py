@@ -312,7 +312,7 @@ class GroupObjective(Objective):
         What the function does to its arguments, to the random state and to the gradient mode does
         not reach the run.
         """
-        assert self.tokenizer is not None
+        assert self.tokenizer is not None and self.model is not None
         if not groups:  # This rank only keeps in step with the others.
             return torch.zeros(0, dtype=torch.float64)
         records = [copy.deepcopy(group.record) for group in groups]
@@ -324,8 +324,10 @@ class GroupObjective(Objective):
                 texts[i] = [{"role": "assistant", "content": texts[i]}]
         columns = {name: [record.get(name) for record in records] for name in self.columns}
         where = f"reward function {self.config.reward_function}"
+        device = self.model.rotary_emb.inv_freq.device
+        gpus = [device] if device.type == "cuda" else []
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=()):
+            with torch.enable_grad(), torch.random.fork_rng(devices=gpus):
                 made = self.reward(
                     prompts=prompts, completions=texts, completion_ids=ids, **columns
                 )

@@ -25,6 +25,7 @@ from huggingface_hub import constants
 from ligermodels.converters.files import OpenFile, is_int, read_json
 from ligermodels.errors import DataError, LigerError
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training import data, formats
 from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.data import Document, file_hash, iter_documents
 from ligermodels.training.files import writing
@@ -141,7 +142,9 @@ def token_store(
         SaveError: the tokens cannot be written.
     """
     facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
-    key = fingerprint(facts | {"tokenizer": file_hashes(source)})
+    # Another version of these modules may make other tokens of the file.
+    code = [file_hash(str(module.__file__)) for module in (data, formats)]
+    key = fingerprint(facts | {"tokenizer": file_hashes(source), "code": code})
     folder = Path(constants.HF_HOME) / "ligermodels" / "tokens" / key
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
