@@ -311,7 +311,7 @@ def completed(
 ) -> Document:
     """Encode a prompt and its completion, both strings or both messages, or raise DataError.
 
-    Args: record, that they are of, which may have more for the chat template.
+    Args: record, which holds both; it may also hold variables of the chat template.
     """
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(
@@ -374,7 +374,7 @@ class Encoder:
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where, for messages of errors; variables, further ones of the template.
+        Args: where, the place of the record for messages; variables, more of them for the template.
         """
         whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []
