@@ -55,7 +55,7 @@ PHASES: dict[str, float] = {}  # the seconds of this process, by what they went 
 
 @contextmanager
 def phase(name: str, device: str = "cpu") -> Iterator[None]:
-    """Count the seconds of a phase, and say them, so that they are known of a killed process."""
+    """Add up the seconds of a phase, and print them, in case this process is killed later."""
     start = time.perf_counter()
     yield
     _wait(device)

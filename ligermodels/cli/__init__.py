@@ -2,11 +2,10 @@
 
 Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
 A module may also define OUT_OF_MEMORY, the advice that is printed with that error, and OTHER_NAMES,
-what other programs call its options. Ctrl-C ends the
-process at once, except in a command's `with raise_on_interrupt():`. This module
-prints each error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory
-runs out or a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are
-wrong, or if a file cannot be read or written.
+what other programs call its options. Ctrl-C ends the process at once, except in a command's
+`with raise_on_interrupt():`. This module prints each error and each warning as one line on stderr.
+The exit code is 0 on success, 1 if memory runs out or a comparison fails, and 130 after Ctrl-C. It
+is 2 if the arguments or the input are wrong, or if a file cannot be read or written.
 """
 
 from __future__ import annotations

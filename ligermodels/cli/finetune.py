@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from ligermodels.cli import launch
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, import_modules, number
-from ligermodels.errors import LigerError
+from ligermodels.errors import ConfigError, LigerError, shown
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.options import OTHER_NAMES as OTHER_NAMES  # for a mistake's hint
 from ligermodels.training.options import types_of
@@ -193,6 +193,8 @@ def _options(given: argparse.Namespace) -> tuple[dict[str, Any], launch.LaunchOp
         found = read_config(given.config, also=(*own, "import"))
         modules = found.pop("import", None) or []
         modules = [modules] if isinstance(modules, str) else modules
+        if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+            raise ConfigError(f"import: must be a list of texts, not {shown(modules)}")
         import_modules(modules)
         given.modules = [*(given.modules or ()), *modules]
     found |= {k: v for k, v in vars(given).items() if k in names}

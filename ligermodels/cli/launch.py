@@ -36,6 +36,7 @@ class LaunchOptions:
         "run on N GPUs of this machine, each with rows of its own (with --device cpu, in N "
         "processes); the model is spread over them (FSDP2)",
         at_least=1,
+        at_most=1024,
     )
     max_restarts: int = option(
         0,

@@ -146,9 +146,12 @@ def _home(native: str) -> str:
 
 
 def _put(owner: nn.Module, made: dict[str, nn.Linear], old: list[str]) -> None:
-    """Put children in the place of others.
+    """Put new children of a module in the place of old ones, which it loses.
 
-    Their order is HF's, in which tools draw the values of adapters.
+    So the order of the modules is that of HF's model. Tools draw the first values of adapters in
+    this order.
+
+    Args: made, the new children by name; old, the names of the others, which are neighbours.
     """
     children = [*owner._modules.items()]
     place = next(i for i, (name, _) in enumerate(children) if name in old)

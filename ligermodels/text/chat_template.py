@@ -70,8 +70,8 @@ def choose_template(own: ChatTemplate | None, asked: str | None, tools: bool, so
     template = asked if asked is not None else own
     if template is None:
         raise CheckpointError(
-            f"{source}: the checkpoint has no chat template; pass a jinja2 template as "
-            "chat_template"
+            f"{source}: the checkpoint has no chat template; write one into chat_template.jinja in "
+            "its folder, or in Python, pass a jinja2 template as chat_template"
         )
     return template
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import CheckpointError, DataError, LigerError, first_line, shown
+from ligermodels.errors import CheckpointError, DataError, first_line, shown
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.formats import normalised
 
@@ -27,6 +27,8 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 Text = Any  # a string, or a list of messages
+# What chat_template_kwargs may not hold: arguments of `Tokenizer.apply_chat_template`.
+_SET_BY_RUNS = ("self", "messages", "add_generation_prompt", "tokenize", "tools")
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,9 @@ def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
 
 def _text_lines(file: Path) -> Iterator[str]:
     """Yield the lines of a text without their ends."""
-    for line in _lines(file):
+    for number, line in enumerate(_lines(file), start=1):
         if "\0" in line:
-            raise DataError(f"{file}: the file holds NUL characters, so it is not text")
+            raise DataError(f"{file}:{number}: the line holds NUL characters, so it is not text")
         yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
 
 
@@ -160,12 +162,19 @@ def _read_text(file: Path) -> str:
         raise DataError(f"{file}:{line}: the line is not UTF-8 text") from None
 
 
-def read_records(file: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each value of a file of JSON lines or of one JSON list, and its place for messages.
+def read_records(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each object of a file of JSON lines or of one JSON list, and its place for messages.
 
     Raises:
-        DataError: the file cannot be read, or is not JSON.
+        DataError: the file cannot be read, is not JSON, or holds something else than objects.
     """
+    for record, where in _values(file):
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: expected an object, found {_kind(record)}")
+        yield record, where
+
+
+def _values(file: Path) -> Iterator[tuple[Any, str]]:
     if file.suffix.lower() == ".json":
         text = _read_text(file)
         if text.lstrip().startswith("["):
@@ -175,7 +184,7 @@ def read_records(file: Path) -> Iterator[tuple[Any, str]]:
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
             where = f"{file}:{number}"
-            yield _json(line, where), where
+            yield _json(line.rstrip("\r\n"), where), where
 
 
 def _lines(file: Path) -> Iterator[str]:
@@ -205,19 +214,18 @@ def _json(text: str, where: str, what: str = "line") -> Any:
         ) from None
 
 
-def _record_document(record: Any, where: str, encoder: Encoder) -> Document | None:
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, found {_kind(record)}")
+def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Document | None:
     whole, record = record, normalised(record, where, has_template=encoder.has_template)
     # In a table every record has every key.
     kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
     if kinds == ["prompt", "messages"] and record.get("completion") is None:
         kinds = ["messages"]  # Some data sets also have the first message as a prompt.
     if len(kinds) != 1:
+        found = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
         raise DataError(
             f'{where}: expected one of the keys "text", "prompt" (with "completion"), '
             '"messages", "conversations" (ShareGPT) or "instruction" (with "output", Alpaca); '
-            f"found {', '.join(map(repr, record)) or 'no keys'}"
+            f"found {', '.join(found) or 'no keys'}"
         )
     if kinds == ["messages"]:
         messages = _with_answers(checked_messages(record["messages"], where), where)
@@ -241,13 +249,17 @@ def checked_string(record: dict[str, Any], key: str, where: str) -> str:
     value = record[key]
     if not isinstance(value, str):
         raise DataError(f'{where}: "{key}" must be a string, found {_kind(value)}')
+    _check_unicode(value, f'"{key}"', where)
+    return value
+
+
+def _check_unicode(text: str, what: str, where: str) -> None:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f'{where}: "{key}" holds half a surrogate pair, so it is not valid Unicode'
+            f"{where}: {what} holds half a surrogate pair, so it is not valid Unicode"
         ) from None
-    return value
 
 
 def checked_messages(messages: Any, where: str, key: str = "messages") -> list[dict[str, Any]]:
@@ -269,7 +281,7 @@ def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
     These are the keys "tools", a list or its JSON text, and "chat_template_kwargs".
 
     Raises:
-        DataError: one of them has the wrong type.
+        DataError: one of them has the wrong type, or sets what a run sets.
     """
     tools, more = record.get("tools") or None, record.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
@@ -280,6 +292,10 @@ def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
         raise DataError(f'{where}: "tools" must be a list of objects, or its JSON text')
     if not isinstance(more, dict):
         raise DataError(f'{where}: "chat_template_kwargs" must be an object, found {_kind(more)}')
+    if odd := next((name for name in _SET_BY_RUNS if name in more), None):
+        raise DataError(
+            f'{where}: "chat_template_kwargs" has {odd!r}, which a run sets by itself; remove it'
+        )
     return more if tools is None else {"tools": tools, **more}
 
 
@@ -295,7 +311,7 @@ def completed(
 ) -> Document:
     """Encode a prompt and its completion, both strings or both messages, or raise DataError.
 
-    Args: record, that they are of, which may have more for the chat template.
+    Args: record, which holds both; it may also hold variables of the chat template.
     """
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(
@@ -315,6 +331,11 @@ def _with_answers(messages: list[dict[str, Any]], where: str) -> list[dict[str, 
             f'{where}: "messages" has no turn of the assistant, so there is nothing to learn; its '
             f'roles are {named}; name the turns of the model "assistant", the others "user" or '
             '"system"'
+        )
+    if roles[0] == "assistant":
+        raise DataError(
+            f'{where}: "messages" begins with a turn of the assistant; put the turn that this one '
+            "answers before it, or remove it"
         )
     return messages
 
@@ -353,7 +374,7 @@ class Encoder:
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where, for messages of errors; variables, further ones of the template.
+        Args: where, the place of the record for messages; variables, more of them for the template.
         """
         whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []
@@ -413,14 +434,14 @@ class Encoder:
         variables: dict[str, Any],
     ) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **variables
             )
         # The template is a program from the checkpoint, so it may raise any exception.
         except Exception as error:
-            if isinstance(error, LigerError) and not messages:
-                raise
             raise DataError(f"{where}: the chat template fails: {first_line(error)}") from error
+        _check_unicode(text, "the rendered conversation", where)
+        return text
 
     def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Return the tokens of the joined segments, and for each token whether it is a target.

@@ -127,6 +127,9 @@ class GroupedRows:
             raise DataError(
                 f"no example fits into {seq_len} tokens with a token of its completion; use longer "
                 "rows (--seq-len)"
+                if needs_targets
+                else f"no prompt fits into {seq_len} tokens; use longer rows (--seq-len), or "
+                "shorter completions (--max-completion-length)"
             )
         self.per_group = len(self.groups[0].documents)
         self.width = max(map(len, self.groups))

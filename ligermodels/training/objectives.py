@@ -79,6 +79,13 @@ class Objective:
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
 
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Look at the model's tokenizer, before any data are read.
+
+        Raises:
+            ConfigError: the objective cannot be used with these tokens.
+        """
+
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return the items of data files.
 

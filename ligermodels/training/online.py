@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import ConfigError, LigerError, first_line, shown
+from ligermodels.errors import ConfigError, DataError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.layers.kv_cache import KVCache
@@ -65,6 +65,8 @@ class _AllEnded(Exception):
 
 
 Reward = Callable[..., Sequence[float | None]]
+# What a reward function is called with beside the columns of the records.
+_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class SampledModel(nn.Module):
@@ -108,11 +110,24 @@ class GroupObjective(Objective):
         self.model: DecoderModel | None = None
         self.reference_model: nn.Module | None = None
         self.tokenizer: Tokenizer | None = None
+        self.columns: dict[str, None] = {}  # the keys of all records, in order, without "prompt"
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
-        """Return prompts."""
+        """Return prompts.
+
+        Raises:
+            DataError: a line is wrong, or has a key that the reward function gets from the run.
+        """
         self.tokenizer = tokenizer
-        return read_prompts(files, tokenizer)
+        groups = read_prompts(files, tokenizer)
+        self.columns |= dict.fromkeys(name for group in groups for name in group.record)
+        self.columns.pop("prompt")
+        if odd := next((name for name in _ARGUMENTS if name in self.columns), None):
+            raise DataError(
+                f"{', '.join(map(str, files))}: {odd!r} is what the reward function gets from the "
+                "run, so it cannot be a key of a record; rename the key"
+            )
+        return groups
 
     def rows(self, items: list[Any]) -> Rows:
         """Return prompts that leave room for a completion."""
@@ -297,7 +312,7 @@ class GroupObjective(Objective):
         What the function does to its arguments, to the random state and to the gradient mode does
         not reach the run.
         """
-        assert self.tokenizer is not None
+        assert self.tokenizer is not None and self.model is not None
         if not groups:  # This rank only keeps in step with the others.
             return torch.zeros(0, dtype=torch.float64)
         records = [copy.deepcopy(group.record) for group in groups]
@@ -307,11 +322,12 @@ class GroupObjective(Objective):
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, list):
                 texts[i] = [{"role": "assistant", "content": texts[i]}]
-        names = dict.fromkeys(name for record in records for name in record)
-        columns = {n: [record.get(n) for record in records] for n in names if n != "prompt"}
+        columns = {name: [record.get(name) for record in records] for name in self.columns}
         where = f"reward function {self.config.reward_function}"
+        device = self.model.rotary_emb.inv_freq.device
+        gpus = [device] if device.type == "cuda" else []
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=()):
+            with torch.enable_grad(), torch.random.fork_rng(devices=gpus):
                 made = self.reward(
                     prompts=prompts, completions=texts, completion_ids=ids, **columns
                 )

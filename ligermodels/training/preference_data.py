@@ -80,8 +80,6 @@ def _read(
         if file.suffix.lower() not in RECORD_SUFFIXES:
             raise DataError(f"{file}: this loss needs .jsonl files, with one object per line")
         for record, where in read_records(file):
-            if not isinstance(record, dict):
-                raise DataError(f"{where}: expected an object")
             groups += convert(record, where, encoder)
     if not groups:
         raise DataError(f"{', '.join(map(str, paths))}: there is nothing to train on")

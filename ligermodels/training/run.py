@@ -236,6 +236,7 @@ class Run:
         """Return the rows for training and for evaluation."""
         config, objective = self.config, self.objective
         tokenizer = Tokenizer.from_hf(source)
+        objective.check_tokenizer(tokenizer)
         self.train_files = local_files(config.train_files, progress=self.progress)
         eval_files = local_files(config.eval_files or [], progress=self.progress)
         if config.stream or config.data_weights:
@@ -286,11 +287,6 @@ class Run:
         model, self.stored_hash = load_model(
             source, self.config, self.precision, self.device, meta=self.shards
         )
-        if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
-            self._note(
-                f"{source / HEADS_NAME}: these heads are not exported, because they belong to the "
-                "model as it was"
-            )
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -307,7 +303,7 @@ class Run:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.lora is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
-        if self.config.medusa_heads is None and (source / HEADS_NAME).exists():
+        if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
             self._note(
                 f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
                 "(medusa_heads does)"

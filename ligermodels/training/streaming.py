@@ -25,6 +25,7 @@ from huggingface_hub import constants
 from ligermodels.converters.files import OpenFile, is_int, read_json
 from ligermodels.errors import DataError, LigerError
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training import data, formats
 from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.data import Document, file_hash, iter_documents
 from ligermodels.training.files import writing
@@ -74,9 +75,11 @@ class _Column:
 
 
 class Spans(NamedTuple):
-    """Parts of the documents of a store: (n,) int64 `starts` and `stops`, and (n,) bool.
+    """Parts of the documents of a store.
 
-    `divisible` is that of `Document`.
+    Attributes:
+        starts, stops: (n,) int64, the places in the store's tokens where each begins and ends.
+        divisible: (n,) bool, as in `Document`.
     """
 
     starts: np.ndarray
@@ -84,7 +87,7 @@ class Spans(NamedTuple):
     divisible: np.ndarray
 
     def where(self, chosen: np.ndarray) -> Spans:
-        """Return those that a mask (n,) chooses."""
+        """Return the parts that a mask (n,) chooses."""
         return Spans(*(each[chosen] for each in self))
 
 
@@ -114,7 +117,10 @@ class TokenStore:
         self.spans = Spans(np.append(0, ends[:-1]), ends, columns["divisible"][:])
 
     def targets_before(self, places: np.ndarray) -> np.ndarray:
-        """Return how many targets come before each place in the tokens, in one pass over them."""
+        """Return how many targets come before each place in the tokens, in one pass over them.
+
+        Args: places, of any shape, int64. The counts have its shape and dtype.
+        """
         order = np.argsort(places, axis=None)
         ordered = places.ravel()[order]
         counts = np.zeros_like(ordered)
@@ -141,7 +147,9 @@ def token_store(
         SaveError: the tokens cannot be written.
     """
     facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
-    key = fingerprint(facts | {"tokenizer": file_hashes(source)})
+    # Another version of these modules may make other tokens of the file.
+    code = [file_hash(str(module.__file__)) for module in (data, formats)]
+    key = fingerprint(facts | {"tokenizer": file_hashes(source), "code": code})
     folder = Path(constants.HF_HOME) / "ligermodels" / "tokens" / key
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +219,10 @@ def held_out(
 ) -> tuple[Spans, Spans]:
     """Split off the documents for evaluation, as `packing.hold_out`: (training, held out).
 
-    Of too few plain texts, the ends are held out. Of too few examples, one is if the store is the
-    only one, and none otherwise.
-    Args: number, of the store; alone, whether it is the only one.
+    If there are too few, the ends of plain texts are held out. Of too few examples one is held out
+    if the store is the only one, and none otherwise.
+
+    Args: number, that of the store; alone, whether it is the only one.
     """
     starts, stops, divisible = spans
     count = len(stops) * fraction

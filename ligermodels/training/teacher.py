@@ -13,13 +13,13 @@ from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, shown
 from ligermodels.layers.teacher import Teacher
 from ligermodels.losses import LossOutput, Mean
-from ligermodels.models.auto import AutoLiger
+from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.inputs import weights_hash
-from ligermodels.training.objectives import Call, Files, Objective, Rows
+from ligermodels.training.objectives import Call, Objective, Rows
 from ligermodels.training.packing import Batch
 
 
@@ -63,13 +63,11 @@ class TeacherObjective(Objective):
         self.source: Path | None = None
         self.teacher: TeacherModel | None = None
 
-    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
-        """Return documents, after a check that the teacher has the same tokens."""
-        if self.source is None:
-            assert self.config.teacher is not None
-            self.source = Path(resolve(self.config.teacher))
-            _check_tokens(self.source, Tokenizer.from_hf(self.source), tokenizer)
-        return super().read(files, tokenizer)
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Find the teacher, and check that it has the same tokens."""
+        assert self.config.teacher is not None
+        self.source = Path(resolve(self.config.teacher))
+        _check_tokens(self.source, Tokenizer.from_hf(tokenizer_folder(self.source)), tokenizer)
 
     def load(self, model: DecoderModel) -> int:
         """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU."""

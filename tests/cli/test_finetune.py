@@ -234,3 +234,8 @@ def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint
     assert_one_line(call("finetune", "--config", file), "gpus: must be a whole number, not 'two'")
     file.write_text("import: no_such_module\n")
     assert_one_line(call("finetune", "--config", file), "--import no_such_module: ")
+    for wrong in ("3", "[3]", "{a: 1}"):
+        file.write_text(f"import: {wrong}\n")
+        assert_one_line(call("finetune", "--config", file), "import: must be a list of texts, not")
+    file.write_text("gpus: 10000000000\n")
+    assert_one_line(call("finetune", "--config", file), "gpus: must be at most 1024")

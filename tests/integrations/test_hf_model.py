@@ -287,6 +287,15 @@ def test_it_shares_the_parameters_of_the_native_model(folders: dict[str, Path]) 
         assert want.keys() == got.keys()
 
 
+def test_in_training_logits_are_made_for_tools_that_ask(folders: dict[str, Path]) -> None:
+    shell = LigerForCausalLM.from_pretrained(folders["llama"]).train()
+    assert shell(ids(), labels=ids()).logits is None
+    shell.trains_with_logits = True
+    made = shell(ids(), labels=ids()).logits
+    torch.testing.assert_close(made, shell.eval()(ids()).logits)
+    assert shell.train()(ids(), labels=ids(), skip_logits=True).logits is None
+
+
 def test_copies_are_whole(folders: dict[str, Path]) -> None:
     shell = LigerForCausalLM.from_pretrained(folders["gemma"])
     for twin in (pickle.loads(pickle.dumps(shell)), copy.deepcopy(shell)):

@@ -100,7 +100,7 @@ def test_a_template_that_fails_says_so(folder, subtests):
         ("{{ messages.append(1) }}", "chat template .*append"),
         ("{{ ''.__class__.__mro__ }}", "chat template .*unsafe"),
         ("{{ messages[0].content + 1 }}", "chat template .*: can only concatenate"),
-        (None, "no chat template; pass"),
+        (None, "no chat template; write one into chat_template.jinja in"),
     ):
         with subtests.test(str(template)):
             _, ours = load(folder, template)

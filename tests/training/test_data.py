@@ -162,8 +162,8 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
         def apply_chat_template(self, *args, **kwargs):
             raise ValueError("no chat template\nin this folder")
 
-    message = {"role": "assistant", "content": "a"}
-    file = write(tmp_path, "a.jsonl", {"messages": [message]})
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    file = write(tmp_path, "a.jsonl", {"messages": messages})
     with pytest.raises(DataError) as error:
         read_documents([file], NoTemplate())
     assert str(error.value) == f"{file}:1: the chat template fails: no chat template"
@@ -196,6 +196,10 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
         ({"messages": ["hello"]}, "a message must be an object, found a string"),
         ({"messages": [{"role": "user"}]}, '"content" is missing'),
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "begins with a turn of the assistant; put the turn that this one answers",
+        ),
         (
             {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
             "its roles are 'human', 'gpt'; name the turns of the model \"assistant\"",
@@ -238,10 +242,12 @@ def test_a_file_without_text_is_refused(tmp_path, subtests):
     for name, data, message in (
         ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: the line is not UTF-8 text"),
-        ("a.txt", b"a\0b", "holds NUL characters"),
+        ("a.txt", b"a\nb\0b", "a.txt:2: the line holds NUL characters"),
         ("a.txt", b" \n", "there is no text"),
         ("a.jsonl", b"", "there is no text"),
         ("a.json", b"[]", "there is no text"),
+        ("a.jsonl", b'{"text": "a"\r\n', "a.jsonl:1: the line is not JSON: .* at column 13"),
+        ("a.jsonl", b'{"text": null, "b": 1}', r"found 'text' \(null\), 'b'$"),
         (
             "a.json",
             b'[{"text": "a"},\n{"text" 1}]',

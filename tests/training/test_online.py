@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.errors import ConfigError, DataError, LigerError
 from ligermodels.models.reference import token_log_probs
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
@@ -53,6 +53,10 @@ async def later(completions, **_):
 def leaves(**_):
     raise SystemExit(3)
 
+def sparse(prompts, note, bonus, **_):
+    assert len(note) == len(prompts) and bonus == [None] * len(prompts), (note, bonus)
+    return [len(x or "") + i / 8 for i, x in enumerate(note)]
+
 def broken(**_):
     raise KeyError("x")
 """
@@ -78,6 +82,7 @@ SETTINGS = {
 
 def run(folder: Path, out: Path, function: str = "vowels", **options):
     settings = {
+        "train_files": folder / "pairs.jsonl",
         "max_steps": 4,
         "batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -89,7 +94,6 @@ def run(folder: Path, out: Path, function: str = "vowels", **options):
     }
     config = FinetuneConfig(
         model=folder / "model",
-        train_files=folder / "pairs.jsonl",
         output_dir=out,
         loss="grpo",
         **{"reward_function": f"{folder / 'rewards.py'}:{function}"} | settings | options,
@@ -192,6 +196,23 @@ def test_what_a_reward_function_changes_does_not_reach_the_run(folder: Path) -> 
     (batch,), _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert torch.is_grad_enabled() and torch.initial_seed() == 7
     torch.testing.assert_close(batch.advantages.abs(), torch.full((8,), 0.75**0.5))
+
+
+def test_a_key_of_any_record_is_a_column_of_each_step(folder: Path, tmp_path: Path) -> None:
+    """As in a table: whether a step has a prompt with this key depends on the order of the rows."""
+    train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
+    records = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "note": "x"}]
+    train.write_text("\n".join(map(json.dumps, records)))
+    held.write_text(json.dumps({"prompt": "d", "bonus": None}))
+    sizes = {"batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3}
+    run(folder, tmp_path / "run", "sparse", train_files=[train], eval_files=[held], **sizes)
+    for key in ("prompts", "completions", "completion_ids"):
+        train.write_text(json.dumps({"prompt": "a", key: 1}))
+        with pytest.raises(DataError, match=rf"train\.jsonl: '{key}' is what the reward function"):
+            run(folder, tmp_path / "never", "sparse", train_files=[train])
+    train.write_text(json.dumps({"prompt": "a" * 90}))
+    with pytest.raises(DataError, match="no prompt fits into 58 tokens; use longer rows"):
+        run(folder, tmp_path / "never", train_files=[train], eval_files=None, eval_fraction=0)
 
 
 def test_another_reward_is_noticed(folder: Path, tmp_path: Path) -> None:

@@ -204,6 +204,23 @@ def test_what_makes_no_sense_is_refused(checkpoint, text, tmp_path):
         stored_rows([short], [], tokenizer, checkpoint, **options)
 
 
+def test_tokens_of_another_version_are_not_used(checkpoint, records, tmp_path, monkeypatch):
+    """Such as one that did not give a record's tools to the chat template."""
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    made = Mock(side_effect=streaming.iter_documents)
+    monkeypatch.setattr(streaming, "iter_documents", made)
+    for module in ("data", "formats"):
+        token_store(records, tokenizer, checkpoint)
+        before = made.call_count
+        token_store(records, tokenizer, checkpoint)
+        assert made.call_count == before
+        other = tmp_path / f"{module}.py"
+        other.write_text("# another version")
+        monkeypatch.setattr(getattr(streaming, module), "__file__", str(other))
+        token_store(records, tokenizer, checkpoint)
+        assert made.call_count == before + 1
+
+
 def test_evaluation_files_are_held_out_whole(checkpoint, text, records):
     options = {"separator": None, "seq_len": 64, "eval_fraction": 0.5, "seed": 0}
     tokenizer = Tokenizer.from_hf(checkpoint)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
@@ -63,6 +64,27 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
     assert same(tensors(result.model_dir), trained)
 
 
+def test_streamed_rows_have_a_teacher(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf_home"))
+    given = {"max_steps": 2, "eval_steps": 2}
+    plain = finetune(settings(folder, tmp_path / "a", **given), progress=False)
+    streamed = finetune(settings(folder, tmp_path / "b", **given, stream=True), progress=False)
+    assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
+    assert streamed.eval_after == plain.eval_after
+
+
+def test_an_adapter_is_a_teacher(folder: Path, tmp_path: Path) -> None:
+    """The folder of an adapter may have no tokenizer, as that of PEFT."""
+    given = {"teacher": None, "temperature": 1.0, "lora": "r=2", "export": "adapter"}
+    adapter = finetune(settings(folder, tmp_path / "a", **given, max_steps=1), progress=False)
+    (adapter.model_dir / "tokenizer.json").unlink()
+    teacher = {"teacher": str(adapter.model_dir), "max_steps": 1}
+    made = finetune(settings(folder, tmp_path / "b", **teacher), progress=False)
+    assert 0 < made.eval_loss_before < 1e-3  # it was trained for one step
+
+
 def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "teacher", teacher := tmp_path / "teacher")
     config = {"teacher": str(teacher), "save_steps": 1, "max_steps": 2}
@@ -82,8 +104,9 @@ def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
     model = AutoLiger.from_hf(folder / "model", dtype=torch.float32)
     teacher = AutoLiger.from_hf(folder / "teacher", dtype=torch.float32)
     objective = objective_of(config)
-    items = objective.read(config.train_files, Tokenizer.from_hf(folder / "model"))
-    rows = objective.rows(items)
+    tokenizer = Tokenizer.from_hf(folder / "model")
+    objective.check_tokenizer(tokenizer)
+    rows = objective.rows(objective.read(config.train_files, tokenizer))
     assert objective.load(model) == 0  # the plan counts the teacher
     trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
     batch = rows.batch(range(4))
