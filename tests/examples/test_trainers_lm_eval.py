@@ -55,7 +55,6 @@ def write_tasks(folder: Path) -> None:
         )
 
 
-@pytest.mark.long
 def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason=INSTALL)
     from lm_eval.models.huggingface import HFLM
