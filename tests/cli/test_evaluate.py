@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 
 import pytest
 
@@ -41,13 +40,8 @@ def test_mistakes_are_one_line(call, checkpoint, tmp_path, monkeypatch):
     )
 
 
-def test_tasks_of_lm_eval_run(call, checkpoint, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval")
-    from ligermodels.integrations import lm_eval_tasks
-
-    # The index of lm-eval's own tasks takes six seconds.
-    own_tasks = partial(lm_eval_tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(lm_eval_tasks, "TaskManager", own_tasks)
+@pytest.mark.usefixtures("quick_lm_eval")
+def test_tasks_of_lm_eval_run(call, checkpoint, tmp_path):
     questions = [{"question": "the cat", "answer": 0}, {"question": "a dog", "answer": 1}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (tmp_path / "cats.yaml").write_text(
