@@ -1,4 +1,7 @@
-"""Ray Train in two workers beside one process, and beside transformers' model in Ray Train."""
+"""Ray Train in two workers beside one process, and beside transformers' model in Ray Train.
+
+Ray's processes import this file, so that it imports transformers only where that is needed.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 from ligermodels.models.auto import AutoLiger
-from tests import markdown
-from tests.examples.trainer_cases import (
-    RANKS,
-    RATE,
-    checkpoint,
-    difference,
-    in_one_process,
-    make_rows,
-    theirs,
-)
 
 
 def each(config: dict[str, Any]) -> list[list[float]]:
@@ -37,6 +30,16 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
     import ray
 
     from examples.trainers import ray_train
+    from tests import markdown
+    from tests.examples.trainer_cases import (
+        RANKS,
+        RATE,
+        checkpoint,
+        difference,
+        in_one_process,
+        make_rows,
+        theirs,
+    )
 
     folders = {name: checkpoint(place / name, "gemma" in name, name) for name in families}
     common: dict[str, Any] = {"rows": make_rows(), "learning_rate": RATE}
@@ -54,7 +57,8 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
     # The paths of Ray's sockets have to be short.
     short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
     with short as state, patch.dict("os.environ", variables):
-        ray.init(num_cpus=RANKS, include_dashboard=False, _temp_dir=state)
+        options = {"num_cpus": RANKS, "object_store_memory": 2**27, "_temp_dir": state}
+        ray.init(include_dashboard=False, **options)
         try:
             losses = iter(ray_train.train({"each": runs}, place / "ray", loop=each))
         finally:
