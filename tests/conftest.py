@@ -105,6 +105,22 @@ def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "_rows_per_block", lambda logits: max(len(logits), 1))
 
 
+@pytest.fixture
+def quick_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out of lm-eval what takes longer than the tests, or skip where it is not installed.
+
+    These are the index of its 15,000 tasks, the packages that it notes, and standard errors.
+    """
+    lm_eval = pytest.importorskip("lm_eval")
+    from ligermodels.integrations import lm_eval_tasks
+
+    manager = functools.partial(lm_eval_tasks.TaskManager, include_defaults=False)
+    evaluate = functools.partial(lm_eval.simple_evaluate, bootstrap_iters=0)
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", manager)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Return a folder with SmolLM2-135M-Instruct, the real checkpoint that tests load.

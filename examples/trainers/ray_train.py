@@ -4,6 +4,7 @@ python -m examples.trainers.ray_train MODEL TEXT OUT
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ def worker(config: dict[str, Any]) -> list[float]:
     return losses
 
 
-def train(config: dict[str, Any], storage: Path, workers: int = 2) -> list[float]:
-    """Run the workers, and return the loss of each step."""
+def train(
+    config: dict[str, Any], storage: Path, workers: int = 2, loop: Callable[..., Any] = worker
+) -> Any:
+    """Run the workers, and return what `loop` returns in the first: the loss of each step."""
     gpus = torch.cuda.is_available()
     trainer = TorchTrainer(
-        worker,
+        loop,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus),
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),

@@ -4,8 +4,25 @@ from typing import Any
 
 import peft
 
+from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
 from ligermodels.integrations.projections import pack_projections, split_projections
+
+# Methods that take the insides of transformers' models, and what stops them.
+REFUSED = {
+    "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
+    "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
+}
+
+
+def refuse_method(peft_config: peft.PeftConfig) -> None:
+    """Raise ConfigError if a method of PEFT does not work on a native shell."""
+    method = peft.PeftType(peft_config.peft_type).name
+    if method in REFUSED:
+        raise ConfigError(
+            f"{method} of PEFT does not work on a native model: {REFUSED[method]}; use another "
+            "method, such as LoraConfig, or transformers' own model of this checkpoint"
+        )
 
 
 def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> Any:
@@ -14,10 +31,12 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     Packed projections that get an adapter are split into HF's. The others stay packed.
 
     Raises:
-        ConfigError: the projections cannot be split: see `split_projections`.
+        ConfigError: the method is one of `REFUSED`, or the projections cannot be split: see
+            `split_projections`.
     """
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
+    refuse_method(peft_config)
     split_projections(model)
     adapted = peft.get_peft_model(model, peft_config, **options)
     pack_projections(model)
@@ -30,10 +49,12 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
     """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
 
     Raises:
-        ConfigError: the projections cannot be split: see `split_projections`.
+        ConfigError: the method is one of `REFUSED`, or the projections cannot be split: see
+            `split_projections`.
     """
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
+    refuse_method(options.get("config") or peft.PeftConfig.from_pretrained(path, **options))
     split_projections(model)
     adapted = peft.PeftModel.from_pretrained(model, path, **options)
     pack_projections(model)

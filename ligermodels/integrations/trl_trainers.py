@@ -23,6 +23,7 @@ from ligermodels.integrations.hf_model import (
     LigerForSequenceClassification,
     LigerPreTrainedModel,
 )
+from ligermodels.integrations.peft_adapters import refuse_method
 from ligermodels.integrations.projections import pack_projections, split_projections
 
 
@@ -79,6 +80,7 @@ class _OnLossHead:
         reference = self._reference(given)
         adapted = given["model"] if given.get("peft_config") is not None else None
         if own and adapted is not None:
+            refuse_method(given["peft_config"])
             split_projections(adapted)
         try:
             super().__init__(**given)

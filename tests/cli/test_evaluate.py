@@ -40,8 +40,8 @@ def test_mistakes_are_one_line(call, checkpoint, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("quick_lm_eval")
 def test_tasks_of_lm_eval_run(call, checkpoint, tmp_path):
-    pytest.importorskip("lm_eval")
     questions = [{"question": "the cat", "answer": 0}, {"question": "a dog", "answer": 1}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (tmp_path / "cats.yaml").write_text(

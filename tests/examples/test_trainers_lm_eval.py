@@ -11,7 +11,6 @@ import transformers
 
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.auto import AutoLiger
-from tests.examples.trainer_cases import INSTALL
 from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
 
@@ -55,9 +54,9 @@ def write_tasks(folder: Path) -> None:
         )
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("quick_lm_eval")
 def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason=INSTALL)
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -77,7 +76,7 @@ def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         NativeLM(AutoLiger.from_hf(folder), **options),
     ):
         names = [f"tiny_{name}" for name in TASKS]
-        made = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0)
+        made = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager)
         found.append({(n, i): s["resps"] for n in names for i, s in enumerate(made["samples"][n])})
     expected = found[0]
     assert len(expected) == 3 * 12

@@ -66,7 +66,8 @@ def test_what_lm_eval_is_asked(stand_in, tmp_path, capsys):
     assert capsys.readouterr().out == "piqa  acc,none 0.5000\n"
 
 
-def test_the_results_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_results_are_those_of_transformers(quick, tmp_path, request):
     pytest.importorskip("lm_eval")
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -77,6 +78,8 @@ def test_the_results_are_those_of_transformers(tmp_path):
     from ligermodels.integrations.lm_eval_tasks import evaluate_tasks
     from tests.training.tiny_run import make_checkpoint
 
+    if quick:
+        request.getfixturevalue("quick_lm_eval")
     folder = str(make_checkpoint(tmp_path / "tiny"))
     texts = [{"page": "the cat saw a dog and ran"}, {"page": "a dog and the dog"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, texts)))
@@ -93,7 +96,7 @@ def test_the_results_are_those_of_transformers(tmp_path):
             tokenizer=AutoTokenizer.from_pretrained(folder),
         ),
         tasks=["pages"],
-        task_manager=TaskManager(include_path=str(tmp_path)),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=not quick),
     )
     for metric in ("word_perplexity,none", "byte_perplexity,none"):
         assert ours["pages"][metric] == pytest.approx(theirs["results"]["pages"][metric], rel=1e-5)

@@ -4,47 +4,76 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.examples.trainer_cases import FAMILIES, INSTALL
-from tests.integrations import matrix
-
-PAIRS = [(cell, family) for cell in matrix.CELLS for family in FAMILIES]
-# Each row once, and each family; the rows of a tool have tests of their own with more options.
-SAMPLE = [number * len(FAMILIES) + number % len(FAMILIES) for number in range(len(matrix.CELLS))]
+from tests.integrations import matrix, test_trainers_page
+from tests.integrations.matrix_cells import CELLS, Cell, checkpoint
+from tests.integrations.matrix_refusals import REFUSALS, Refusal
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        family: matrix.checkpoint(family, tmp_path_factory.mktemp(family)) for family in FAMILIES
-    }
+    return {family: checkpoint(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
 
 
-@pytest.mark.parametrize(
-    ("cell", "family"),
-    [
+def pairs(rows: list[Any], names: list[str]) -> list[Any]:
+    """Return each row with each family; all but one family of each row, in turn, are long."""
+    count = len(FAMILIES)
+    return [
         pytest.param(
-            *pair,
-            marks=[] if number in SAMPLE[::2] else pytest.mark.long,
-            id=f"{pair[0].tool}, {pair[0].feature}, {pair[1]}",
+            row,
+            family,
+            marks=[] if number % count == place else pytest.mark.long,
+            id=f"{row.tool}, {name}, {family}",
         )
-        for number, pair in enumerate(PAIRS)
-    ],
-)
-def test_cell(cell: matrix.Cell, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+        for number, (row, name) in enumerate(zip(rows, names, strict=True))
+        for place, family in enumerate(FAMILIES)
+    ]
+
+
+# The rows with two processes are in tests/examples/test_trainers.py and test_trainers_ray.py.
+@pytest.mark.parametrize(("cell", "family"), pairs(CELLS, [cell.feature for cell in CELLS]))
+def test_cell(cell: Cell, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     if find_spec(cell.needs) is None:
         pytest.skip(INSTALL)
     assert cell.error(folders[family], tmp_path) <= cell.bound
 
 
+@pytest.mark.parametrize(("refusal", "family"), pairs(REFUSALS, [row.what for row in REFUSALS]))
+def test_refusal(refusal: Refusal, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    if find_spec(refusal.needs) is None:
+        pytest.skip(INSTALL)
+    assert refusal.words in matrix.words_of(refusal, folders[family], tmp_path)
+
+
+def test_the_docs_say_why_each_is_refused() -> None:
+    reasons = dict(test_trainers_page.rows("refused"))
+    assert reasons.keys() == {refusal.what for refusal in REFUSALS}
+    assert all(len(why.split()) > 4 for why in reasons.values())
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the rows of a table of the page; its first two lines are checked."""
+    page = matrix.PAGE.read_text(encoding="utf-8")
+    lines = page[page.index(f"| tool | {heading} |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    assert rows[0] in (matrix.HEADINGS, matrix.REFUSED_HEADINGS)
+    return rows[2:]
+
+
 def test_the_page_has_these_rows() -> None:
-    lines = [line for line in matrix.PAGE.read_text().splitlines() if line.startswith("| ")]
-    table = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    assert table[0] == matrix.HEADINGS
-    assert [row[:4] for row in table[2:]] == matrix.headed()
-    for row in table[2:]:
+    rows = table("feature")
+    assert [row[:4] for row in rows] == matrix.headed()
+    for row in rows:
         bound = 0.0 if row[3] == "exact" else float(row[3])
         errors = [0.0 if cell == "exact" else float(cell) for cell in row[4:]]
         assert len(errors) == len(FAMILIES) and max(errors) <= bound, row
+
+
+def test_the_page_has_these_refusals() -> None:
+    rows = table("refused")
+    assert [row[:3] for row in rows] == matrix.headed_refusals()
+    assert all(row[3:] == ["refused"] * len(FAMILIES) for row in rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, ShadowConfig
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations import trl_trainers
@@ -255,6 +255,13 @@ def test_liger_kernels_are_refused(folder: Path) -> None:
     model = LigerForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match="use_liger_kernel=True would put"):
         run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {"use_liger_kernel": True})
+
+
+def test_a_method_of_peft_that_does_not_work_is_refused(folder: Path) -> None:
+    model = LigerForCausalLM.from_pretrained(folder)
+    config = ShadowConfig(task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="SHADOW of PEFT does not work on a native model"):
+        run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {}, peft_config=config)
 
 
 def test_a_model_is_loaded_by_its_path(folder: Path) -> None:

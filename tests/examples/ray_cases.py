@@ -1,0 +1,78 @@
+"""Ray Train in two workers beside one process, and beside transformers' model in Ray Train.
+
+Ray's processes import this file, so that it imports transformers only where that is needed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ligermodels.models.auto import AutoLiger
+
+
+def each(config: dict[str, Any]) -> list[list[float]]:
+    """Train several models one after the other, because Ray takes seconds to start."""
+    from examples.trainers import ray_train
+
+    return [ray_train.worker(one) for one in config["each"]]
+
+
+def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str, dict[str, float]]:
+    """Return the errors of each family: of the losses, and of the weights that were saved.
+
+    Args: with_theirs, whether transformers' models are trained in Ray Train, too.
+    """
+    import ray
+
+    from examples.trainers import ray_train
+    from tests import markdown
+    from tests.examples.trainer_cases import (
+        RANKS,
+        RATE,
+        checkpoint,
+        difference,
+        in_one_process,
+        make_rows,
+        theirs,
+    )
+
+    folders = {name: checkpoint(place / name, "gemma" in name, name) for name in families}
+    common: dict[str, Any] = {"rows": make_rows(), "learning_rate": RATE}
+    runs = []
+    for name, folder in folders.items():
+        out = str(place / f"{name}-saved")
+        runs.append(common | {"load": partial(AutoLiger.from_hf, folder), "out": out})
+        if with_theirs:
+            runs.append(common | {"load": partial(theirs, folder)})
+    variables = {
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(markdown.ROOT),
+    }
+    # The paths of Ray's sockets have to be short.
+    short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with short as state, patch.dict("os.environ", variables):
+        options = {"num_cpus": RANKS, "object_store_memory": 2**27, "_temp_dir": state}
+        ray.init(include_dashboard=False, **options)
+        try:
+            losses = iter(ray_train.train({"each": runs}, place / "ray", loop=each))
+        finally:
+            ray.shutdown()
+    found = {}
+    for name, folder in folders.items():
+        whole = AutoLiger.from_hf(folder)
+        expected, ours = in_one_process(whole), next(losses)
+        saved = AutoLiger.from_hf(place / f"{name}-saved").state_dict()
+        distances = [(saved[n] - x).norm() / x.norm() for n, x in whole.state_dict().items()]
+        found[name] = {
+            "one process": difference(ours, expected),
+            "weights": max(distances).item(),
+        }
+        if with_theirs:
+            found[name]["transformers"] = difference(ours, next(losses))
+    return found

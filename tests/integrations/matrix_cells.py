@@ -1,0 +1,365 @@
+"""The cells of docs/trainers_matrix.md: native models beside transformers' in each tool."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from ligermodels.integrations.auto_map import write_auto_map
+from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
+from ligermodels.models.auto import AutoLiger
+from tests.examples import trainer_cases
+from tests.examples.trainer_cases import RATE, difference, make_rows
+from tests.integrations import test_peft_adapters, test_trl_trainers
+from tests.integrations.test_hf_model import examples, ids, theirs, train
+from tests.integrations.test_quantised_checkpoints import quantization_config
+from tests.integrations.test_trl_trainers import ANSWERS, LABELLED, PAIRS, PROMPTS, length_reward
+from tests.integrations.tiny_text import texts, tokenizer
+from tests.models import hf_models, zoo
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the page: a tool, a feature, what is compared, and the largest error allowed.
+
+    Attributes:
+        error: a function of a checkpoint's folder and an empty folder. It returns an error relative
+            to transformers' model in the same tool.
+        needs: the package without which it does not run.
+    """
+
+    tool: str
+    feature: str
+    compared: str
+    bound: float
+    error: Callable[[Path, Path], float]
+    needs: str = "transformers"
+
+
+def checkpoint(family: str, folder: Path, **sizes: int) -> Path:
+    """Save a model of transformers with the tokenizer of the tests."""
+    config = {"vocab_size": 128, "max_position_embeddings": 128, "eos_token_id": 1, **sizes}
+    hf_models.build(family, zoo.Feature(config=config)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def relative(found: Any, expected: Any) -> float:
+    a, b = (torch.as_tensor(x).detach().double() for x in (found, expected))
+    assert a.shape == b.shape
+    return ((a - b).norm() / b.norm()).item()
+
+
+def tokens() -> torch.Tensor:
+    return ids() % 125 + 3
+
+
+def forward(folder: Path, place: Path) -> float:
+    ours, hf = LigerForCausalLM.from_pretrained(folder).eval(), theirs(folder)
+    out, expected = ours(tokens(), labels=tokens()), hf(tokens(), labels=tokens())
+    return max(relative(out.logits, expected.logits), relative(out.loss, expected.loss))
+
+
+def generate(folder: Path, place: Path) -> float:
+    models = LigerForCausalLM.from_pretrained(folder).eval(), theirs(folder)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
+    ours, expected = (model.generate(tokens(), **options) for model in models)
+    return float(not torch.equal(ours, expected))
+
+
+def save(folder: Path, place: Path) -> float:
+    LigerForCausalLM.from_pretrained(folder).save_pretrained(place)
+    want, got = theirs(folder).state_dict(), theirs(place).state_dict()
+    return float(want.keys() != got.keys() or not all(torch.equal(want[k], got[k]) for k in want))
+
+
+def losses_of_trainer(load: Callable[[Path], Any], **options: Any) -> Callable[[Path, Path], float]:
+    def error(folder: Path, place: Path) -> float:
+        rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+        rows = [{name: cut(values) for name, values in row.items()} for row in rows]
+        found, expected = (train(x, place, rows, **options) for x in (load(folder), theirs(folder)))
+        return relative(found, expected)
+
+    return error
+
+
+def cut(values: list[int]) -> list[int]:
+    """Return ids of the vocabulary of 128; labels of -100 stay."""
+    return [value if value < 0 else value % 125 + 3 for value in values]
+
+
+def predictions(folder: Path, place: Path) -> float:
+    arguments = TrainingArguments(str(place), report_to=[], use_cpu=True, disable_tqdm=True)
+    rows = [{name: cut(values) for name, values in row.items()} for row in examples([12, 3])]
+    found, expected = (
+        Trainer(model, arguments).predict(rows).predictions
+        for model in (LigerForCausalLM.from_pretrained(folder), theirs(folder))
+    )
+    return relative(found, expected)
+
+
+def on_disk(folder: Path, place: Path) -> float:
+    places: dict[str, Any] = dict.fromkeys(["model.embed_tokens", "model.norm", "lm_head"], "cpu")
+    layers = len(theirs(folder).model.layers)
+    places |= {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(layers)}
+    places |= dict.fromkeys(("model.rotary_emb", "model.rotary_emb_local"), "cpu")
+    ours = LigerForCausalLM.from_pretrained(folder, device_map=places, offload_folder=place)
+    with torch.no_grad():
+        expected = LigerForCausalLM.from_pretrained(folder)(tokens()).logits
+        return relative(ours(tokens()).logits, expected)
+
+
+def adapter(**options: Any) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+
+
+def lora(**options: Any) -> Callable[[Path, Path], float]:
+    def error(folder: Path, place: Path) -> float:
+        ours, expected = test_peft_adapters.pair(folder, adapter(**options))
+        first = relative(ours(tokens()).logits, expected(tokens()).logits)
+        merged = ours.merge_and_unload()(tokens()).logits
+        return max(first, relative(merged, expected(tokens()).logits))
+
+    return error
+
+
+def trl(
+    name: str,
+    data: Any,
+    options: dict[str, Any] | None = None,
+    keys: tuple[str, ...] = ("loss",),
+    **more: Any,
+) -> Any:
+    def logs(*args: Any) -> dict[str, list[float]]:
+        return test_trl_trainers.logged(test_trl_trainers.run(*args, data, options or {}, **more))
+
+    def error(folder: Path, place: Path) -> float:
+        found, expected = (
+            logs(cls, model, place)
+            for cls, model in (
+                (f"Liger{name}", LigerForCausalLM.from_pretrained(folder)),
+                (name, theirs(folder)),
+            )
+        )
+        return max(relative(found[key], expected[key]) for key in keys)
+
+    return error
+
+
+def reward(folder: Path, place: Path) -> float:
+    from transformers import AutoModelForSequenceClassification
+
+    run, logged = test_trl_trainers.run, test_trl_trainers.logged
+    options = {"num_labels": 1, "attn_implementation": "eager"}
+    hf = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    hf.save_pretrained(place / "reward")
+    ours = LigerForSequenceClassification.from_pretrained(place / "reward")
+    found = logged(run("LigerRewardTrainer", ours, place, PAIRS, {}))["loss"]
+    return relative(found, logged(run("RewardTrainer", hf, place, PAIRS, {}))["loss"])
+
+
+def distillation(folder: Path, place: Path) -> float:
+    """A student learns from a teacher with another head."""
+    found = []
+    for name, load in (("LigerDistillationTrainer", SHELL), ("DistillationTrainer", theirs)):
+        student, teacher = load(folder), load(folder)
+        with torch.no_grad():
+            teacher.get_output_embeddings().weight.mul_(1.3)
+        data, options = {"prompt": PROMPTS}, {"max_completion_length": 6, "max_steps": 2}
+        made = test_trl_trainers.run(name, student, place, data, options, teacher_model=teacher)
+        found.append(test_trl_trainers.logged(made)["loss"])
+    return relative(*found)
+
+
+def opened_by_auto_map(folder: Path, place: Path) -> float:
+    """Only the config is changed; transformers copies the code of checkpoints into a cache."""
+    shutil.copytree(folder, place / "named")
+    write_auto_map(place / "named")
+    cache = str(place / "modules")
+    modules = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    with patch(modules, cache), patch.object(sys, "path", [cache, *sys.path]):
+        ours = AutoModelForCausalLM.from_pretrained(place / "named", trust_remote_code=True)
+    assert isinstance(ours, LigerForCausalLM)
+    with torch.no_grad():
+        return relative(ours.eval()(tokens()).logits, theirs(folder)(tokens()).logits)
+
+
+def wider(folder: Path, place: Path) -> Path:
+    """Save a model of the same family; on a CPU, 4 bits need rows of a multiple of 64."""
+    family = AutoConfig.from_pretrained(folder).model_type
+    return checkpoint(family, place / "wide", hidden_size=128, intermediate_size=192)
+
+
+def quantised(kind: str) -> Callable[[Path, Path], float]:
+    def error(folder: Path, place: Path) -> float:
+        wide = wider(folder, place)
+        options = {"quantization_config": quantization_config(kind)}
+        models = (
+            cls.from_pretrained(wide, **options).eval()
+            for cls in (LigerForCausalLM, AutoModelForCausalLM)
+        )
+        with torch.no_grad():
+            found, expected = (model(tokens(), labels=tokens()) for model in models)
+        return max(relative(found.logits, expected.logits), relative(found.loss, expected.loss))
+
+    return error
+
+
+def log_probabilities(native: bool) -> Callable[[Path, Path], float]:
+    """lm-eval asks for them in tasks with choices."""
+
+    def error(folder: Path, place: Path) -> float:
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+
+        from examples.trainers.lm_eval_model import NativeLM
+
+        options: dict[str, Any] = {"tokenizer": tokenizer(), "batch_size": 4, "max_length": 16}
+        asked = [
+            Instance("loglikelihood", {}, pair, number)
+            for number, pair in enumerate(zip(texts(12), texts(12, 1)))
+        ]
+        ours = NativeLM(NATIVE(folder), **options) if native else HFLM(SHELL(folder), **options)
+        found, expected = (
+            lm.loglikelihood(asked, disable_tqdm=True)
+            for lm in (ours, HFLM(theirs(folder), **options))
+        )
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        return relative([total for total, _ in found], [total for total, _ in expected])
+
+    return error
+
+
+def with_accelerate(folder: Path, place: Path) -> float:
+    models = AutoLiger.from_hf(folder), theirs(folder)
+    found, expected = (in_accelerate(model) for model in models)
+    return difference(found, expected)
+
+
+def in_accelerate(model: Any) -> list[float]:
+    from examples.trainers import accelerate_loop
+
+    options = {"batch_size": 2, "accumulation": 2, "learning_rate": RATE}
+    return accelerate_loop.train(model, rows(), **options)
+
+
+def with_lightning(folder: Path, place: Path) -> float:
+    from examples.trainers import lightning_module
+
+    found, expected = (
+        lightning_module.train(
+            lightning_module.NextToken(model, RATE), rows(), batch_size=4, **trainer_cases.QUIET
+        )
+        for model in (AutoLiger.from_hf(folder), theirs(folder))
+    )
+    return difference(found, expected)
+
+
+def rows() -> Any:
+    return [
+        {name: torch.tensor(cut(values.tolist())) for name, values in row.items()}
+        for row in make_rows()
+    ]
+
+
+# The first loss on completions that were just sampled is 0 but for rounding, and the second is not.
+ONLINE = {"max_completion_length": 6, "num_generations": 2, "beta": 0.1, "num_iterations": 2}
+ONLINE_KEYS = ("loss", "entropy", "reward")
+ALL, BITSANDBYTES = "all-linear", "bitsandbytes"
+SHELL, NATIVE = LigerForCausalLM.from_pretrained, AutoLiger.from_hf
+CELLS = [
+    Cell("transformers", "forward with labels", "logits, loss", 1e-5, forward),
+    Cell("transformers", "generate with beams", "tokens", 0, generate),
+    Cell("transformers", "save_pretrained", "tensors", 0, save),
+    Cell("transformers", "device_map, a layer on disk", "logits", 1e-6, on_disk),
+    Cell("Trainer", "steps", "losses", 1e-5, losses_of_trainer(SHELL)),
+    Cell(
+        "Trainer",
+        "smoothed labels, accumulation",
+        "losses",
+        1e-5,
+        losses_of_trainer(SHELL, label_smoothing_factor=0.1, gradient_accumulation_steps=2),
+    ),
+    Cell("Trainer", "predict", "logits", 1e-5, predictions),
+    Cell(
+        "Trainer",
+        "native model, accumulation, checkpointing",
+        "losses",
+        1e-5,
+        losses_of_trainer(NATIVE, gradient_checkpointing=True, gradient_accumulation_steps=2),
+    ),
+    Cell("AutoModelForCausalLM", "a folder with an auto_map", "logits", 1e-5, opened_by_auto_map),
+    Cell("torchao", "8 bits", "logits, loss", 1e-5, quantised("torchao-int8"), "torchao"),
+    Cell(
+        "bitsandbytes", "4 bits", "logits, loss", 1e-5, quantised("bitsandbytes-4bit"), BITSANDBYTES
+    ),
+    Cell(
+        "bitsandbytes", "8 bits", "logits, loss", 1e-5, quantised("bitsandbytes-8bit"), BITSANDBYTES
+    ),
+    Cell("PEFT", "LoRA, default targets, merged", "logits", 1e-5, lora(), "peft"),
+    Cell("PEFT", "LoRA on all linears, merged", "logits", 1e-5, lora(target_modules=ALL), "peft"),
+    Cell(
+        "PEFT",
+        "DoRA on all linears, merged",
+        "logits",
+        1e-5,
+        lora(target_modules=ALL, use_dora=True),
+        "peft",
+    ),
+    Cell("TRL", "SFT", "losses", 1e-5, trl("SFTTrainer", {"text": ANSWERS}), "trl"),
+    Cell(
+        "TRL",
+        "SFT with LoRA",
+        "losses",
+        1e-5,
+        trl("SFTTrainer", {"text": ANSWERS}, {"learning_rate": 0.1}, peft_config=adapter()),
+        "trl",
+    ),
+    Cell("TRL", "DPO", "losses", 1e-5, trl("DPOTrainer", PAIRS), "trl"),
+    Cell(
+        "TRL",
+        "KTO",
+        "losses",
+        1e-5,
+        trl("KTOTrainer", LABELLED),
+        "trl",
+    ),
+    Cell(
+        "TRL",
+        "GRPO",
+        "losses, entropies, rewards",
+        1e-5,
+        trl("GRPOTrainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, reward_funcs=length_reward),
+        "trl",
+    ),
+    Cell(
+        "TRL",
+        "RLOO",
+        "losses, entropies, rewards",
+        1e-5,
+        trl("RLOOTrainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, reward_funcs=length_reward),
+        "trl",
+    ),
+    Cell("TRL", "distillation", "losses", 1e-5, distillation, "trl"),
+    Cell("TRL", "reward", "losses", 1e-5, reward, "trl"),
+    Cell("accelerate", "native model, accumulation", "losses", 1e-5, with_accelerate),
+    Cell("Lightning", "native model", "losses", 1e-5, with_lightning, "lightning"),
+    Cell("lm-eval", "HFLM", "log-probabilities", 1e-5, log_probabilities(native=False), "lm_eval"),
+    Cell(
+        "lm-eval",
+        "NativeLM of examples/trainers",
+        "log-probabilities",
+        1e-5,
+        log_probabilities(native=True),
+        "lm_eval",
+    ),
+]

@@ -1,0 +1,248 @@
+"""What native models refuse in the tools, and with which words: rows of docs/trainers_matrix.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import TrainingArguments
+
+from ligermodels.integrations.hf_trainer import LigerTrainer
+from ligermodels.integrations.peft_adapters import REFUSED, get_peft_model
+from tests.integrations import test_peft_adapters, test_trl_trainers
+from tests.integrations.matrix_cells import (
+    BITSANDBYTES,
+    NATIVE,
+    SHELL,
+    adapter,
+    cut,
+    theirs,
+    tokens,
+    wider,
+)
+from tests.integrations.test_hf_model import examples, train
+from tests.integrations.test_quantised_checkpoints import quantization_config
+from tests.integrations.test_trl_trainers import ANSWERS
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row of the page: a tool, what is refused, and words of the error.
+
+    Attributes:
+        what: docs/trainers.md has the reason under the same name.
+        attempt: a function of a checkpoint's folder and an empty folder, which has to raise a
+            ValueError or, where a file is written, an OSError.
+        needs: the package without which it does not run.
+    """
+
+    tool: str
+    what: str
+    words: str
+    attempt: Callable[[Path, Path], Any]
+    needs: str = "transformers"
+
+
+def argument(name: str, value: Any = True) -> Callable[[Path, Path], Any]:
+    return lambda folder, place: SHELL(folder)(tokens(), **{name: value})
+
+
+def trained(load: Any, rows: list[Any], **options: Any) -> Callable[[Path, Path], Any]:
+    return lambda folder, place: train(load(folder), place, rows, **options)
+
+
+def liger_trainer(arguments: dict[str, Any], **options: Any) -> Callable[[Path, Path], Any]:
+    def attempt(folder: Path, place: Path) -> Any:
+        given = TrainingArguments(
+            str(place), report_to=[], use_cpu=True, disable_tqdm=True, **arguments
+        )
+        return LigerTrainer(NATIVE(folder), given, **options).predict(rows())
+
+    return attempt
+
+
+def rows() -> list[Any]:
+    return [{name: cut(values) for name, values in row.items()} for row in examples([12, 3])]
+
+
+def adapted(folder: Path, place: Path, **options: Any) -> Any:
+    model = peft.get_peft_model(SHELL(folder), adapter(**options))
+    return model(input_ids=tokens())
+
+
+def loads_adapter(load: Any, task_type: str | None) -> Callable[[Path, Path], Any]:
+    """PEFT takes a native model if an adapter has no task_type."""
+
+    def attempt(folder: Path, place: Path) -> Any:
+        config = peft.LoraConfig(task_type=task_type, target_modules=["q_proj", "o_proj"])
+        peft.get_peft_model(theirs(folder), config).save_pretrained(place)
+        return peft.PeftModel.from_pretrained(load(folder), str(place))
+
+    return attempt
+
+
+def quantised_and(then: Callable[..., Any], kind: str) -> Callable[[Path, Path], Any]:
+    def attempt(folder: Path, place: Path) -> Any:
+        wide = wider(folder, place)
+        return then(SHELL(wide, quantization_config=quantization_config(kind)), place / "saved")
+
+    return attempt
+
+
+def saved(shell: Any, place: Path) -> None:
+    shell.save_pretrained(place)
+
+
+def given_an_adapter(shell: Any, place: Path) -> Any:
+    return get_peft_model(shell, adapter())
+
+
+NEEDS_SHELL = "Trainer needs the logits or the interface of transformers' models"
+CANNOT = "the model cannot honour this argument"
+SAVED, SPLIT = "cannot be saved under HF's names", "whose rows cannot be taken out"
+REFUSALS = [
+    Refusal(
+        "transformers",
+        '`cache_implementation="static"`',
+        "only dynamic caches work",
+        lambda folder, place: SHELL(folder).generate(
+            tokens(), max_new_tokens=2, cache_implementation="static"
+        ),
+    ),
+    Refusal(
+        "transformers",
+        "`generate_batch`",
+        "generate_batch and continuous batching: they need transformers' own attention",
+        lambda folder, place: SHELL(folder).generate_batch(
+            inputs=[[5, 6, 7]], generation_config=SHELL(folder).generation_config
+        ),
+    ),
+    Refusal(
+        "transformers",
+        "`output_attentions`",
+        f"output_attentions=True: {CANNOT}",
+        argument("output_attentions"),
+    ),
+    Refusal(
+        "transformers",
+        "a mask that is added to scores",
+        "to be added to scores is not supported",
+        argument("attention_mask", torch.ones(2, 1, 9, 9)),
+    ),
+    Refusal("transformers", "`head_mask`", CANNOT, argument("head_mask", torch.ones(2, 4))),
+    Refusal(
+        "transformers",
+        "`output_router_logits`",
+        f"output_router_logits=True: {CANNOT}",
+        argument("output_router_logits"),
+    ),
+    Refusal(
+        "transformers",
+        "`token_type_ids`",
+        CANNOT,
+        argument("token_type_ids", torch.zeros(2, 9, dtype=torch.long)),
+    ),
+    Refusal(
+        "transformers",
+        "`use_reentrant=True`",
+        "use_reentrant=True is not implemented",
+        lambda folder, place: SHELL(folder).gradient_checkpointing_enable({"use_reentrant": True}),
+    ),
+    Refusal(
+        "transformers",
+        "tensors under HF's names, native model",
+        "is a name of HF's model",
+        lambda folder, place: NATIVE(folder).load_state_dict(theirs(folder).state_dict()),
+    ),
+    Refusal(
+        "Trainer",
+        "`label_smoothing_factor`, native model",
+        "loss options need labels",
+        trained(NATIVE, rows(), label_smoothing_factor=0.1),
+    ),
+    *(
+        Refusal("LigerTrainer", f"`{name}`, native model", f"{name}: {NEEDS_SHELL}", attempt)
+        for name, attempt in {
+            "compute_metrics": liger_trainer({}, compute_metrics=len),
+            "predict": liger_trainer({}),
+            "neftune_noise_alpha": liger_trainer({"neftune_noise_alpha": 5.0}),
+            "label_smoothing_factor": liger_trainer({"label_smoothing_factor": 0.1}),
+        }.items()
+    ),
+    *(
+        Refusal(
+            "PEFT",
+            f"`{method}`",
+            f"{method} of PEFT does not work on a native model: {why}",
+            lambda folder, place, method=method: get_peft_model(  # type: ignore[misc]
+                SHELL(folder), test_peft_adapters.REFUSED_CONFIGS[method]
+            ),
+            "peft",
+        )
+        for method, why in REFUSED.items()
+    ),
+    Refusal(
+        "PEFT",
+        "`peft.get_peft_model` for packed projections",
+        "so that PEFT left it out",
+        lambda folder, place: adapted(folder, place, target_modules=["q_proj", "o_proj"]),
+        "peft",
+    ),
+    Refusal(
+        "PEFT",
+        "`PeftModel.from_pretrained` for packed projections",
+        "belongs to a projection that is packed in this model",
+        loads_adapter(SHELL, "CAUSAL_LM"),
+        "peft",
+    ),
+    Refusal(
+        "PEFT",
+        "`PeftModel.from_pretrained`, native model",
+        "is a name of HF's model",
+        loads_adapter(NATIVE, None),
+        "peft",
+    ),
+    Refusal(
+        "PEFT",
+        "`hf_named_parameters` before `merge_adapter`",
+        "has an adapter that is not merged",
+        lambda folder, place: dict(
+            get_peft_model(SHELL(folder), adapter()).get_base_model().hf_named_parameters()
+        ),
+        "peft",
+    ),
+    Refusal(
+        "torchao",
+        "`save_pretrained` of packed, quantised weights",
+        SAVED,
+        quantised_and(saved, "torchao-int8"),
+        "torchao",
+    ),
+    Refusal(
+        "bitsandbytes",
+        "`save_pretrained` of packed, quantised weights",
+        SAVED,
+        quantised_and(saved, "bitsandbytes-4bit"),
+        BITSANDBYTES,
+    ),
+    Refusal(
+        "bitsandbytes, PEFT",
+        "adapters on packed, quantised weights",
+        SPLIT,
+        quantised_and(given_an_adapter, "bitsandbytes-4bit"),
+        BITSANDBYTES,
+    ),
+    Refusal(
+        "TRL",
+        "`use_liger_kernel=True`",
+        "use_liger_kernel=True would put Liger's modules in the place of this model's own",
+        lambda folder, place: test_trl_trainers.run(
+            "LigerSFTTrainer", SHELL(folder), place, {"text": ANSWERS}, {"use_liger_kernel": True}
+        ),
+        "trl",
+    ),
+]
