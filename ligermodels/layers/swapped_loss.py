@@ -29,6 +29,11 @@ from ligermodels.kernels.loss_options import (
 )
 from ligermodels.layers.fusion import is_sharded
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
 
 def swapped_loss(
     proj: nn.Module,
@@ -86,7 +91,7 @@ def swapped_loss(
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
     keeps_random_state = not _is_captured(rows) or any(
-        isinstance(module, nn.Dropout) and module.training and module.p > 0
+        isinstance(module, _DROPOUTS) and module.training and module.p > 0
         for module in proj.modules()
     )
     made = [

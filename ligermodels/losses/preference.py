@@ -219,7 +219,7 @@ def dpo_loss(
         log_probs, ref_log_probs: (2 * pairs, seq), of the policy and of the reference model.
         mask: (2 * pairs, seq).
         loss_type: one of `DPO_LOSS_TYPES`, or several, weighted by `loss_weights` (1 each).
-        beta: how strongly the policy is held to the reference.
+        beta: how strongly the policy is held to the reference, a finite number above 0.
         label_smoothing: the rate of flipped labels, for robust, exo_pair, aot and aot_unpaired.
         f_divergence_type, f_alpha_divergence_coef: the divergence from the reference (Wang et al.
             2023, arXiv 2309.16240), one of `DIVERGENCES`.
@@ -295,8 +295,8 @@ def _check_dpo(
         raise ConfigError(f"loss_type: the list is empty; expected {', '.join(DPO_LOSS_TYPES)}")
     for name in types:
         check_choice("loss_type", name, DPO_LOSS_TYPES)
-    if not beta > 0:
-        raise ConfigError(f"beta: must be more than 0: {beta}")
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"beta: must be a finite number above 0: {beta}")
     check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     if len(weights) != len(types):
         raise ConfigError(f"loss_weights: {len(weights)} weights for {len(types)} losses")

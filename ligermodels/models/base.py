@@ -486,7 +486,7 @@ class DecoderModel(HFModel, PlannedModel):
         method, those with two or more dimensions are normal, and the others stay as they are.
         """
         self._check_attributes()
-        if self.embed_tokens.weight.is_meta:
+        if all(weight.is_meta for weight in self.parameters()):
             return  # there are no values
         std = self.config.initializer_range
         for module in self.modules():

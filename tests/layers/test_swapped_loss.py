@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.layers import LossHead
+from ligermodels.layers import swapped_loss as module
 from tests.kernels.scratch import peak_scratch
 from tests.layers.heads import (
     BATCH,
@@ -31,6 +32,22 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     assert head.proj.rows == [10, 10, 7]
     loss.backward()
     assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # backward calls it again
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
+def test_a_captured_step_draws_its_random_numbers_again(
+    monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    head = LossHead(HIDDEN, VOCAB)
+    head.proj = nn.Sequential(kind(0.5), nn.Linear(HIDDEN, VOCAB))
+    hidden, targets = data()
+    grads = []
+    for captured in (False, True):
+        monkeypatch.setattr(module, "_is_captured", lambda _, captured=captured: captured)
+        torch.manual_seed(0)
+        loss = head(hidden, targets, chunk_size=10).loss
+        grads.append(torch.autograd.grad(loss, [hidden, *head.parameters()]))
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -291,6 +291,17 @@ def test_parameters_that_a_module_holds_itself_are_initialised() -> None:
     assert torch.equal(model.layers[1].own.matrix, torch.full((50, 40), 2.0))
 
 
+def test_the_weights_that_exist_are_initialised() -> None:
+    """An embedding without values, as offloading leaves it, does not hide the other weights."""
+    model = tiny_model(tie_word_embeddings=False)
+    model.embed_tokens.to("meta")
+    weight = model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.fill_(7.0)
+    model.initialize_weights()
+    assert weight.abs().max() < 1
+
+
 def test_a_hook_of_all_modules_sees_each_module() -> None:
     model = tiny_model(tie_word_embeddings=False)
     ids = tokens()[0]

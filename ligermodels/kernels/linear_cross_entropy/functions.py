@@ -162,7 +162,6 @@ def linear_cross_entropy(
         chunking,
         request,
         one_loss,
-        may_save_logits_grad=not weight_grad_in_forward,
         shard=vocab_shard,
     )
     if not one_loss:
@@ -344,7 +343,7 @@ def make_head(
             skip,
             request,
             one_loss,
-            may_save_logits_grad,
+            may_save_logits_grad and not chunking.weight_grad_in_forward,
             0 if shard is None else wide_copies(options, request),
         )
         if shard is not None:
