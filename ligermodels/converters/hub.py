@@ -72,6 +72,11 @@ def resolve(
         return folder
     if os.path.exists(folder):
         raise CheckpointError(f"{name}: this is a file; pass the folder that holds {CONFIG_NAME}")
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and os.path.lexists(folder.parent / "run.json"):
+        raise CheckpointError(
+            f"{name}: this is a checkpoint of a run and no model; write it as a model with "
+            "'ligermodels convert', or take that of the whole run, in model/"
+        )
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and the name is not a possible hub id"

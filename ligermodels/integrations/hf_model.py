@@ -267,10 +267,11 @@ class LigerModel(LigerPreTrainedModel):
         finally:
             if seen is not None:
                 seen.remove()
+        states = None
+        if seen is not None:  # The last layer's output is normed.
+            states = (*seen.outputs[: count if early else -1], hidden)
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=past_key_values,
-            hidden_states=None if seen is None else (*seen.outputs[:-1], hidden),
+            last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
         )
 
 

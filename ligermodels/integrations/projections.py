@@ -109,7 +109,7 @@ def refuse_unadapted(model: Any) -> None:
                 if not hasattr(owner, part) and check_target_module_exists(config, name):
                     raise ConfigError(
                         f"adapter {adapter!r} is for {name}, which is packed into {packed}, so "
-                        "that PEFT left it out; add adapters by get_peft_model of ligermodels."
+                        "that PEFT did not find it; add adapters by get_peft_model of ligermodels."
                         "integrations.peft_adapters, or load the model with "
                         "from_pretrained(..., split_projections=True)"
                     )

@@ -126,7 +126,7 @@ class GroupedRows:
         if not self.groups:
             raise DataError(
                 f"no example fits into {seq_len} tokens with a token of its completion; use longer "
-                "rows (--seq-len)"
+                "rows (--seq-len), or completions that are not empty"
                 if needs_targets
                 else f"no prompt fits into {seq_len} tokens; use longer rows (--seq-len), or "
                 "shorter completions (--max-completion-length)"

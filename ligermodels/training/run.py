@@ -216,7 +216,7 @@ class Run:
             if name not in FREE_ON_RESUME and old != value:
                 raise LigerError(
                     f"{self.run_dir.path}: {name}: the run was started with {shown(old)} and "
-                    f"cannot be resumed with {shown(value)}"
+                    f"cannot be resumed with {shown(value)}; leave it out, or start another run"
                 )
 
     def _settings(self) -> dict[str, Any]:
@@ -427,7 +427,7 @@ class Run:
         if saved["rows"] != facts["rows"]:
             raise LigerError(
                 f"{where}: the training data is not what the run was started with: "
-                + difference(saved["files"], self.train_files)
+                f"{difference(saved['files'], self.train_files)}; restore it, or start another run"
             )
         if saved["steps"] != facts["steps"]:
             raise LigerError(

@@ -302,12 +302,7 @@ class RunDir:
         entries = []
         for number, line in enumerate(lines[:-1], start=1):
             where = f"{self.metrics_file}:{number}"
-            entry = parse_json(line, where, CheckpointError)
-            if not (is_int(entry.get("step")) and all(map(is_number, entry.values()))):
-                raise CheckpointError(
-                    f"{where}: {shown(entry)} is not a line of metrics; restore or remove the file"
-                )
-            entries.append(entry)
+            entries.append(_entry(line, where, lambda entry: all(map(is_number, entry.values()))))
         return entries
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
@@ -329,12 +324,7 @@ class RunDir:
             lines = io.BufferedReader(file).read().split(b"\n")[:-1]
         kept = []
         for number, line in enumerate(lines, start=1):
-            where = f"{self.samples_file}:{number}"
-            entry = parse_json(line, where, CheckpointError)
-            if not is_int(entry.get("step")):
-                raise CheckpointError(
-                    f"{where}: {shown(entry)} is not a line of samples; restore or remove the file"
-                )
+            entry = _entry(line, f"{self.samples_file}:{number}")
             if entry["step"] <= last:
                 kept.append((entry["step"], line.decode()))
         _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
@@ -344,6 +334,19 @@ class RunDir:
         """Remove every metric after `step`; a negative step removes all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
         _write_text(self.metrics_file, "".join(lines))
+
+
+def _entry(
+    line: bytes, where: str, fits: Callable[[dict[str, Any]], bool] = lambda entry: True
+) -> dict[str, Any]:
+    """Return the object of a line, which has a step and fits, or raise CheckpointError."""
+    try:
+        entry = parse_json(line, where, CheckpointError)
+        if not (is_int(entry.get("step")) and fits(entry)):
+            raise CheckpointError(f"{where}: {shown(entry)} is not a line that a run writes")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; restore or remove the file") from None
+    return entry
 
 
 class ReadOnlyRunDir(RunDir):

@@ -90,7 +90,8 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert "training data: " in err and "held-out loss" in err and "tokens/s" in err
 
     assert_one_line(call(*base), f"{output}: the folder holds another run")
-    assert_one_line(call(*base, "--resume", "--seed", "1"), "seed: the run was started with 0")
+    mistake = "seed: the run was started with 0 and cannot be resumed with 1; leave it out"
+    assert_one_line(call(*base, "--resume", "--seed", "1"), mistake)
     # the run folder holds the options
     code, again, err = call("finetune", "--resume", "--output-dir", output, "--quiet")
     assert (code, again, err) == (0, out, "")

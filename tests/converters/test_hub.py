@@ -145,6 +145,16 @@ def test_a_file_is_not_a_folder(make):
         resolve(folder / "config.json")
 
 
+def test_a_checkpoint_of_a_run_is_no_model(tmp_path, monkeypatch):
+    """Such a name is not looked for on the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    for name in ("run/checkpoint-500", str(tmp_path / "run" / "checkpoint-500")):
+        with pytest.raises(CheckpointError, match=f"^{name}: this is a checkpoint of a run and no"):
+            resolve(name)
+
+
 def test_only_needed_files_come_all_from_one_commit(fake):
     remote = fake.repos[REPO]
     for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx.onnx"):

@@ -59,7 +59,7 @@ def test_lines_of_metrics_that_no_run_writes_are_refused(folder, subtests):
     ):
         with subtests.test(line[:30]):
             folder.metrics_file.write_text('{"step": 0}\n' + line + "\n")
-            with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: "):
+            with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: .*; restore or remove"):
                 folder.read_metrics()
     folder.metrics_file.write_bytes(b'{"step": 0}\n\0\0\0')
     assert folder.read_metrics() == [{"step": 0}]
@@ -285,10 +285,11 @@ def test_a_file_in_the_place_of_the_export_is_named(tmp_path):
 def test_samples_that_no_run_writes_are_refused(folder):
     assert folder.sampled_steps(3) == set()
     folder.log_samples(2, [{"prompt": "a", "text": "b"}])
-    with open(folder.samples_file, "a") as file:
-        file.write('{"step": "two"}\n')
-    with pytest.raises(CheckpointError, match=r"samples\.jsonl:2: .* is not a line of samples"):
-        folder.sampled_steps(3)
+    before = folder.samples_file.read_text()
+    for line in ('{"step": "two"}', "{", "[1]", "\0"):
+        folder.samples_file.write_text(f"{before}{line}\n")
+        with pytest.raises(CheckpointError, match=r"samples\.jsonl:2: .*; restore or remove the"):
+            folder.sampled_steps(3)
 
 
 def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):
