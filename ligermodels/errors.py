@@ -74,7 +74,7 @@ def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | No
 
     An option may also be meant by its initials, such as --lr, or by one of its parts.
 
-    Args: others, what known words (with _ for -) are called in other programs.
+    Args: others: what known words (with _ for -) are called in other programs.
     """
     import difflib
 

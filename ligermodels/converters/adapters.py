@@ -350,7 +350,7 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Return whether names are matched quickly: nested or many repetitions take for ever."""
+    """Return whether the pattern matches names quickly: it has few repetitions, none nested."""
     repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
     if len(pattern) > 1000 or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", pattern):
         return False

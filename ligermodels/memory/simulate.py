@@ -251,7 +251,7 @@ def simulate(
         gradients: "new" if no gradient exists before the step, "kept" if all do (accumulation), and
             "freed" if an optimizer step in backward frees each as soon as it is complete.
         ddp_buckets: for a forward through `DistributedDataParallel`: "copies" if gradients are
-            tensors of their own, and "views" if they are views of its buckets.
+            separate tensors, and "views" if they are views of its buckets.
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
         around: a module that contains the model, and that a step calls with the same arguments in

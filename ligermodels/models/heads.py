@@ -227,7 +227,7 @@ def _check_options(options: HeadOptions) -> None:
     more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
     odd = [x for x in more if given.get(x) is not None and given[x] is not False]
     if odd:
-        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: not an option of several heads")
+        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: several heads do not take this option")
 
 
 def _copy(head: LossHead) -> LossHead:
@@ -280,8 +280,8 @@ class MedusaModel(nn.Module):
     ) -> AheadOutput:
         """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
 
-        Args: position_ids, as in `DecoderModel.forward`: no head predicts a token of another
-            document; options, as in `MedusaHeads.forward`.
+        Args: position_ids: as in `DecoderModel.forward`: no head predicts a token of another
+            document; options: as in `MedusaHeads.forward`.
         """
         documents = None if position_ids is None else document_ids_from_positions(position_ids)
         if self.freeze_body:

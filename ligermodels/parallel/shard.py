@@ -51,7 +51,7 @@ def shard(
 
     Call it on every rank, before the optimizer is made. A model that
     `from_hf(path, device="meta")` has made is read now: each rank reads only its part. Train
-    through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
+    through `model(input_ids, labels=labels)`, where each rank has its own rows. Gradients are
     averaged over the ranks, so the normalizer of the loss is the average number of targets:
     `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp or a cp group get the same
     rows, whole ones, and return the same loss and hidden states. Clip gradients with

@@ -275,7 +275,7 @@ def _stored(
             if kind != "optimizer.step":
                 shape = tuple(tensor.shape) if cut is None else cut.shape
                 parts = local_parts(tensor, cut)
-                if rank() and cut is None and not is_sharded(tensor):  # rank 0 has it, too
+                if rank() and cut is None and not is_sharded(tensor):  # rank 0 stores it
                     parts = [replace(part, is_copy=True) for part in parts]
                 found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found

@@ -295,7 +295,7 @@ def completed(
 ) -> Document:
     """Encode a prompt and its completion, both strings or both messages, or raise DataError.
 
-    Args: record, that they are of, which may have more for the chat template.
+    Args: record: the record that holds both. The chat template may read its other fields.
     """
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(
@@ -353,7 +353,7 @@ class Encoder:
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where, for messages of errors; variables, further ones of the template.
+        Args: where: the place that errors name; variables: further variables for the template.
         """
         whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []

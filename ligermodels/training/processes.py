@@ -168,7 +168,7 @@ def _who(error: RuntimeError, where: str, timeout: int) -> str:
 
 
 def num_row_ranks() -> int:
-    """Return how many ranks, or groups of ranks, have rows of their own."""
+    """Return how many ranks, or groups of ranks, have their own rows."""
     return num_ranks() // _together
 
 

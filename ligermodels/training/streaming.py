@@ -135,7 +135,7 @@ def token_store(
 ) -> TokenStore:
     """Return the documents of a file as tokens on the disk, written if they are not there yet.
 
-    Args: source, the folder of the tokenizer.
+    Args: source: the folder of the tokenizer.
     Raises:
         DataError: the file cannot be read, a line is wrong, or every document is empty.
         SaveError: the tokens cannot be written.
@@ -211,9 +211,9 @@ def held_out(
 ) -> tuple[Spans, Spans]:
     """Split off the documents for evaluation, as `packing.hold_out`: (training, held out).
 
-    Of too few plain texts, the ends are held out. Of too few examples, one is if the store is the
-    only one, and none otherwise.
-    Args: number, of the store; alone, whether it is the only one.
+    If the plain texts are too few, the end of each is held out. If the examples are too few, one of
+    them is held out if the store is the only one; otherwise none is.
+    Args: number: the index of the store; alone: whether it is the only store.
     """
     starts, stops, divisible = spans
     count = len(stops) * fraction
@@ -333,11 +333,11 @@ class StoredRows(PackedRows):
 class MixedOrder:
     """The index of the row for a running count, when sources are mixed by weights.
 
-    Of every 1000 rows in a row each source has its share, in an order of its own; each source goes
-    through its rows in epochs, as `row_order`. The index depends only on the seed and the count, so
-    that a resumed run goes on with the same rows.
+    Of every 1000 consecutive rows, each source has its share, in a random order. Each source goes
+    through its rows in epochs, as `row_order` does. The index depends only on the seed and the
+    count, so that a resumed run goes on with the same rows.
 
-    Args: sizes, the rows of each source; weights, their shares, in any unit.
+    Args: sizes: the rows of each source; weights: their shares, in any unit.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -380,7 +380,7 @@ def stored_rows(
 ) -> tuple[StoredRows, StoredRows | None]:
     """Return the rows for training, and for evaluation if there are any.
 
-    Args: source, the folder of the tokenizer; multiple, as in `StoredRows`; the others are options
+    Args: source: the folder of the tokenizer; multiple: as in `StoredRows`; the others are options
         of a run.
     Raises:
         DataError: a file or a line is wrong, or a file has too little data.
