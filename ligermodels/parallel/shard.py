@@ -67,8 +67,8 @@ def shard(
         reduce_dtype: in which gradients are averaged.
         reshard_after_forward: whether backward gathers the weights of a layer again. By default it
             does if all weights take 2 GiB or more in compute_dtype.
-        prefetch: how many layers ahead of their use weights are gathered in forward, by a call of
-            its own. By default a layer's weights are gathered when its forward is called, which
+        prefetch: how many layers ahead of their use weights are gathered in forward, by a separate
+            call. By default a layer's weights are gathered when its forward is called, which
             the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model

@@ -117,7 +117,7 @@ def read_documents(
 def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
     """Yield the documents of a file that have a target, as `read_documents`.
 
-    Of a file of JSON lines only one line is in memory, and of a text only one document.
+    Only one line of a file of JSON lines is in memory, or only one document of a text.
     """
     encoder = Encoder(tokenizer)
     found: Iterable[Document | None]

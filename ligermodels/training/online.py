@@ -70,8 +70,8 @@ Reward = Callable[..., Sequence[float | None]]
 class SampledModel(nn.Module):
     """A model that samples before each step: what a step runs, for the memory plan.
 
-    Sampling takes the most bytes when the cache has its whole length and the prompts are read. Of a
-    step with several batches, the plan counts the gradients as well, which do not exist yet.
+    Sampling takes the most bytes when the cache has its whole length and the prompts are read. For
+    a step with several batches, the plan also counts the gradients, which do not exist yet.
 
     Args: longest: the tokens of the longest prompt; new: how many are sampled at most.
     """

@@ -201,7 +201,7 @@ class RunDir:
     def clear(self) -> None:
         """Remove what a run has made, the settings last, because they mark the folder as a run.
 
-        Other files stay. Of a link the target stays.
+        Other files stay. If a name is a link, its target stays.
 
         Raises:
             SaveError: something cannot be removed.

@@ -1,9 +1,9 @@
 """Training data that is larger than memory: tokens in files, of which a run reads its rows.
 
-The first run tokenizes a file once, into HF_HOME. Of a JSONL file only a line is in memory then,
-and of a text a document; afterwards only the places of the documents are. The files have checksums;
-damaged ones are written again. Rows are packed as in `packing`, but not across files, and the best
-fit is looked for among 65536 documents at a time.
+The first run tokenizes a file once, into HF_HOME. Then only one line of a JSONL file, or one
+document of a text, is in memory; afterwards only the places of the documents are. The files have
+checksums; damaged ones are written again. Rows are packed as in `packing`, but not across files,
+and the best fit is looked for among 65536 documents at a time.
 """
 
 from __future__ import annotations
