@@ -256,8 +256,8 @@ def fits(preset: str, layout: Layout, tokens: int) -> bool:
 def ranking(preset: str, gpus: int, rows: float) -> list[tuple[float, Layout]]:
     """Return the layouts that fit, with so many rows for each GPU, and their seconds.
 
-    The fastest is first. Of those within 4% of it, which is less than these predictions can tell,
-    the simplest is.
+    The fastest is first. Layouts within 4% of the fastest cannot be told apart by these
+    predictions. Then the simplest one is first.
     """
     tokens = round(rows * ROW)
     able = [

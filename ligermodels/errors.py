@@ -74,7 +74,7 @@ def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | No
 
     An option may also be meant by its initials, such as --lr, or by one of its parts.
 
-    Args: others, names in other programs and the known word that each means, both with _ for -.
+    Args: others: names in other programs, and the known word that each means, with _ for -.
     """
     import difflib
 

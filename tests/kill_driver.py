@@ -1,9 +1,9 @@
-"""Kill a fine-tuning run again and again; test_finetune runs this in a process of its own.
+"""Kill a fine-tuning run again and again; test_finetune runs this in a separate process.
 
     OMP_NUM_THREADS=2 python tests/kill_driver.py MODEL TEXT FOLDER [CHAIN ...]
 
 Each life of the run is a fork of this process, which itself never trains: a life costs a fraction
-of a second, without an import of torch, and can start threads of its own. Lives end by SIGKILL.
+of a second, without an import of torch, and can start threads. Lives end by SIGKILL.
 Chains 0 to 2 count moments (the n-th write, flush, rename or step, with files half written), chain
 3 takes them from the clock, and chain 4 follows FATES. The default is all five.
 """

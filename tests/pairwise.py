@@ -29,7 +29,7 @@ def pairwise(
             values may occur together. Pairs that the rules exclude occur in no case.
         indirect: the options that are fixtures, as in pytest.mark.parametrize.
         options: the values of each option. A pytest.param has the id and the marks of its value.
-            Values with different marks get covers of their own: a machine that skips the cases of
+            Values with different marks get separate covers: a machine that skips the cases of
             a GPU still runs all pairs of the other options.
     """
     values = {

@@ -1,6 +1,6 @@
 """An export opens in the last transformers 4 and in the tested 5, and both compute the same.
 
-build/ holds the older version, outside the environment; it runs in a process of its own.
+build/ holds the older version, outside the environment; it runs in a separate process.
 """
 
 from __future__ import annotations

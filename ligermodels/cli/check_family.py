@@ -30,9 +30,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a hub checkpoint")
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add(
-        "--seed", type=number(int, at_least=0), default=0, metavar="N", help="of weights and inputs"
+        "--seed",
+        type=number(int, at_least=0),
+        default=0,
+        metavar="N",
+        help="seed of weights and inputs",
     )
-    add("--device", default="cpu", help="where the models compute, for example cuda; default cpu")
+    add("--device", default="cpu", help="where the models compute, for example cuda")
     add("--json", action="store_true", help="print JSON")
 
 

@@ -37,9 +37,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     plan.add_argument("--seq", type=size, metavar="N", help="tokens of a row")
     plan.add_argument("--budget", metavar="SIZE", help="memory, such as 80GiB (default: the GPU's)")
     plan.add_argument(
-        "--gpu", metavar="NAME", help="such as H200 (default: that of this machine, or an H100)"
+        "--gpu",
+        metavar="NAME",
+        help="GPU to plan for, such as H200 (default: this machine's, or H100)",
     )
-    plan.add_argument("--precision", choices=PRECISIONS, help="(default: bf16-mixed)")
+    plan.add_argument(
+        "--precision", choices=PRECISIONS, help="precision of the run (default: bf16-mixed)"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,7 +1,7 @@
 """What Ctrl-C does to a command.
 
 A KeyboardInterrupt may end in a traceback, become another error that somebody catches, or leave a
-lock locked for which a thread then waits for ever. Where nothing has to be undone, it is right to
+lock locked, so that a thread never ends. Where nothing has to be undone, it is right to
 leave without one: during the imports, and while a command downloads, loads and computes. This
 module imports little, because until then Ctrl-C is Python's.
 """

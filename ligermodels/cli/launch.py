@@ -33,7 +33,7 @@ class LaunchOptions:
 
     gpus: int | None = option(
         None,
-        "run on N GPUs of this machine, each with rows of its own (with --device cpu, in N "
+        "run on N GPUs of this machine, each with its own rows (with --device cpu, in N "
         "processes); the model is spread over them (FSDP2)",
         at_least=1,
         at_most=1024,

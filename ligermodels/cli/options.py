@@ -25,8 +25,8 @@ class Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        shown = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
-        return f"{text} (default: %(default)s)" if shown else text
+        given = action.default not in (None, False, [], argparse.SUPPRESS)
+        return f"{text} (default: %(default)s)" if given and action.option_strings else text
 
 
 class Parser(argparse.ArgumentParser):

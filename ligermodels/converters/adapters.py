@@ -336,8 +336,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         for pattern, value in patterns.items():
             if not _is_simple(pattern):
                 raise CheckpointError(
-                    f"adapter: {key}: {shown(pattern)} is no expression for names of modules that "
-                    "could be matched in a short time; write the names in full"
+                    f"adapter: {key}: {shown(pattern)} is not a simple expression, so a match "
+                    "could take very long; write the names of the modules in full"
                 )
             _check_number(f"{key}[{shown(pattern)}]", value)
     _check_number("lora_alpha", config.get("lora_alpha", 8))
@@ -350,7 +350,7 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Return whether names are matched quickly: nested or many repetitions take for ever."""
+    """Return whether the pattern matches names quickly: it has few repetitions, none nested."""
     repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
     if len(pattern) > 1000 or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", pattern):
         return False

@@ -19,7 +19,7 @@ _LEAST_BYTES = 1 << 16
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return a new tensor without values, as `torch.empty` does.
 
-    A large one on the CPU has a mapping of its own. Linux joins adjacent mappings to one area, in
+    A large one on the CPU has its own mapping. Linux joins adjacent mappings to one area, in
     which a huge page may hold parts of several tensors. The memory of malloc is no such area: it
     writes a header before each tensor, and the small page of the header takes the place of a huge
     one. Where the administrator has disabled huge pages, the tensor lies in small ones. The storage

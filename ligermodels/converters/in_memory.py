@@ -15,7 +15,7 @@ def hf_tensors(
 
     A tensor that lies in one native parameter is a view of it.
 
-    Args: weights, the native parameters by name.
+    Args: weights: the native parameters by name.
     """
     for name, parts in weight_map.parts().items():
         yield name, joined_rows(parts, weights)
@@ -24,7 +24,7 @@ def hf_tensors(
 def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) -> Tensor:
     """Return one HF tensor.
 
-    Args: parts, its pieces as in `WeightMap.parts`; weights, the native parameters by name.
+    Args: parts: its pieces as in `WeightMap.parts`; weights: the native parameters by name.
     """
     entry = parts[0][0]
     if len(parts) == len(entry.spans) == 1:  # all rows, also those that a resize has added
@@ -35,7 +35,7 @@ def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) 
 def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return a native parameter's value, joined from HF tensors.
 
-    Args: entry, the parameter; tensors, at least the HF tensors of its spans, by name.
+    Args: entry: the parameter; tensors: at least the HF tensors of its spans, by name.
     """
     return _joined([tensors[s.source][s.source_row : s.source_row + s.rows] for s in entry.spans])
 

@@ -130,7 +130,7 @@ class SafetensorsFile:
     def read_into(self, memory: np.ndarray, name: str, first: int = 0) -> Iterator[np.ndarray]:
         """Fill memory with the rows of a tensor from `first` on; yield its pieces, once filled.
 
-        Args: memory, the bytes of whole rows of the stored dtype, as `byte_view` returns them.
+        Args: memory: the bytes of whole rows of the stored dtype, as `byte_view` returns them.
         Raises: what `read` raises.
         """
         info = self.tensors[name]

@@ -107,7 +107,7 @@ class WeightMap:
     def check(self, family: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless every row of every parameter and tensor is used exactly once.
 
-        Args: family, the name for messages; parameters, the shape of each parameter of the model.
+        Args: family: the name for messages; parameters: the shape of each parameter of the model.
         Raises:
             ConfigError: an entry occurs twice, is not a parameter, has another shape, or a row of a
                 parameter or tensor is missing or used twice. The message names family and entry.
@@ -171,7 +171,7 @@ class WeightMap:
 def _gap(pieces: Iterable[tuple[int, int, str]], rows: int | None) -> str | None:
     """Return where (start, rows, name) pieces leave a gap or overlap, or None if they tile.
 
-    Args: rows, the number of rows to tile; None means as many as the pieces reach.
+    Args: rows: the number of rows to tile; None means as many as the pieces reach.
     """
     end, before = 0, "the start"
     for start, count, name in sorted(pieces):

@@ -92,7 +92,7 @@ def passes_ahead(
     if penalty != 1.0:
         raise ValueError(
             f"generate with heads: repetition_penalty={penalty:g}, given or from "
-            "generation_config.json; heads know none, so pass repetition_penalty=1.0"
+            "generation_config.json; heads do not support a penalty; pass repetition_penalty=1.0"
         )
     stops = resolve_eos_token_ids(eos_token_id, defaults, model.config)
     ids, _ = batch_prompts(input_ids, None, 0, model.config.vocab_size)

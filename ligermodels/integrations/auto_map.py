@@ -24,7 +24,7 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
     """Let `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` load a shell.
 
     It names the shell in config.json and adds a file of some lines that imports it, as checkpoints
-    with code of their own do. Without trust_remote_code the folder is loaded as before.
+    with their own code do. Without trust_remote_code the folder is loaded as before.
 
     Args:
         folder: a local checkpoint of a family of this package.

@@ -380,7 +380,7 @@ class _Checks:
         return 0 if same else math.inf
 
     def _packing(self) -> float:
-        """Compare two documents in one row, told by both means, with each by itself."""
+        """Compare two documents in one row with each alone, for position_ids and for cu_seqlens."""
         ours, cut = self._ours(), _SEQ // 3
         row, parts = self.ids[:1], (self.ids[:1, :cut], self.ids[:1, cut:])
         expected = torch.cat([_logits(ours, part) for part in parts], 1)

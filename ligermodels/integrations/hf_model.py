@@ -286,7 +286,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
     Attributes:
         trains_with_logits: whether logits are also made in training with labels, for a tool that
-            computes a loss of its own from them.
+            computes its own loss from them.
     """
 
     trains_with_logits = False
@@ -446,7 +446,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: the model cannot honour an argument.
         """
-        # As arguments of their own, they would be labels to transformers' Trainer.
+        # As separate arguments, they would be labels to transformers' Trainer.
         shift_labels = others.pop("shift_labels", None)
         fused = others.pop("fused_lm_head", False)
         as_tuple = others.get("return_dict") is False

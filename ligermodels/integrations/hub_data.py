@@ -23,8 +23,8 @@ def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True
 
     It lies in HF_HOME. Another revision of the data set makes another file.
 
-    Args: name, its id; config, one of its configurations; split, such as "train" or "train[:1%]";
-        progress, whether the library may show bars.
+    Args: name: its id; config: one of its configurations; split: "train" or "train[:1%]", say;
+        progress: whether the library may show bars.
     Raises:
         DataError: the data set cannot be loaded.
     """

@@ -26,7 +26,7 @@ class Logger(Protocol):
 class TensorBoardLogger:
     """Writes event files into the subfolder `tensorboard` of a run.
 
-    Args: folder, of the run; start, the step from which a resumed run goes on.
+    Args: folder: the run's folder; start: the step from which a resumed run goes on.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:

@@ -40,7 +40,7 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     split_projections(model)
     adapted = peft.get_peft_model(model, peft_config, **options)
     pack_projections(model)
-    if peft_config.peft_type == peft.PeftType.CPT:  # it has a loss of its own
+    if peft_config.peft_type == peft.PeftType.CPT:  # it has its own loss
         model.trains_with_logits = True
     return adapted
 

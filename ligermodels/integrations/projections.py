@@ -1,7 +1,7 @@
 """Projections of a shell under HF's names: q_proj, k_proj and v_proj in place of qkv_proj.
 
 Adapters belong to the projections of HF's models. So that they can be trained, loaded and saved
-under HF's names, a packed projection can be split into modules of its own, and packed again.
+under HF's names, a packed projection can be split into separate modules, and packed again.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Concatenated:
 
     It is no module, so that no tool looks for weights in it or gives it an adapter.
 
-    Args: owner, the module whose children the parts are; names, the parts in their order.
+    Args: owner: the module whose children the parts are; names: the parts in their order.
     """
 
     def __init__(self, owner: nn.Module, names: list[str]) -> None:

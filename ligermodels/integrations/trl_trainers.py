@@ -1,6 +1,6 @@
 """TRL's trainers on the models of `hf_model`, with the loss head in the place of TRL's own.
 
-In its constructor, a trainer of TRL gives its model a forward of its own, which answers calls with
+In its constructor, a trainer of TRL gives its model another forward, which answers calls with
 `fused_lm_head=True` by TRL's head. The trainers here take that forward away again and hand its
 settings to the model, whose `FusedHead` answers instead. On another model they are TRL's trainers.
 Nothing in TRL is changed.
@@ -30,7 +30,7 @@ from ligermodels.integrations.projections import pack_projections, split_project
 def use_loss_head(model: nn.Module) -> bool:
     """Let the loss head answer a model's calls with `fused_lm_head=True`, instead of TRL's head.
 
-    Args: model, which TRL's `add_fused_lm_head` was applied to.
+    Args: model: a model that TRL's `add_fused_lm_head` was applied to.
     Returns: whether it is a model of this package, which has a loss head.
     Raises:
         ConfigError: TRL's forward has other settings than those of the supported version.

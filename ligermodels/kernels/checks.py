@@ -50,7 +50,7 @@ def check_number(
 ) -> float:
     """Return a Python or numpy number as a float; raise for other types or values out of range.
 
-    Args: least, the smallest value, which `above` excludes. Infinity and NaN are always refused.
+    Args: least: the smallest value, which `above` excludes. Infinity and NaN are always refused.
     """
     number = value
     if isinstance(value, Real) and not isinstance(value, bool):

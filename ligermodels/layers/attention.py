@@ -195,7 +195,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             kv_from = check_count("Attention", "kv_from", kv_from, 0)
         if kv_from is not None and (shares_kv or k_norm is not None):
             raise ValueError(
-                f"Attention: with kv_from={kv_from} the layer has no keys and values of its own; "
+                f"Attention: with kv_from={kv_from} the layer computes no keys and values; "
                 "leave out shares_kv and k_norm"
             )
         self.shares_kv = shares_kv

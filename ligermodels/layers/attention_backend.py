@@ -53,7 +53,7 @@ def choose_backend(
 ) -> Backend:
     """Return the backend that attention uses.
 
-    Args: rows, batch * query heads: the number of (queries, keys) score matrices.
+    Args: rows: the number of (queries, keys) score matrices, which is batch * query heads.
     """
     is_plain = mask.is_causal(window) if causal else mask.hides_nothing(window, causal=False)
     if softcap is None and is_plain:

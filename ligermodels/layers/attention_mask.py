@@ -156,7 +156,7 @@ class AttentionMask:
     def is_causal(self, window: int | None, past: int = 0) -> bool:
         """Return whether each query of a causal layer sees just all keys up to its own position.
 
-        Args: past, the number of keys that there must be before the first query.
+        Args: past: the number of keys that there must be before the first query.
         """
         return (
             not self._has_hidden_keys
@@ -231,7 +231,7 @@ class AttentionMask:
     ) -> BlockMask:
         """Return FlexAttention's block mask; it needs memory per block, not per query-key pair.
 
-        Args: batch, the batch size of the queries; the others as in `dense`.
+        Args: batch: the batch size of the queries. The others are as in `dense`.
         """
         made = self._block_masks.get((window, causal))
         if made is None or made[0] is not key_positions:
@@ -282,7 +282,7 @@ class AttentionMask:
         If the mask was made without cu_seqlens, every row is one document. With padding it is
         three, some of which may be empty: padding, tokens and padding.
 
-        Args: window, of the layer, which only matters to a mask of `parts`.
+        Args: window: the layer's window, which only changes the result for a mask of `parts`.
         """
         rule = window if self.is_part else None
         if rule not in self._varlen_seqlens:

@@ -81,7 +81,7 @@ def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreN
     other norm is called here. The norms of `ligermodels.layers` add the residual themselves; for
     other norms this function adds it.
 
-    Args: norm, any module from (..., hidden) to (..., hidden); x, residual (..., hidden).
+    Args: norm: any module from (..., hidden) to (..., hidden); x, residual: (..., hidden).
     """
     if is_plain(norm, RMSNorm):
         return PendingNorm(x, residual, norm.weight, norm.options)

@@ -164,7 +164,7 @@ class KVCache:
 
         Call it after `update` and before `advance`.
 
-        Args: new, the number of tokens that were appended.
+        Args: new: the number of tokens that were appended.
         Returns: (keys,) int64 in the order of the keys, or None if the keys are all tokens so far,
             in order.
         """

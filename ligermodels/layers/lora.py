@@ -30,7 +30,7 @@ class LoraLinear(nn.Module):
     """base(x) + alpha / rank * B A dropout(x), where only A and B are trained.
 
     A packed projection has several parts, which are rows of its weight. Each part that has an
-    adapter has an A and a B of its own, as if it were a linear of its own. B is 0 at first, so that
+    adapter has its own A and B, as if it were a separate linear. B is 0 at first, so that
     the adapter changes nothing.
 
     Args:

@@ -227,8 +227,8 @@ class LossHead(nn.Module):
             ]
             if odd or return_token_loss:
                 raise ValueError(
-                    f"LossHead: {', '.join(odd) or 'return_token_loss'}: not with a teacher, whose "
-                    f"loss has only the options {', '.join(_TAUGHT_OPTIONS)}"
+                    f"LossHead: {', '.join(odd) or 'return_token_loss'} cannot be combined with a "
+                    f"teacher, whose loss has only the options {', '.join(_TAUGHT_OPTIONS)}"
                 )
             parameters = self.plain_parameters(hidden, "head")
             loss = teacher_loss(hidden, parameters, targets, token_weights, teacher, options)

@@ -18,7 +18,7 @@ from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.dtypes import cast
 
 BITS = (4, 8)
-BLOCK = 64  # neighbouring 4-bit values of a row with a scale of their own
+BLOCK = 64  # neighbouring 4-bit values of a row that share a scale
 _ROWS = 4096  # so many rows are converted at once
 # NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
 NF4 = (

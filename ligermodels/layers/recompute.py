@@ -206,7 +206,7 @@ class _KeptOutputs:
 
 
 class _Active(threading.local):
-    """The layer that this thread computes now. Backward has threads of its own."""
+    """The layer that this thread computes now. Backward runs in other threads."""
 
     kept: _KeptOutputs | None = None
     replays = False
@@ -239,7 +239,7 @@ def attend_once(
     Attention's backward needs q, k, v, the output and the log-sum-exp. The first forward keeps the
     last two, and backward computes q, k and v again.
 
-    Args: attend, a differentiable function of (batch, heads, seq, head_dim) tensors.
+    Args: attend: a differentiable function of (batch, heads, seq, head_dim) tensors.
     """
     kept = _active.kept
     if kept is None:

@@ -59,10 +59,10 @@ def teacher_loss(
 ) -> Tensor:
     """Return the divergence from a teacher at the targets that are not ignored.
 
-    Args: hidden (..., hidden) and targets (...), with the weights of tokens (...) and the options
-        of `LossHead.forward`; head, of the student.
+    Args: hidden (..., hidden), targets (...), token_weights (...) and options are those
+        of `LossHead.forward`; head has the student's parameters.
     Raises:
-        ValueError: the teacher's tensors or its share do not fit.
+        ValueError: a tensor of the teacher has a wrong shape, or its share is not in [0, 1].
     """
     if teacher.hidden.shape[:-1] != targets.shape or not 0 <= teacher.share <= 1:
         raise ValueError(

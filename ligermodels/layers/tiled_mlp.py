@@ -117,7 +117,7 @@ class _Tiles:
     ) -> list[Tensor | None]:
         """Run a tile again and return the gradients of rows and inputs.
 
-        Args: inputs, the function's further tensors and the parameters; grad_out and grad_rows, the
+        Args: inputs: the function's further tensors and the parameters; grad_out, grad_rows: the
             gradients of the function's outputs.
         Returns: None for what has no gradient or does not require one.
         """
@@ -215,7 +215,7 @@ class _TiledMLP(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """Add a tile's gradient to the sum, which is in float32 and has memory of its own."""
+    """Add a tile's gradient to the sum, which is in float32 and has its own memory."""
     if grad is None or total is None:
         return total if grad is None else grad.to(compute_dtype(grad), copy=True)
     return total.add_(grad)

@@ -299,7 +299,7 @@ def _check_dpo(
         raise ConfigError(f"beta: must be a finite number above 0: {beta}")
     check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     if len(weights) != len(types):
-        raise ConfigError(f"loss_weights: {len(weights)} weights for {len(types)} losses")
+        raise ConfigError(f"loss_weights: {len(weights)} weights are given for {len(types)} losses")
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(f"label_smoothing: must be at least 0 and below 0.5: {label_smoothing}")
     if "exo_pair" in types and label_smoothing == 0.0:

@@ -94,7 +94,7 @@ def measured_rates(
     """
     rows = 1 if kind.backend == "varlen" else kind.tokens // kind.length
     shape = rows, kind.tokens // rows, kind.heads + 2 * kind.kv_heads, kind.head_dim
-    # A generator of its own leaves that of the caller unchanged.
+    # A separate generator leaves that of the caller unchanged.
     generator = torch.Generator(device).manual_seed(0)
     packed = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     parts = packed.split((kind.heads, kind.kv_heads, kind.kv_heads), 2)

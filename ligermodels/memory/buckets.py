@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# "copies": gradients are tensors of their own. "views": they are views of the buckets, which is
+# "copies": gradients are separate tensors. "views": they are views of the buckets, which is
 # gradient_as_bucket_view=True.
 Buckets = Literal["copies", "views"]
 

@@ -35,7 +35,7 @@ class Block:
 class CachingAllocator:
     """Gives blocks for requests; `allocated` and `reserved` are bytes.
 
-    Args: expandable, whether segments are expandable.
+    Args: expandable: whether segments are expandable.
     """
 
     def __init__(self, *, expandable: bool = False) -> None:

@@ -23,7 +23,7 @@ from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
-# by up to 1.3% where FSDP2 gathers parameters on streams of its own.
+# by up to 1.3% where FSDP2 gathers parameters on its own streams.
 RESERVE, SHARDED_RESERVE = 0.01, 0.02
 _PARTS = (4, 8)  # into which the tokens are divided where MLPs are tiled
 _SMALLEST_TILE = 1024  # tokens

@@ -17,10 +17,10 @@ class Copies(Protocol):
         """Allocate host memory."""
 
     def to_host(self, source: Tensor, parts: list[Part]) -> Any:
-        """Start to copy bytes into parts of slabs; return an event."""
+        """Start to copy bytes into parts of slabs; return an event that marks the end."""
 
     def to_device(self, target: Tensor, parts: list[Part], after: Any) -> Any:
-        """Start to copy parts of slabs into `target` after an event; return an event."""
+        """Start to copy parts of slabs into `target` after an event; return one for the end."""
 
     def stream(self) -> Any:
         """Return the stream that computes now in this thread."""

@@ -1,6 +1,6 @@
 """Kept tensors in host memory: they leave the GPU behind compute, and return a layer ahead.
 
-Forward copies what a layer saves into pinned memory, on a stream of its own. The GPU memory is
+Forward copies what a layer saves into pinned memory, on a separate stream. The GPU memory is
 released when the next layer ends, after the compute stream has waited for the copies. When backward
 reaches a layer, the tensors of the layer below start to return, on another stream.
 
@@ -48,7 +48,7 @@ class Offloader:
     Args:
         device: a GPU, or "meta" to simulate one: no memory is pinned and nothing is copied, but
             tensors are released and allocated at the same points.
-        host_budget: bytes of pinned memory at most. Each rank of a host has a budget of its own.
+        host_budget: bytes of pinned memory at most. Each rank of a host has its own budget.
         hold: how many layers may run after a layer before its tensors leave GPU memory. A larger
             number gives slow copies more time, and takes the memory of more layers.
         on_copy: called as on_copy(to_host, nbytes) at each copy.
@@ -97,13 +97,13 @@ class Offloader:
         return CudaCopies(self.device)
 
     def __reduce__(self) -> Any:
-        # A copy of the model that owns this gets an offloader of its own.
+        # A copy of the model that owns this gets its own offloader.
         return Offloader, (self.device, self.host_budget)
 
     def forward_pass(self, shared: Iterable[Tensor] = ()) -> None:
         """Begin a new forward pass. Earlier passes may still have their backward before them.
 
-        Args: shared, tensors that stay on the GPU although layers save them, because others hold
+        Args: shared: tensors that stay on the GPU although layers save them, because others hold
             them, too: angles and masks, and parameters where they are not `nn.Parameter`.
         """
         self._pass.release(keep=())

@@ -121,7 +121,7 @@ class MemoryPlan:
     ) -> Self:
         """Return a plan from the levels, or the plans, of the layers.
 
-        Args: mlp_tile: the tile of the layers that are not given a tile of their own.
+        Args: mlp_tile: the tile of the layers that are not given their own tile.
         """
         layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in keeps)
         if mlp_tile is not None:

@@ -323,7 +323,7 @@ class Space:
 
     @cached_property
     def _least_layers(self) -> list[LayerPlan]:
-        """The choices of the least bytes, without host memory."""
+        """The plans of the layers that need the least bytes, without host memory."""
         low, high = 0, max(map(self.peak, self.uniform.values()))
         while search(self.task, high) is None:
             low, high = high, 2 * high

@@ -120,7 +120,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
     1.5 GiB.
     """
     with torch.cuda.device(device):
-        # A generator of its own leaves that of the caller unchanged.
+        # A separate generator leaves that of the caller unchanged.
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int) -> Tensor:

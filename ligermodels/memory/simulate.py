@@ -139,8 +139,8 @@ def run_step(
 ) -> Simulation:
     """Run forward and backward with the parameters and buffers of `state`, and count.
 
-    Without gradients (`torch.no_grad`), only forward runs. Of the parameters of `sharding`, `state`
-    has whole ones, which do not count. Names are those in `around`, if there is such a module.
+    Without gradients (`torch.no_grad`), only forward runs. For a parameter of `sharding`, `state`
+    has the whole one, which does not count. Names are those in `around`, if there is such a module.
     """
     called = model if around is None else around
     sharded = sharding.parameters if sharding is not None else {}
@@ -250,15 +250,15 @@ def simulate(
         autocast: the dtype of autocast around forward; None for no autocast.
         labels: whether forward gets labels and returns a loss. Without them, backward begins at the
             hidden states.
-        packed: whether rows hold several documents, told by position_ids; if max_seqlen is given
-            and batch is 1, by cu_seqlens of documents of this length.
+        packed: whether rows hold several documents, inferred from position_ids. If max_seqlen is
+            given and batch is 1, cu_seqlens gives documents of this length.
         memory_seq: keys of each row of the memory, for layers with `CrossAttention`. The memory and
             its gradient count.
         head_options: keyword arguments of the head.
         gradients: "new" if no gradient exists before the step, "kept" if all do (accumulation), and
             "freed" if an optimizer step in backward frees each as soon as it is complete.
         ddp_buckets: for a forward through `DistributedDataParallel`: "copies" if gradients are
-            tensors of their own, and "views" if they are views of its buckets.
+            separate tensors, and "views" if they are views of its buckets.
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
         around: a module that contains the model, and that a step calls with the same arguments in

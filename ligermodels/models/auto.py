@@ -28,7 +28,7 @@ from ligermodels.models.hf_io import check_class
 
 Model = TypeVar("Model", bound=DecoderModel)
 
-# The entry points of installed packages that have families of their own.
+# The entry points of installed packages that have their own families.
 ENTRY_POINTS = "ligermodels.families"
 
 _imported = False

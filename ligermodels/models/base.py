@@ -273,9 +273,9 @@ class DecoderModel(HFModel, PlannedModel):
         fraction num_valid / normalizer of it, so that the micro-batches of a step add up to one.
         With any reduction it is the output's `auxiliary_loss`.
 
-        Args: extras, in the order of the layers; attention_mask, as in `forward`.
+        Args: extras: these tensors, in the order of the layers; attention_mask: as in `forward`.
         Raises:
-            ValueError: by default, if a third tensor is no scalar.
+            ValueError: a third tensor is not a scalar (in the default method).
         """
         for extra in extras:
             if extra.dim():
@@ -306,7 +306,7 @@ class DecoderModel(HFModel, PlannedModel):
         return self(input_ids, labels=labels, **options).loss
 
     def _check_inputs(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Return the one of the two that is given, after a check."""
+        """Check that exactly one of input_ids and inputs_embeds is given and valid; return it."""
         if (input_ids is None) == (inputs_embeds is None):
             given = "both are given" if input_ids is not None else "neither is given"
             raise ValueError(f"input_ids and inputs_embeds: {given}; pass one of them")

@@ -163,7 +163,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, path: str | os.PathLike[str], *, revision: str | None = None) -> Self:
-        """Read the config.json of a checkpoint. Of a hub id, this downloads no weights.
+        """Read the config.json of a checkpoint. For a hub id, this downloads no weights.
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".

@@ -49,7 +49,7 @@ class EmbeddingModel(nn.Module):
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
     """Return one vector of each row: (batch, seq, hidden), (batch, seq) -> (batch, hidden) float32.
 
-    Args: mask, true for the tokens that count; pooling, one of `POOLINGS`.
+    Args: mask: true for the tokens that count; pooling: one of `POOLINGS`.
     """
     if pooling == "last":
         rows = torch.arange(len(hidden), device=hidden.device)

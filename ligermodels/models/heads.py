@@ -232,7 +232,7 @@ def _take_normalizer(options: HeadOptions) -> float | Tensor | None:
     more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
     asked = {name: given[name] for name in more if given.get(name) is not None}
     if odd := [name for name, x in asked.items() if isinstance(x, Tensor) or x]:
-        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: not an option of several heads")
+        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: several heads do not take this option")
     normalizer, items = options.pop("normalizer", None), options.pop("num_items_in_batch", None)
     if normalizer is not None and items is not None:
         raise ConfigError(
@@ -294,8 +294,8 @@ class MedusaModel(nn.Module):
     ) -> AheadOutput:
         """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
 
-        Args: position_ids, as in `DecoderModel.forward`: no head predicts a token of another
-            document; options, as in `MedusaHeads.forward`.
+        Args: position_ids: as in `DecoderModel.forward`: no head predicts a token of another
+            document; options: as in `MedusaHeads.forward`.
         """
         documents = None if position_ids is None else document_ids_from_positions(position_ids)
         if self.freeze_body:

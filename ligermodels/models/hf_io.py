@@ -106,7 +106,7 @@ class HFModel(nn.Module):
         parameters as they are, under their own names.
 
         Raises:
-            ConfigError: the class has no weight map of its own, and its checkpoints would look like
+            ConfigError: the class has no own weight map, and its checkpoints would look like
                 those of a family, or could not hold all of its tensors.
         """
         with torch.device("meta"), _WithoutInitialValues():
@@ -260,7 +260,7 @@ class HFModel(nn.Module):
     def _compute_buffers(self, device: torch.device | str | None = None) -> None:
         """Give the buffers the values of a new model: one made on the meta device has none.
 
-        Args: device, where they belong; None means where they are.
+        Args: device: the device for the buffers; None keeps each on its device.
         """
         own = [
             (f"{path}.{name}" if path else name, module, name, buffer)
@@ -425,7 +425,7 @@ def _check_own_architecture(model: HFModel) -> None:
                 raise ConfigError(
                     f"{name} has no weight map, and model_type {model_type!r} belongs to "
                     f"{other.__name__}, so that other programs would read its checkpoints as that; "
-                    "give it a config class with a model_type of its own"
+                    "give it a config class with its own model_type"
                 )
     weights: dict[int, str] = {}
     for key, weight in _named_weights(model).items():
@@ -445,7 +445,7 @@ def _check_buffers(
 ) -> None:
     """Raise if the model has tensors whose values neither a checkpoint nor a new model gives.
 
-    Args: where, how the message begins; error, the class to raise.
+    Args: where: how the message begins; error: the class to raise.
     """
     name = f"{where}{type(model).__name__}"
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -181,7 +181,8 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
 def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterable[Tensor]) -> None:
     """Raise ValueError unless embeddings (batch, seq, hidden) are such as `embedding` returns.
 
-    Args: weights, the model's. The embeddings have the dtype of one of them, or autocast is on.
+    Args: weights: the model's weights. The embeddings must have the dtype of one of them, unless
+        autocast is on.
     """
     shape, hidden_size = tuple(inputs_embeds.shape), embedding.embedding_dim
     if inputs_embeds.dim() != 3 or shape[-1] != hidden_size:

@@ -30,7 +30,7 @@ _ATTENTION = {
 def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[str, str]:
     """Return {op: "implementation (reason)"} for the model in its present state.
 
-    Args: weight, a parameter whose device and dtype are those of the ops' inputs; head, the head,
+    Args: weight: a parameter whose device and dtype are those of the ops' inputs; head: the head,
         or None for a model without one.
     """
     name, reason = dispatch.choose(weight.device, weight.dtype)

@@ -116,7 +116,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def local_parts(tensor: Tensor, cut: TensorShard | None = None) -> list[Part]:
     """Return the parts of a parameter, or of a tensor that is sharded like it, on this rank.
 
-    Args: cut, how tensor parallelism has cut the parameter, or None.
+    Args: cut: how tensor parallelism has cut the parameter, or None.
     """
     values, first = local_tensor(tensor).detach(), _first_row(tensor)
     if not values.numel():
@@ -188,7 +188,7 @@ def _rows_on_first_rank(tensor: Any) -> Tensor | None:
         part = local.new_zeros(rows, *local.shape[1:])
         part[: len(local)] = local
     every = local.new_empty(ranks * rows, *local.shape[1:]) if is_first else None
-    # Gloo gathers into a tensor of its own, and copies from there.
+    # Gloo gathers into its own tensor, and copies from there.
     step = _rows_to_send(part) // ranks or 1
     for start in range(0, rows, step):
         piece = part[start : start + step].view(torch.uint8)

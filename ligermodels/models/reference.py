@@ -65,7 +65,7 @@ def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
     Each tensor is converted while it is copied, so at no time is there a second copy in the model's
     own dtype.
 
-    Args: dtype, one of `COPY_DTYPES`. With "int8" the linears of the layers have 8-bit weights, and
+    Args: dtype: one of `COPY_DTYPES`. With "int8" the linears of the layers have 8-bit weights, and
         embedding, norms, biases and head are bfloat16.
     Raises:
         ConfigError: the dtype is unknown.

@@ -19,13 +19,13 @@ def context_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
     """Let a model compute this rank's part of each row; the mesh has one dimension.
 
     Raises:
-        ConfigError: a layer mixes tokens in a way of its own.
+        ConfigError: a layer mixes tokens in another way than by attention.
     """
     for name, module in model.layers.named_modules():
         mixes = isinstance(module, (Attention, CachedLayer))
         if mixes and getattr(type(module), "forward", None) is not Attention.forward:
             raise ConfigError(
                 f"context parallelism: layers.{name} is a {type(module).__name__}, which mixes "
-                "the tokens of a row in a way of its own; use FSDP2 alone (dp_shard)"
+                "the tokens of a row in another way than attention; use FSDP2 alone (dp_shard)"
             )
     model.sequence_shard = SequenceShard(mesh.get_group(), mesh.size(), mesh.get_local_rank())

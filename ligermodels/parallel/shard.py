@@ -51,7 +51,7 @@ def shard(
 
     Call it on every rank, before the optimizer is made. A model that
     `from_hf(path, device="meta")` has made is read now: each rank reads only its part. Train
-    through `model(input_ids, labels=labels)`, where each rank has rows of its own. Gradients are
+    through `model(input_ids, labels=labels)`, where each rank has its own rows. Gradients are
     averaged over the ranks, so the normalizer of the loss is the average number of targets:
     `normalizer=mean_over_ranks(model, num_targets)`. The ranks of a tp or a cp group get the same
     rows, whole ones, and return the same loss and hidden states. Clip gradients with
@@ -67,8 +67,8 @@ def shard(
         reduce_dtype: in which gradients are averaged.
         reshard_after_forward: whether backward gathers the weights of a layer again. By default it
             does if all weights take 2 GiB or more in compute_dtype.
-        prefetch: how many layers ahead of their use weights are gathered in forward, by a call of
-            its own. By default a layer's weights are gathered when its forward is called, which
+        prefetch: how many layers ahead of their use weights are gathered in forward, by a separate
+            call. By default a layer's weights are gathered when its forward is called, which
             the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model

@@ -1,6 +1,6 @@
 """Render templates of strangers: they reach nothing of Python, and their work is bounded.
 
-jinja2's sandbox keeps a template from Python's internals, but not from working for ever: it may
+jinja2's sandbox keeps a template from Python's internals, but not from running without end: it may
 loop 10**10 times, double a string forty times, or compute 9**9**9, and nothing from outside can
 stop that without a thread or a signal. So each rendering has a budget. What a template does is
 charged before it is done, and a template that has nothing left is refused. The unit of the budget

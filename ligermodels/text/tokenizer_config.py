@@ -96,7 +96,7 @@ def read_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, Adde
         if other != token:
             raise CheckpointError(
                 f"{path}: {shown(token)} is {index}, but {shown(other)} has the same id; give each "
-                "token an id of its own"
+                "token its own id"
             )
     return dict(sorted(merged.items()))
 
@@ -152,7 +152,7 @@ def _read_checked(path: Path) -> dict[str, Any]:
     check(
         "chat_template",
         good,
-        "a string or a list of objects with 'name' and 'template', each with a name of its own",
+        "a string or a list of objects with 'name' and 'template', each with its own name",
     )
     return found
 

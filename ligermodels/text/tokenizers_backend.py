@@ -135,7 +135,7 @@ def _check_ids(path: Path, content: Mapping[str, Any]) -> None:
         token = next(token for token, i in vocab.items() if first.setdefault(i, token) != token)
         raise CheckpointError(
             f"{path}: the vocabulary has {shown(first[vocab[token]])} and {shown(token)} as "
-            f"{vocab[token]}; give each token an id of its own"
+            f"{vocab[token]}; give each token its own id"
         )
     if vocab and (highest := max(vocab, key=vocab.__getitem__)) and vocab[highest] >= 2**31:
         raise CheckpointError(

@@ -90,7 +90,7 @@ def quantize(model: DecoderModel, bits: int, device: torch.device) -> None:
 def merged(model: DecoderModel) -> DecoderModel:
     """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
 
-    The weights are those of the checkpoint, also where training used converted ones of few bits.
+    The weights are those of the checkpoint, even if training used them quantised.
 
     Raises:
         CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
@@ -129,7 +129,7 @@ def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
 def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:
     """Write the adapters in PEFT's format, under the names of HF's model.
 
-    Args: base, the hub id or folder of the model that they belong to; dtype, by default their own.
+    Args: base: the hub id or folder of the model of the adapters; dtype: None keeps their dtype.
     Raises:
         SaveError: the files cannot be written.
     """

@@ -65,7 +65,7 @@ class Checkpoints:
         return max(self.files(), default=None)
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Write the state after `step` steps. Of several ranks, every one calls it.
+        """Write the state after `step` steps. Every rank must call it.
 
         Raises:
             LigerError: a value is not finite, so that nobody could go on from this state.
@@ -96,9 +96,9 @@ class Checkpoints:
     ) -> None:
         """Copy the state after `step` steps into the model and a fresh optimizer.
 
-        Without an optimizer, copy the weights only, of whatever run.
+        Without an optimizer, copy only the weights, which may be of any run.
 
-        Of several ranks, every one calls it.
+        Every rank must call it.
 
         Raises:
             CheckpointError: the file is damaged, or belongs to another model, step or run. Nothing
@@ -275,7 +275,7 @@ def _stored(
             if kind != "optimizer.step":
                 shape = tuple(tensor.shape) if cut is None else cut.shape
                 parts = local_parts(tensor, cut)
-                if rank() and cut is None and not is_sharded(tensor):  # rank 0 has it, too
+                if rank() and cut is None and not is_sharded(tensor):  # rank 0 stores it
                     parts = [replace(part, is_copy=True) for part in parts]
                 found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found

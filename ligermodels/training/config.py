@@ -384,21 +384,28 @@ class FinetuneConfig:
                 f"{len(self.train_files)}; give one weight for each file"
             )
         if (self.stream or self.data_weights) and self.loss != "sft":
-            raise ConfigError(f"stream and data_weights: only for the loss sft, not {self.loss}")
+            raise ConfigError(
+                f"stream and data_weights: these are only for the loss sft, not {self.loss}"
+            )
         chosen = [
             name for name in ("lora", "freeze", "train_only", "medusa_heads") if getattr(self, name)
         ]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)}: set only one of them")
         if self.context_parallel > 1 and self.loss != "sft":
-            raise ConfigError(f"context_parallel: only for the loss sft, not for {self.loss}")
+            raise ConfigError(
+                f"context_parallel: this is only for the loss sft, not for {self.loss}"
+            )
         if self.context_parallel > 1 and self.lora is not None:
             raise ConfigError(
-                "context_parallel: not with lora, which holds a whole model and whole rows on each "
-                "GPU; leave one out"
+                "context_parallel: this cannot be combined with lora, which holds a whole model "
+                "and whole rows on each GPU; leave one out"
             )
         if self.context_parallel > 1 and self.medusa_heads is not None:
-            raise ConfigError("context_parallel: not with medusa_heads, which read whole rows")
+            raise ConfigError(
+                "context_parallel: this cannot be combined with medusa_heads, which read whole "
+                "rows; leave one out"
+            )
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("resume and overwrite_output_dir: set only one of the two")
         if self.memory is not None:
@@ -419,7 +426,7 @@ class FinetuneConfig:
         given["reference"] = "off" if self.reference == "adapters-off" else None
         for name, value in given.items():
             if value is not None:
-                raise ConfigError(f"{name}: only with adapters; set lora, for example to r=16")
+                raise ConfigError(f"{name}: this needs adapters; set lora, for example to r=16")
 
     def _check_loss(self) -> None:
         types = LOSS_TYPES[self.loss]
@@ -429,7 +436,7 @@ class FinetuneConfig:
         for name, losses in _ONLY_FOR.items():
             taught = name == "beta" and self.teacher is not None
             if getattr(self, name) is not None and self.loss not in losses and not taught:
-                raise ConfigError(f"{name}: only for --loss {', '.join(losses)}")
+                raise ConfigError(f"{name}: this is only for --loss {', '.join(losses)}")
         if self.beta == 0 and self.loss not in ("sft", "grpo", "orpo"):
             raise ConfigError(f"beta: must be more than 0 for {self.loss}")
         if self.loss == "sft":
@@ -441,7 +448,7 @@ class FinetuneConfig:
         if self.reward_function is None:
             raise ConfigError("reward_function: grpo needs one (--reward-function FILE.py:NAME)")
         if self.reference == "file":
-            raise ConfigError("reference: grpo samples its data, so a file cannot hold them")
+            raise ConfigError("reference: 'file' needs fixed data, but grpo samples its data")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
         completions = self.batch_size * self.gradient_accumulation_steps
@@ -464,12 +471,15 @@ class FinetuneConfig:
         if self.teacher is not None and self.beta is not None and self.beta > 1:
             raise ConfigError(f"beta: must be at most 1 for a teacher, not {self.beta}")
         if self.teacher is not None and self.context_parallel > 1:
-            raise ConfigError("context_parallel: not with a teacher, which reads whole rows")
+            raise ConfigError(
+                "context_parallel: this cannot be combined with a teacher, which reads whole rows; "
+                "leave one out"
+            )
         if self.teacher is None and self.teacher_share != 1:
-            raise ConfigError("teacher_share: only with a teacher")
+            raise ConfigError("teacher_share: this needs a teacher")
         if self.medusa_heads is None:
             if self.medusa_stage != 1 or self.medusa_tied:
-                raise ConfigError("medusa_stage and medusa_tied: only with medusa_heads")
+                raise ConfigError("medusa_stage and medusa_tied: these need medusa_heads")
         elif self.memory not in (None, "off") and self.medusa_stage == 1:
             raise ConfigError(
                 "memory: in medusa_stage 1 the model is frozen, and its layers keep nothing that a "

@@ -51,7 +51,7 @@ for _class in (_Loader, _Dumper):
 def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, Any]:
     """Return the options that a YAML file sets. `FinetuneConfig` checks their values.
 
-    Args: also, names of other options that the file may hold.
+    Args: also: the names of further options that the file may hold.
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has an unknown key; the message names
             the line.
@@ -85,7 +85,7 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
             found[name] = loader.construct_object(value, deep=True)
     except ConfigError:
         raise
-    # PyYAML has errors of its own, and those of Python for a value that its tag does not allow.
+    # PyYAML raises its own errors. For a value that its tag does not allow, it raises Python's.
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"

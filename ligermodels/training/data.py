@@ -119,7 +119,7 @@ def read_documents(
 def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
     """Yield the documents of a file that have a target, as `read_documents`.
 
-    Of a file of JSON lines only one line is in memory, and of a text only one document.
+    Only one line of a file of JSON lines is in memory, or only one document of a text.
     """
     encoder = Encoder(tokenizer)
     found: Iterable[Document | None]
@@ -311,7 +311,7 @@ def completed(
 ) -> Document:
     """Encode a prompt and its completion, both strings or both messages, or raise DataError.
 
-    Args: record, which holds both; it may also hold variables of the chat template.
+    Args: record: the record that holds both. The chat template may read its other fields.
     """
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(
@@ -374,7 +374,7 @@ class Encoder:
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where, the place of the record for messages; variables, more of them for the template.
+        Args: where: the place that errors name; variables: further variables for the template.
         """
         whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []

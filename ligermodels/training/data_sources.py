@@ -31,7 +31,7 @@ def _dataset(name: str) -> tuple[str, str | None, str] | None:
 def local_files(names: Sequence[str], *, progress: bool = True) -> list[Path]:
     """Return the files with the data: those of these names, or copies of data sets and tables.
 
-    Args: progress, whether `datasets` may show bars.
+    Args: progress: whether `datasets` may show bars.
     Raises:
         DataError: a file is missing or not supported, a data set cannot be loaded, or the library
             `datasets` is needed and not installed.

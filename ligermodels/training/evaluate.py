@@ -64,8 +64,8 @@ def file_loss(
     are longer than a row are cut, and every target is predicted once. Examples with a prompt lose
     their end instead.
 
-    Args: seq_len, tokens of a row; batch_size, rows of a forward pass; separator, that of
-        `read_documents`; progress, whether a bar goes to stderr.
+    Args: seq_len: tokens of a row; batch_size: rows of a forward pass; separator: as in
+        `read_documents`; progress: whether a bar goes to stderr.
     Raises:
         DataError: a file is missing, or holds nothing to predict.
         ConfigError: the tokenizer makes tokens that the model does not have.

@@ -28,7 +28,7 @@ def normalised(record: dict[str, Any], where: str, *, has_template: bool) -> dic
 
     Other records are returned as they are.
 
-    Args: where, the record's place for messages; has_template, whether the tokenizer has a chat
+    Args: where: the record's place for messages; has_template: whether the tokenizer has a chat
         template. Without one, an Alpaca record has the prompt that Alpaca was trained with.
     Raises:
         DataError: a part is missing, or has the wrong type.

@@ -69,7 +69,7 @@ def padded(length: int) -> int:
 def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Batch, Tensor]:
     """Return documents as the padded rows of a batch, one in each row, and their mask.
 
-    Args: targets_of_prompt, the number of first documents whose prompt is a target as well.
+    Args: targets_of_prompt: in so many of the first documents, the prompt is a target, too.
     """
     shape = len(documents), padded(max(map(len, documents)))
     input_ids, labels = torch.full(shape, PAD_ID), torch.full(shape, IGNORE_INDEX)

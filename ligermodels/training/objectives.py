@@ -135,7 +135,7 @@ class Objective:
     ) -> None:
         """Do what must be done before the first step, with the weights that the run starts from.
 
-        Args: rows, all rows of the run; folder, for files; base, a hash of the weights.
+        Args: rows: all rows of the run; folder: a place for files; base: a hash of the weights.
         """
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class Objective:
     ) -> tuple[list[Any], dict[str, Mean]]:
         """Return the micro-batches of a step, and metrics that are known before its forward.
 
-        Args: shared, whether the other ranks have other batches of the step.
+        Args: shared: whether the other ranks have other batches of the step.
         """
         return batches, {}
 
@@ -242,7 +242,7 @@ class PairObjective(Objective):
         return count, padded(longest)
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
-        """Count pairs, and the tokens of the chosen completions' likelihood."""
+        """Return the number of pairs, and of the targets in their chosen completions."""
         chosen = batch.labels[: len(batch.groups)]
         return {
             "normalizer": len(batch.groups),
@@ -366,7 +366,7 @@ def given(config: FinetuneConfig, *names: str) -> dict[str, Any]:
 def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tensor:
     """Add what layers add to a loss, such as the balance of experts, to one of log-probabilities.
 
-    Args: share, of the batch in the step, so that the micro-batches add up to one mean.
+    Args: share: the batch's fraction of the step; the fractions of the micro-batches add up to 1.
     """
     return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
 
@@ -376,7 +376,7 @@ def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn
 
     With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
 
-    Args: precision, that of the run: a copy computes as the model does, in bfloat16 if it is mixed.
+    Args: precision: the run's precision. If it is mixed, the copy computes in bfloat16, too.
     Raises:
         ConfigError: the dtype is int8 and the model is sharded.
     """
@@ -405,9 +405,9 @@ def bytes_here(model: nn.Module) -> int:
 def reference_log_probs(
     call: Call, batch: GroupBatch, model: nn.Module | None, like: Tensor
 ) -> Tensor:
-    """Return the reference model's log-probabilities of a batch: stored ones, or by its model.
+    """Return the reference model's log-probabilities of a batch, stored or computed by `model`.
 
-    Args: like, a tensor on the device where they are needed.
+    Args: like: a tensor on the device that the result should be on.
     """
     if model is None:
         assert batch.ref_log_probs is not None

@@ -72,10 +72,10 @@ _ARGUMENTS = ("prompts", "completions", "completion_ids")
 class SampledModel(nn.Module):
     """A model that samples before each step: what a step runs, for the memory plan.
 
-    Sampling takes the most bytes when the cache has its whole length and the prompts are read. Of a
-    step with several batches, the plan counts the gradients as well, which do not exist yet.
+    Sampling takes the most bytes when the cache has its whole length and the prompts are read. For
+    a step with several batches, the plan also counts the gradients, which do not exist yet.
 
-    Args: longest, the tokens of the longest prompt; new, how many are sampled at most.
+    Args: longest: the tokens of the longest prompt; new: how many are sampled at most.
     """
 
     def __init__(self, model: DecoderModel, longest: int, new: int) -> None:
@@ -313,7 +313,7 @@ class GroupObjective(Objective):
         not reach the run.
         """
         assert self.tokenizer is not None and self.model is not None
-        if not groups:  # This rank only keeps in step with the others.
+        if not groups:  # This rank has no prompts. It only takes part in the sampling.
             return torch.zeros(0, dtype=torch.float64)
         records = [copy.deepcopy(group.record) for group in groups]
         prompts = [record["prompt"] for record in records]

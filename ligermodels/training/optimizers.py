@@ -32,7 +32,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> 
     A pattern is the name of a parameter or of a module, such as `embed_tokens` or `layers.0.mlp`,
     in which `*` and `[0-3]` stand for others.
 
-    Args: only, whether the patterns name what is trained instead.
+    Args: only: whether to train what the patterns name, and freeze everything else.
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from ligermodels.errors import ConfigError, shown
 
-# What the options of a run are called in other programs, for the suggestions after a mistake.
+# The names that other programs give to these options. An error suggests ours for them.
 _OTHER_NAMES = {
     "train_files": "data dataset datasets dataset_name data_path train_file train_data "
     "train_dataset training_data",

@@ -127,7 +127,9 @@ def _split(chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
     # The last message of each is an answer, even if both are the same.
     same = min(same, len(chosen) - 1, len(rejected) - 1)
     if same == 0:
-        raise DataError(f'{where}: "chosen" and "rejected" have no common beginning: no prompt')
+        raise DataError(
+            f'{where}: "chosen" and "rejected" have no common beginning, so there is no prompt'
+        )
     return chosen[:same], chosen[same:], rejected[same:]
 
 

@@ -44,9 +44,9 @@ def is_restarted() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return what tells a start of torchrun from others, restarts included; None without it.
+    """Return an id of this start of torchrun, which its restarts share; None without torchrun.
 
-    Of several ranks, that of rank 0 counts.
+    With several ranks, the one of rank 0 counts.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     # "none" is what torchrun uses without an id. Then it is known by its process.
@@ -168,7 +168,7 @@ def _who(error: RuntimeError, where: str, timeout: int) -> str:
 
 
 def num_row_ranks() -> int:
-    """Return how many ranks, or groups of ranks, have rows of their own."""
+    """Return how many ranks, or groups of ranks, have their own rows."""
     return num_ranks() // _together
 
 

@@ -41,7 +41,7 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
 
     A logger that fails is left out from then on, with a warning: training goes on.
 
-    Args: openers, of `logger_openers`; start, the step from which the run goes on.
+    Args: openers: what `logger_openers` returns; start: the step from which the run goes on.
     Raises:
         LigerError: a logger cannot be opened.
     """
@@ -53,7 +53,7 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
                 logger = open_logger(run_dir.path, settings, start)
             except LigerError:
                 raise
-            except Exception as error:  # each package has errors of its own
+            except Exception as error:  # each package raises its own errors
                 raise LigerError(
                     f"{run_dir.path}: report_to: the {name} cannot be opened: {first_line(error)}"
                 ) from error
@@ -96,7 +96,7 @@ def _warn(name: str, error: Exception) -> None:
 def sampler_of(config: FinetuneConfig, source: Path) -> Sampler | None:
     """Return what makes the samples of a run, or None if it makes none.
 
-    Args: source, the folder of the tokenizer.
+    Args: source: the folder of the tokenizer.
     Raises:
         CheckpointError: a chat template is needed and is not there.
         ConfigError: a prompt has no tokens.
@@ -122,7 +122,7 @@ def sampling(
 ) -> Callable[[int], None]:
     """Return what writes the samples of a step into the run's folder, and shows them.
 
-    Args: last, the step from which the run goes on; autocast, the context of a forward pass.
+    Args: last: the step from which the run goes on; autocast: the context of a forward pass.
     Raises:
         CheckpointError: samples.jsonl is damaged.
     """
@@ -150,7 +150,7 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
 
     `trace.json.gz` is for https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
 
-    Args: folder, or None if nothing is profiled; steps, how many there will be.
+    Args: folder: None to profile nothing; steps: the number of steps that follow.
     Raises:
         SaveError: the files cannot be written.
     """

@@ -77,7 +77,7 @@ _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "steps": (int,),  # number of steps of the whole run
     "memory_plan": (dict, type(None)),
     "exported": (bool,),  # whether the run has begun to write model/
-    "ranks": (int,),  # how many processes, or groups of them, had rows of their own at its start
+    "ranks": (int,),  # how many processes, or groups of them, had their own rows at its start
     "launch": (str, type(None)),  # which start of torchrun has begun or resumed it, if one has
     "ligermodels": (str,),  # the version
 }
@@ -201,7 +201,7 @@ class RunDir:
     def clear(self) -> None:
         """Remove what a run has made, the settings last, because they mark the folder as a run.
 
-        Other files stay. Of a link the target stays.
+        Other files stay. If a name is a link, its target stays.
 
         Raises:
             SaveError: something cannot be removed.

@@ -85,7 +85,9 @@ class _Reader(dcp.FileSystemReader):
             places = {info.relative_path for info in found.storage_data.values()}
             found.storage_meta = found.storage_meta or StorageMeta()
         except Exception as error:  # a pickle can raise anything
-            raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
+            raise CheckpointError(
+                f"{file}: the file cannot be read: {first_line(error)}"
+            ) from error
         if odd := sorted(places - facts_of(Path(self.path))["files"].keys()):
             raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
         found.storage_meta.load_id = self.load_id
@@ -135,7 +137,7 @@ def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any])
 def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> None:
     """Copy the values of a folder into the parts of tensors. Every rank calls it.
 
-    Args: prefix, of the names that are read; the folder may hold others.
+    Args: prefix: what the names to read begin with; the folder may hold other names, too.
 
     Raises:
         CheckpointError: on any rank, a file is missing or damaged, or the folder has other tensors.

@@ -1,9 +1,9 @@
 """Training data that is larger than memory: tokens in files, of which a run reads its rows.
 
-The first run tokenizes a file once, into HF_HOME. Of a JSONL file only a line is in memory then,
-and of a text a document; afterwards only the places of the documents are. The files have checksums;
-damaged ones are written again. Rows are packed as in `packing`, but not across files, and the best
-fit is looked for among 65536 documents at a time.
+The first run tokenizes a file once, into HF_HOME. Then only one line of a JSONL file, or one
+document of a text, is in memory; afterwards only the places of the documents are. The files have
+checksums; damaged ones are written again. Rows are packed as in `packing`, but not across files,
+and the best fit is looked for among 65536 documents at a time.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def token_store(
 ) -> TokenStore:
     """Return the documents of a file as tokens on the disk, written if they are not there yet.
 
-    Args: source, the folder of the tokenizer.
+    Args: source: the folder of the tokenizer.
     Raises:
         DataError: the file cannot be read, a line is wrong, or every document is empty.
         SaveError: the tokens cannot be written.
@@ -219,10 +219,10 @@ def held_out(
 ) -> tuple[Spans, Spans]:
     """Split off the documents for evaluation, as `packing.hold_out`: (training, held out).
 
-    If there are too few, the ends of plain texts are held out. Of too few examples one is held out
-    if the store is the only one, and none otherwise.
+    If the plain texts are too few, the end of each is held out. If the examples are too few, one of
+    them is held out if the store is the only one; otherwise none is.
 
-    Args: number, that of the store; alone, whether it is the only one.
+    Args: number: the index of the store; alone: whether it is the only store.
     """
     starts, stops, divisible = spans
     count = len(stops) * fraction
@@ -342,11 +342,11 @@ class StoredRows(PackedRows):
 class MixedOrder:
     """The index of the row for a running count, when sources are mixed by weights.
 
-    Of every 1000 rows in a row each source has its share, in an order of its own; each source goes
-    through its rows in epochs, as `row_order`. The index depends only on the seed and the count, so
-    that a resumed run goes on with the same rows.
+    Of every 1000 consecutive rows, each source has its share, in a random order. Each source goes
+    through its rows in epochs, as `row_order` does. The index depends only on the seed and the
+    count, so that a resumed run goes on with the same rows.
 
-    Args: sizes, the rows of each source; weights, their shares, in any unit.
+    Args: sizes: the rows of each source; weights: their shares, in any unit.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -389,7 +389,7 @@ def stored_rows(
 ) -> tuple[StoredRows, StoredRows | None]:
     """Return the rows for training, and for evaluation if there are any.
 
-    Args: source, the folder of the tokenizer; multiple, as in `StoredRows`; the others are options
+    Args: source: the folder of the tokenizer; multiple: as in `StoredRows`; the others are options
         of a run.
     Raises:
         DataError: a file or a line is wrong, or a file has too little data.

@@ -38,7 +38,7 @@ def load_model(
 ) -> tuple[DecoderModel, str | None]:
     """Return the model of a checkpoint as a run trains it.
 
-    Args: precision, that of the run, which is never None; meta, whether the weights are read later.
+    Args: precision: the run's precision, never None; meta: whether the weights are read later.
     Returns: the model, and the hash of the weights that the checkpoint holds if they are kept in
         few bits. Devices may round those in different ways.
     Raises:

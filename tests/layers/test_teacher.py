@@ -48,8 +48,8 @@ def test_what_a_teacher_of_a_head_refuses() -> None:
     hidden, teacher_hidden, targets = states()
     given = Teacher(teacher_hidden, teacher.weight)
     for options, message in (
-        ({"label_smoothing": 0.1}, "label_smoothing: not with a teacher"),
-        ({"return_token_loss": True}, "return_token_loss: not with"),
+        ({"label_smoothing": 0.1}, "label_smoothing cannot be combined with a teacher"),
+        ({"return_token_loss": True}, "return_token_loss cannot be combined"),
         ({"teacher": given._replace(share=2.0)}, "share in"),
         ({"teacher": given._replace(hidden=teacher_hidden[:, 1:])}, r"expected \(2, 7\)"),
         ({"teacher": given._replace(weight=teacher.weight[1:])}, "36 classes and the head 37"),

@@ -270,7 +270,7 @@ def test_what_is_refused() -> None:
         ({"loss_type": []}, "loss_type: the list is empty"),
         ({"loss_type": "ipo", "beta": 0.0}, "beta: must be a finite number above 0"),
         ({"beta": float("inf")}, "beta: must be a finite number above 0"),
-        ({"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "2 weights for 1 losses"),
+        ({"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "2 weights are given for 1"),
         ({"loss_type": "exo_pair"}, "exo_pair needs more than 0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
         ({"loss_type": "aot", "use_weighting": True}, "sorts the pairs"),

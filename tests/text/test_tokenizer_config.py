@@ -62,7 +62,7 @@ def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, subtests):
             (
                 "tokenizer_config.json",
                 '{"chat_template": [{"name": "a", "template": ""}, {"name": "a", "template": ""}]}',
-                "each with a name of its own",
+                "each with its own name",
             ),
             ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is 5"),
             ("tokenizer_config.json", '{"chat_template": [5]}', r"'chat_template' is \[5\]"),

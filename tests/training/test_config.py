@@ -54,10 +54,13 @@ def test_values_that_make_no_sense_are_refused(subtests):
             {"batch_size": 2**11, "gradient_accumulation_steps": 2**11},
             "batch_size and gradient_accumulation_steps: their product must be at most 1048576",
         ),
-        ({"lora": "r=4", "context_parallel": 2}, "context_parallel: not with lora"),
-        ({"loss": "dpo", "context_parallel": 2}, "context_parallel: only for the loss sft"),
+        (
+            {"lora": "r=4", "context_parallel": 2},
+            "context_parallel: this cannot be combined with lora",
+        ),
+        ({"loss": "dpo", "context_parallel": 2}, "context_parallel: this is only for the loss sft"),
         ({"lora": "r=4", "freeze": ["norm"]}, "lora and freeze: set only one of them"),
-        ({"load_in": "4bit"}, "load_in: only with adapters; set lora"),
+        ({"load_in": "4bit"}, "load_in: this needs adapters; set lora"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
     ):
         with subtests.test(message):

@@ -129,13 +129,16 @@ def run(name: str, number: int, folder: Path) -> dict[str, float]:
 def test_options_that_exclude_each_other(folder: Path, tmp_path: Path) -> None:
     for changes, message in (
         ({"teacher": "x"}, "teacher and medusa_heads: choose one"),
-        ({"context_parallel": 2}, "not with medusa_heads"),
+        ({"context_parallel": 2}, "cannot be combined with medusa_heads"),
         ({"memory": "1GiB"}, "memory: in medusa_stage 1 the model is frozen"),
-        ({"medusa_heads": None, "medusa_tied": True}, "only with medusa_heads"),
-        ({"loss": "dpo"}, "medusa_heads: only for --loss sft"),
+        ({"medusa_heads": None, "medusa_tied": True}, "these need medusa_heads"),
+        ({"loss": "dpo"}, "medusa_heads: this is only for --loss sft"),
         ({"medusa_heads": None, "teacher": "x", "beta": 1.5}, "at most 1 for a teacher"),
-        ({"medusa_heads": None, "teacher_share": 0.5}, "only with a teacher"),
-        ({"medusa_heads": None, "teacher": "x", "context_parallel": 2}, "not with a teacher"),
+        ({"medusa_heads": None, "teacher_share": 0.5}, "this needs a teacher"),
+        (
+            {"medusa_heads": None, "teacher": "x", "context_parallel": 2},
+            "cannot be combined with a teacher",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(folder, tmp_path, **changes)

@@ -212,7 +212,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
         ({"loss": "dpo", "loss_type": "exo_pair"}, "exo_pair needs more than 0"),
         ({"loss": "grpo"}, "reward_function: grpo needs one"),
         ({"loss": "kto", "label_smoothing": 0.1}, "only for --loss dpo, cpo, simpo"),
-        ({"beta": 0.1}, "beta: only for --loss dpo, kto"),
+        ({"beta": 0.1}, "beta: this is only for --loss dpo, kto"),
         ({"loss": "ppo"}, "loss: must be one of sft, dpo"),
     ):
         with pytest.raises(ConfigError, match=fault):
@@ -241,7 +241,7 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(ConfigError, match=message):
             run(folder, tmp_path / "never", "dpo", **wrong)
-    with pytest.raises(ConfigError, match="ld_alpha: only for --loss dpo"):
+    with pytest.raises(ConfigError, match="ld_alpha: this is only for --loss dpo"):
         run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
     assert not (tmp_path / "never").exists()
 

@@ -305,7 +305,7 @@ def make_head(
     if shard is not None:
         if request.top_k:
             raise ValueError(
-                f"loss head: top_k={request.top_k} is not there for a vocabulary that is split "
+                f"loss head: top_k={request.top_k} is not available for a vocabulary that is split "
                 "over ranks; compute the likeliest classes from head.logits"
             )
         hidden = SumGradient.apply(hidden, shard.group)
@@ -454,7 +454,7 @@ def _sizes(
 ) -> chunk_plan.Sizes:
     """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits.
 
-    Args: least_copies, how many copies of the logits in `compute_dtype` exist at least.
+    Args: least_copies: how many copies of the logits in `compute_dtype` exist at least.
     """
     width = weight.shape[1]
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize

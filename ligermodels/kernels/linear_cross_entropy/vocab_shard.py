@@ -99,7 +99,7 @@ class ShardedRows:
     def losses(self, logits: Tensor, stats: TokenStats | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss (rows), z-loss (rows) and lse (rows, 2), as `cross_entropy_rows` does.
 
-        Args: logits, the same as before, which stay as they are; stats, to be filled.
+        Args: logits: the same as before; they are not changed; stats: the tensors to fill, or None.
         """
         if self.work is not None:
             self.work.wait()  # on a GPU, the stream waits, and not the host
