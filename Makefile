@@ -5,6 +5,7 @@
 # make lint         run only ruff and mypy
 # make parity       compare with transformers, and write docs/parity.md
 # make parity-gpu   the same at real vocabulary sizes on a GPU: write docs/parity_gpu.md
+# make outside-tools  train in Axolotl, LLaMA-Factory and Unsloth, in separate environments
 # make bench-ops    measure every op and its peers on a GPU: write benchmarks/results/ops.*
 #
 # Each target first creates .venv from constraints.txt. Variables: MODEL=<hub id or folder> is another
@@ -22,12 +23,14 @@ unexport PYTHONDONTWRITEBYTECODE
 SMOLLM2 := build/smollm2
 # The last transformers 4. It reads the older spelling of configs, and exports must open in it, too.
 OLD := build/transformers-4.57.6
+# Tools that conflict with the tested versions. Each gets an environment in build/, of 2.5 GB.
+OUTSIDE_TOOLS := axolotl llamafactory unsloth
 INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
 # Each process runs a half of the tests, so that it makes few fixtures a second time. The one that is
 # done first takes over some of the other's.
 SHARED := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-long coverage lint format parity parity-gpu bench-ops clean
+.PHONY: demo test test-long coverage lint format parity parity-gpu outside-tools bench-ops clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -71,6 +74,9 @@ parity: $(VENV)/.test
 parity-gpu: $(VENV)/.test
 	$(BIN)/python -m tests.models.parity_table --gpu -n $(WORKERS)
 
+outside-tools: $(OUTSIDE_TOOLS:%=build/%/.made) | $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.outside_tools
+
 bench-ops: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.ops --sizes all
 
@@ -85,6 +91,16 @@ $(SMOLLM2)/config.json: | $(VENV)/.test
 $(OLD)/transformers: | $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLD) \
 		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
+
+# The lists are complete, so that pip does not ask for what the tools do not need here, and takes the
+# transformers that LLaMA-Factory refuses. LLaMA-Factory imports torchaudio, whose compiled part is
+# for CUDA and stops the import where torch is a CPU build.
+build/%/.made: tests/integrations/environments/%.txt constraints.txt
+	$(PYTHON) -m venv --clear build/$*
+	build/$*/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	build/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	rm -f build/$*/lib/python*/site-packages/torchaudio/lib/*.so
+	@touch $@
 
 # torch is installed first and alone, so that pip keeps a CPU build that it already knows.
 $(VENV)/.base: pyproject.toml constraints.txt

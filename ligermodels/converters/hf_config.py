@@ -46,6 +46,8 @@ _HARMLESS = frozenset(
     "original_max_position_embeddings transformers_version use_cache pretraining_tp "
     "_name_or_path _sliding_window_pattern".split()
 )
+# What integrations/auto_map.py adds to a checkpoint: a key of auto_map, and the name of a module.
+AUTO_CLASS, SHELL_FILE = "AutoModelForCausalLM", "modeling_ligermodels"
 # The values of these keys in a wrapper's config also hold for its text model.
 _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
@@ -236,6 +238,13 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
+    auto_map = raw.get("auto_map")
+    if isinstance(auto_map, dict) and str(auto_map.get(AUTO_CLASS)).startswith(f"{SHELL_FILE}."):
+        # The checkpoint names a shell, and an export does not have the file with its class.
+        raw.pop("architectures", None)
+        del auto_map[AUTO_CLASS]
+        if not auto_map:
+            del raw["auto_map"]
     raw.setdefault("architectures", [architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()

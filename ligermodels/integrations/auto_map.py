@@ -4,11 +4,9 @@ import json
 import os
 from pathlib import Path
 
+from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
 from ligermodels.errors import CheckpointError, shown
 from ligermodels.models.auto import families
-
-MODULE = "modeling_ligermodels"
-
 
 _CODE = """\
 from ligermodels.integrations.hf_model import {name} as Shell
@@ -24,7 +22,9 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
     """Let `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` load a shell.
 
     It names the shell in config.json and adds a file of some lines that imports it, as checkpoints
-    with their own code do. Without trust_remote_code the folder is loaded as before.
+    with their own code do. `auto_map` is for the Auto classes. `architectures` is for tools that
+    would otherwise take the class of that name from transformers, such as TRL. Without
+    trust_remote_code, `AutoModelForCausalLM` loads the folder as before.
 
     Args:
         folder: a local checkpoint of a family of this package.
@@ -46,8 +46,9 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
         )
     name = f"{found[config['model_type']].__name__}ForCausalLM"
     code = _CODE.format(name=name, split=split_projections)
-    file.with_name(f"{MODULE}.py").write_text(code, encoding="utf-8")
-    auto_map = {**config.get("auto_map", {}), "AutoModelForCausalLM": f"{MODULE}.{name}"}
+    file.with_name(f"{SHELL_FILE}.py").write_text(code, encoding="utf-8")
+    auto_map = {**config.get("auto_map", {}), AUTO_CLASS: f"{SHELL_FILE}.{name}"}
     new = file.with_name("config.json.new")
-    new.write_text(json.dumps(config | {"auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")
+    config |= {"architectures": [name], "auto_map": auto_map}
+    new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     new.replace(file)

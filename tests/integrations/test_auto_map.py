@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from trl import SFTTrainer
+from trl.scripts import sft
 
 from ligermodels.errors import CheckpointError
 from ligermodels.integrations.auto_map import write_auto_map
 from ligermodels.integrations.hf_model import LigerForCausalLM
+from ligermodels.models.auto import AutoLiger
+from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
 
 
@@ -45,7 +50,13 @@ def test_it_opens_as_a_shell_and_saves_as_transformers_does(folder: Path, tmp_pa
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert type(again) is LlamaForCausalLM
     written = json.loads((folder / "config.json").read_text())
+    AutoLiger.from_hf(folder).save_hf(tmp_path / "native")
+    exported = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert "auto_map" not in exported and exported["architectures"] == ["LlamaForCausalLM"]
+    before["architectures"] = ["LigerLlamaForCausalLM"]
     assert {name: written[name] for name in before} == before
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_adapters_of_tools_that_know_only_peft(folder: Path, tmp_path: Path) -> None:
@@ -68,6 +79,38 @@ def test_adapters_of_tools_that_know_only_peft(folder: Path, tmp_path: Path) -> 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     loss = merged(input_ids=ids, labels=ids).loss.item()
     assert loss == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_the_command_line_of_trl(
+    lora: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the script that `trl sft` starts with accelerate, with the same arguments."""
+    tokenizer().save_pretrained(folder)
+    (tmp_path / "data").mkdir()
+    lines = (json.dumps({"text": text}) for text in texts(8))
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    write_auto_map(folder, split_projections=True)
+    losses, models, train = [], [], SFTTrainer.train
+
+    def remember(trainer: SFTTrainer, **options: Any) -> None:
+        models.append(trainer.model.get_base_model() if lora else trainer.model)
+        train(trainer, **options)
+
+    monkeypatch.setattr(SFTTrainer, "train", remember)
+    for trust in (True, False):
+        out = tmp_path / f"run-{trust}"
+        arguments = f"--model_name_or_path {folder} --dataset_name {tmp_path / 'data'} "
+        arguments += f"--output_dir {out} --max_steps 2 --learning_rate 0.01 --optim sgd "
+        arguments += "--per_device_train_batch_size 2 --logging_steps 1 --save_steps 2 --seed 1 "
+        arguments += "--dtype float32 --bf16 false --use_cpu --report_to none "
+        arguments += "--use_peft --lora_r 4 --lora_target_modules all-linear " * lora
+        arguments += "--trust_remote_code " * trust
+        sft.main(*sft.make_parser().parse_args_and_config(arguments.split()))
+        state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
+        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+    assert [isinstance(model, LigerForCausalLM) for model in models] == [True, False]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
