@@ -181,7 +181,7 @@ class Checkpoint:
         for part in self._parts(entry, out, start, column):
             self._read_part(part)
 
-    def _parts(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> list["_Part"]:
+    def _parts(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> list[_Part]:
         """Divide what `read` reads by HF tensors."""
         rows, out = out.shape[0], out.detach()
         assert out.dim() == len(entry.shape) and 0 <= start <= start + rows <= entry.shape[0]
@@ -249,7 +249,7 @@ class Checkpoint:
             finally:
                 left.clear()
 
-    def _read_part(self, part: "_Part") -> None:
+    def _read_part(self, part: _Part) -> None:
         """Copy rows of an HF tensor, and check the values while the cache holds them."""
         name, first, last, columns, out, memory = part
         if memory is not None:
