@@ -188,7 +188,7 @@ REFUSALS = [
     Refusal(
         "PEFT",
         "`peft.get_peft_model` for packed projections",
-        "so that PEFT left it out",
+        "so that PEFT did not find it",
         lambda folder, place: adapted(folder, place, target_modules=["q_proj", "o_proj"]),
         "peft",
     ),

@@ -256,7 +256,7 @@ def test_options_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> No
     for options, fault in (
         ({"num_generations": 3}, "num_generations: must divide"),
         ({"max_completion_length": 64}, "leave no room for a prompt"),
-        ({"reference": "file"}, "a file cannot hold them"),
+        ({"reference": "file"}, "needs fixed data"),
         ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
     ):
         with pytest.raises(ConfigError, match=fault):
