@@ -5,7 +5,6 @@ Ray's processes import this file, so that it imports transformers only where tha
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Iterable
 from functools import partial
@@ -58,14 +57,12 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
     # The paths of Ray's sockets have to be short.
     short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
     with short as state, patch.dict("os.environ", variables):
-        on_interrupt = signal.getsignal(signal.SIGINT)
         options = {"num_cpus": RANKS, "object_store_memory": 2**27, "_temp_dir": state}
         ray.init(include_dashboard=False, **options)
         try:
             losses = iter(ray_train.train({"each": runs}, place / "ray", loop=each))
         finally:
             ray.shutdown()
-            signal.signal(signal.SIGINT, on_interrupt)  # Ray Train leaves its own handler there.
     found = {}
     for name, folder in folders.items():
         whole = AutoLiger.from_hf(folder)
