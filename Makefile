@@ -92,9 +92,9 @@ $(OLD)/transformers: | $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLD) \
 		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
 
-# The lists are complete, so that pip does not ask for what the tools do not need here, and takes the
-# transformers that LLaMA-Factory refuses. LLaMA-Factory imports torchaudio, whose compiled part is
-# for CUDA and stops the import where torch is a CPU build.
+# Each list is complete, and --no-deps keeps pip from adding packages that are not needed here, and from
+# refusing a newer transformers than LLaMA-Factory asks for. LLaMA-Factory imports torchaudio. Its
+# compiled part is for CUDA, and its import fails where torch is a CPU build, so it is removed.
 build/%/.made: tests/integrations/environments/%.txt constraints.txt
 	$(PYTHON) -m venv --clear build/$*
 	build/$*/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)

@@ -25,8 +25,9 @@ class Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        given = action.default not in (None, False, [], argparse.SUPPRESS)
-        return f"{text} (default: %(default)s)" if given and action.option_strings else text
+        # 0 is a default, although it equals False.
+        none = action.default is False or action.default in (None, [], argparse.SUPPRESS)
+        return text if none or not action.option_strings else f"{text} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):

@@ -239,8 +239,9 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     else:
         changed = names
     auto_map = raw.get("auto_map")
-    if isinstance(auto_map, dict) and str(auto_map.get(AUTO_CLASS)).startswith(f"{SHELL_FILE}."):
+    if isinstance(auto_map, dict) and f"{SHELL_FILE}." in str(auto_map.get(AUTO_CLASS)):
         # The checkpoint names a shell, and an export does not have the file with its class.
+        # transformers has written the hub id, if there is one, before the module's name.
         raw.pop("architectures", None)
         del auto_map[AUTO_CLASS]
         if not auto_map:

@@ -74,8 +74,8 @@ def resolve(
         raise CheckpointError(f"{name}: this is a file; pass the folder that holds {CONFIG_NAME}")
     if re.fullmatch(r"checkpoint-\d+", folder.name) and os.path.lexists(folder.parent / "run.json"):
         raise CheckpointError(
-            f"{name}: this is a checkpoint of a run and no model; write it as a model with "
-            "'ligermodels convert', or take that of the whole run, in model/"
+            f"{name}: this is a checkpoint of a run, not a model; write it as a model with "
+            "'ligermodels convert', or pass the folder model/ of the run when the run is done"
         )
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
         raise CheckpointError(

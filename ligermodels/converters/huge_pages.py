@@ -35,7 +35,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError):  # torch says how many bytes there are not
+    except (OSError, OverflowError):  # torch's error names the bytes that it needs
         return torch.empty(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # The kernel was built without huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)

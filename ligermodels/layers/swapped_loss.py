@@ -28,6 +28,7 @@ from ligermodels.kernels.loss_options import (
     split_options,
 )
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.lora import LoraLinear
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -90,10 +91,7 @@ def swapped_loss(
         return token_values(logits, chunk_targets, class_weights, options, of_chunk)
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
-    keeps_random_state = not _is_captured(rows) or any(
-        isinstance(module, _DROPOUTS) and module.training and module.p > 0
-        for module in proj.modules()
-    )
+    keeps_random_state = not _is_captured(rows) or any(map(_drops, proj.modules()))
     made = [
         # Autograd detects in-place changes before backward only in tensors that are arguments
         # of the checkpointed function, so all of them are arguments.
@@ -120,6 +118,13 @@ def swapped_loss(
         targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
     )
     return reduce_tokens(out, divisor)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module draws which of its inputs it drops."""
+    if isinstance(module, LoraLinear):
+        return module.training and module.dropout > 0
+    return isinstance(module, _DROPOUTS) and module.training and module.p > 0
 
 
 def _is_captured(x: Tensor) -> bool:

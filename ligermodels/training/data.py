@@ -27,8 +27,9 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 Text = Any  # a string, or a list of messages
-# What chat_template_kwargs may not hold: arguments of `Tokenizer.apply_chat_template`.
-_SET_BY_RUNS = ("self", "messages", "add_generation_prompt", "tokenize", "tools")
+# What chat_template_kwargs may not hold: arguments of `Tokenizer.apply_chat_template` that come
+# from the rest of the record, or from the run.
+_SET_ELSEWHERE = ("self", "messages", "add_generation_prompt", "tokenize", "tools")
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
     These are the keys "tools", a list or its JSON text, and "chat_template_kwargs".
 
     Raises:
-        DataError: one of them has the wrong type, or sets what a run sets.
+        DataError: one of them has the wrong type, or sets what is set elsewhere.
     """
     tools, more = record.get("tools") or None, record.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
@@ -292,9 +293,10 @@ def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
         raise DataError(f'{where}: "tools" must be a list of objects, or its JSON text')
     if not isinstance(more, dict):
         raise DataError(f'{where}: "chat_template_kwargs" must be an object, found {_kind(more)}')
-    if odd := next((name for name in _SET_BY_RUNS if name in more), None):
+    if odd := next((name for name in _SET_ELSEWHERE if name in more), None):
         raise DataError(
-            f'{where}: "chat_template_kwargs" has {odd!r}, which a run sets by itself; remove it'
+            f'{where}: "chat_template_kwargs" must not have {odd!r}; remove it, or write tools as '
+            'the key "tools" of the record'
         )
     return more if tools is None else {"tools": tools, **more}
 

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +120,7 @@ class TokenStore:
     def targets_before(self, places: np.ndarray) -> np.ndarray:
         """Return how many targets come before each place in the tokens, in one pass over them.
 
-        Args: places, of any shape, int64. The counts have its shape and dtype.
+        Args: places: int64, of any shape. The counts have its shape and dtype.
         """
         order = np.argsort(places, axis=None)
         ordered = places.ravel()[order]
@@ -136,6 +137,12 @@ class TokenStore:
         return found.reshape(places.shape)
 
 
+def _code_files() -> list[Path]:
+    """Return the files of the code that turns a data file into tokens."""
+    training = [Path(str(module.__file__)) for module in (data, formats)]
+    return training + sorted((training[0].parent.parent / "text").glob("*.py"))
+
+
 def token_store(
     file: Path, tokenizer: Tokenizer, source: Path, *, separator: str | None = None
 ) -> TokenStore:
@@ -147,8 +154,9 @@ def token_store(
         SaveError: the tokens cannot be written.
     """
     facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
-    # Another version of these modules may make other tokens of the file.
-    code = [file_hash(str(module.__file__)) for module in (data, formats)]
+    # Other versions of this code, or of the libraries it uses, may make other tokens of the file.
+    code = [file_hash(file) for file in _code_files()]
+    code += [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")]
     key = fingerprint(facts | {"tokenizer": file_hashes(source), "code": code})
     folder = Path(constants.HF_HOME) / "ligermodels" / "tokens" / key
     with writing(folder):

@@ -30,6 +30,8 @@ def test_help_reads_well_at_80_columns(call, monkeypatch, subtests):
             assert out.startswith("usage: ligermodels")
             assert max(map(len, out.splitlines())) <= 80
             assert not [x for x in ("None", "SUPPRESS", "default: []") if x in out]
+            if command == ["check-family"]:
+                assert "seed of weights and inputs (default: 0)" in out
 
 
 def test_nothing_heavy_is_imported_for_the_package_and_for_help():

@@ -58,7 +58,9 @@ class LigerNew(ligermodels.LigerLlama):
 @pytest.mark.usefixtures("registry")
 def test_modules_register_their_families(call, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    for name in ("a_new_family", "wave"):  # They are as before after the test.
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_new_family.py").write_text(FAMILY.format(name="new_one"))
     # A file is imported even if an installed module has its name.

@@ -256,3 +256,20 @@ def test_keys_that_a_family_refuses():
 def test_the_name_of_the_architecture_in_a_new_export():
     assert to_hf(ExpertsConfig())["architectures"] == ["LlamaOfExpertsForCausalLM"]
     assert to_hf(Gemma3Config())["architectures"] == ["Gemma3ForCausalLM"]
+
+
+def test_an_export_names_no_shell():
+    """transformers writes the hub id of a checkpoint before the module's name."""
+    shell = "modeling_ligermodels.LigerLlamaForCausalLM"
+    other = {"AutoConfig": "configuration.Config"}
+    for name in (shell, f"someone/llama--{shell}"):
+        for more in ({}, other):
+            auto_map = {"AutoModelForCausalLM": name, **more}
+            architectures = ["LigerLlamaForCausalLM"]
+            raw = {**CONFIG, "architectures": architectures, "auto_map": auto_map}
+            exported = to_hf(LlamaConfig(**fields_from_hf(raw, LlamaConfig)))
+            assert exported["architectures"] == ["LlamaForCausalLM"]
+            assert exported.get("auto_map", {}) == more
+    kept = {**CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    exported = to_hf(LlamaConfig(**fields_from_hf(kept, LlamaConfig)))
+    assert exported["auto_map"] == kept["auto_map"]

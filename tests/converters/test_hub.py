@@ -151,7 +151,7 @@ def test_a_checkpoint_of_a_run_is_no_model(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
     for name in ("run/checkpoint-500", str(tmp_path / "run" / "checkpoint-500")):
-        with pytest.raises(CheckpointError, match=f"^{name}: this is a checkpoint of a run and no"):
+        with pytest.raises(CheckpointError, match=f"^{name}: this is a checkpoint of a run, not"):
             resolve(name)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import LossHead
+from ligermodels.layers import LoraLinear, LossHead
 from ligermodels.layers import swapped_loss as module
 from tests.kernels.scratch import peak_scratch
 from tests.layers.heads import (
@@ -34,12 +34,16 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # backward calls it again
 
 
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout, LoraLinear])
 def test_a_captured_step_draws_its_random_numbers_again(
     monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    head = LossHead(HIDDEN, VOCAB)
-    head.proj = nn.Sequential(kind(0.5), nn.Linear(HIDDEN, VOCAB))
+    head, linear = LossHead(HIDDEN, VOCAB), nn.Linear(HIDDEN, VOCAB)
+    if kind is LoraLinear:
+        head.proj = LoraLinear(linear, rank=2, dropout=0.5)
+        nn.init.normal_(head.proj.lora_b)
+    else:
+        head.proj = nn.Sequential(kind(0.5), linear)
     hidden, targets = data()
     grads = []
     for captured in (False, True):

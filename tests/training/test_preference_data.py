@@ -105,7 +105,8 @@ def test_tools_and_variables_reach_the_template(tokenizer: Tokenizer, tmp_path: 
         ({"tools": "clock"}, 'the value of "tools" is not JSON'),
         ({"tools": ["clock"]}, '"tools" must be a list of objects'),
         ({"chat_template_kwargs": [1]}, '"chat_template_kwargs" must be an object, found a list'),
-        ({"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize', which a run sets"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "must not have 'tokenize'; remove it"),
+        ({"chat_template_kwargs": {"tools": []}}, 'write tools as the key "tools"'),
         ({"tools": [{"name": "\ud800"}]}, r"\.jsonl:1: the rendered conversation holds half a"),
     ):
         with pytest.raises(DataError, match=fault):

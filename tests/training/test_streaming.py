@@ -209,16 +209,22 @@ def test_tokens_of_another_version_are_not_used(checkpoint, records, tmp_path, m
     tokenizer = Tokenizer.from_hf(checkpoint)
     made = Mock(side_effect=streaming.iter_documents)
     monkeypatch.setattr(streaming, "iter_documents", made)
-    for module in ("data", "formats"):
+    token_store(records, tokenizer, checkpoint)
+    token_store(records, tokenizer, checkpoint)
+    assert made.call_count == 1
+    files = streaming._code_files()
+    assert {file.name for file in files} >= {"data.py", "formats.py", "chat_template.py"}
+    other = tmp_path / "other.py"
+    other.write_text("# another version")
+    for i in range(len(files)):
+        changed = [*files[:i], other, *files[i + 1 :]]
+        monkeypatch.setattr(streaming, "_code_files", lambda changed=changed: changed)
         token_store(records, tokenizer, checkpoint)
-        before = made.call_count
-        token_store(records, tokenizer, checkpoint)
-        assert made.call_count == before
-        other = tmp_path / f"{module}.py"
-        other.write_text("# another version")
-        monkeypatch.setattr(getattr(streaming, module), "__file__", str(other))
-        token_store(records, tokenizer, checkpoint)
-        assert made.call_count == before + 1
+        assert made.call_count == i + 2
+    made.reset_mock()
+    monkeypatch.setattr(streaming, "version", lambda name: "another")
+    token_store(records, tokenizer, checkpoint)
+    assert made.call_count == 1
 
 
 def test_evaluation_files_are_held_out_whole(checkpoint, text, records):

@@ -80,7 +80,8 @@ def plan_chunks(sizes: Sizes, max_scratch_bytes: int | None) -> ChunkPlan:
     """Split the work of a loss head so that it stays within its budget.
 
     If all rows fit, the plan is one chunk. Otherwise it is chunks and an accumulator, if the chunks
-    have at least `MIN_ACCUMULATED_ROWS` rows; otherwise two loops, if `vocab_loop` is possible.
+    have at least `MIN_ACCUMULATED_ROWS` rows and the rounded gradient fits beside the accumulator;
+    otherwise two loops, if `vocab_loop` is possible.
     Without a budget (None), the plan is one chunk if all logits take at most the accumulator plus
     `DEFAULT_LOGITS_BYTES`, or at most twice the accumulator. Otherwise it is chunks whose logits
     take `DEFAULT_LOGITS_BYTES`, or as much as the weight gradient that is made of the sum later.
