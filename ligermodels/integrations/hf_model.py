@@ -163,16 +163,13 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def add_adapter(self, *args: Any, **options: Any) -> None:
         """Add an adapter of PEFT, as in transformers; projections that get one are split."""
-        projections.split_projections(self)
-        super().add_adapter(*args, **options)
-        projections.pack_projections(self)
+        with projections.split_for_adapters(self):
+            super().add_adapter(*args, **options)
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
         """Load an adapter of PEFT, as in transformers; projections that get one are split."""
-        projections.split_projections(self)
-        loaded = super().load_adapter(*args, **options)
-        projections.pack_projections(self)
-        return loaded
+        with projections.split_for_adapters(self):
+            return super().load_adapter(*args, **options)
 
     def activation_checkpointing_enable(
         self,

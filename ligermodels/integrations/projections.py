@@ -5,6 +5,7 @@ under HF's names, a packed projection can be split into separate modules, and pa
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,22 @@ def pack_projections(model: Any) -> None:
         packed.requires_grad_(any(linear.weight.requires_grad for linear in linears))
         delattr(owner, name)
         _put(owner, {name: packed}, [part for part, _ in parts])
+
+
+@contextmanager
+def split_for_adapters(model: Any) -> Iterator[None]:
+    """Split the projections of a shell for a block that adds adapters, and then pack the others.
+
+    If the block fails, all projections are packed again.
+
+    Raises:
+        ConfigError: the projections cannot be split: see `split_projections`.
+    """
+    try:
+        split_projections(model)
+        yield
+    finally:
+        pack_projections(model)
 
 
 def separate(weight_map: WeightMap) -> WeightMap:
