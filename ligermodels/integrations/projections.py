@@ -78,16 +78,20 @@ def pack_projections(model: Any) -> None:
 def split_for_adapters(model: Any) -> Iterator[None]:
     """Split the projections of a shell for a block that adds adapters, and then pack the others.
 
-    If the block fails, all projections are packed again.
+    If the block fails, all projections are packed again. A model that was loaded with
+    split_projections=True stays as it is.
 
     Raises:
         ConfigError: the projections cannot be split: see `split_projections`.
     """
+    modules = [getattr(owner, name) for owner, name, _ in _packed(model)]
+    was_split = all(isinstance(module, Concatenated) for module in modules)
     try:
         split_projections(model)
         yield
     finally:
-        pack_projections(model)
+        if not was_split:
+            pack_projections(model)
 
 
 def separate(weight_map: WeightMap) -> WeightMap:
