@@ -1,9 +1,10 @@
 """Native models in tools that load a checkpoint with transformers' `AutoModelForCausalLM`."""
 
-import json
 import os
 from pathlib import Path
 
+from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.files import read_json, write_json
 from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
 from ligermodels.errors import CheckpointError, shown
 from ligermodels.models.auto import families
@@ -13,8 +14,8 @@ from ligermodels.integrations.hf_model import {name} as Shell
 
 
 class {name}(Shell):
-    def __init__(self, config):
-        super().__init__(config, split_projections={split})
+    def __init__(self, config, native=None, *, split_projections={split}):
+        super().__init__(config, native, split_projections=split_projections)
 """
 
 
@@ -30,25 +31,34 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
         folder: a local checkpoint of a family of this package.
         split_projections: whether the shell has HF's projections, for tools that add adapters.
     Raises:
-        CheckpointError: the folder has no config.json that can be read, or no family is registered
-            for its model_type.
+        CheckpointError: the folder has no config.json that can be read, no family is registered for
+            its model_type, it has other towers than a text model, or a config class of its own.
+        OSError: a file cannot be written.
     """
-    file = Path(folder) / "config.json"
-    try:
-        config = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: it is no config that can be read: {error}") from error
-    found = families()
-    if config.get("model_type") not in found:
+    file = Path(folder) / CONFIG_NAME
+    config, found = read_json(file, CheckpointError), families()
+    model_type, known = config.get("model_type"), config.get("auto_map") or {}
+    if not isinstance(model_type, str) or model_type not in found:
         raise CheckpointError(
-            f"{file}: model_type {shown(config.get('model_type'))} is not supported; these are "
-            f"supported: {', '.join(found)}"
+            f"{file}: model_type {shown(model_type)} is not supported; these are supported: "
+            f"{', '.join(found)}"
         )
-    name = f"{found[config['model_type']].__name__}ForCausalLM"
+    if not isinstance(known, dict):
+        raise CheckpointError(f"{file}: auto_map is {shown(known)}, expected an object")
+    if "AutoConfig" in known:
+        raise CheckpointError(
+            f"{file}: auto_map names a config class of the checkpoint's own (AutoConfig), and a "
+            "shell takes only that of transformers; remove the entry if the model does not need it"
+        )
+    if "text_config" in config:
+        raise CheckpointError(
+            f"{file}: it is a checkpoint of a text model and other towers; save the text model "
+            "alone with LigerForCausalLM.from_native(AutoLiger.from_hf(...)).save_pretrained(...)"
+        )
+    name = f"{found[model_type].__name__}ForCausalLM"
     code = _CODE.format(name=name, split=split_projections)
     file.with_name(f"{SHELL_FILE}.py").write_text(code, encoding="utf-8")
-    auto_map = {**config.get("auto_map", {}), AUTO_CLASS: f"{SHELL_FILE}.{name}"}
-    new = file.with_name("config.json.new")
-    config |= {"architectures": [name], "auto_map": auto_map}
-    new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    auto_map = {**known, AUTO_CLASS: f"{SHELL_FILE}.{name}"}
+    new = file.with_name(f"{CONFIG_NAME}.new")
+    write_json(new, config | {"architectures": [name], "auto_map": auto_map})
     new.replace(file)

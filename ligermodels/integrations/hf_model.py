@@ -28,7 +28,10 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
@@ -126,12 +129,31 @@ class LigerPreTrainedModel(PreTrainedModel):
                 setattr(native, name, child)
         return native
 
-    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
-        """Write HF's checkpoint as transformers does, with the constants of the weight map."""
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Write HF's checkpoint as transformers does, with the constants of the weight map.
+
+        The config names HF's model class, so that every tool opens the folder.
+        """
         if self.weight_map.constants:
             weights = options.get("state_dict") or self.state_dict()
             options["state_dict"] = weights | self.weight_map.constants
         super().save_pretrained(save_directory, **options)
+        if not options.get("is_main_process", True):
+            return
+        self.config.architectures = [self._architecture()]
+        self.config.__dict__.pop("auto_map", None)  # it names a file of another folder
+        if (Path(save_directory) / "config.json").is_file():
+            self.config.save_pretrained(save_directory)
+        if push_to_hub:
+            known = ("commit_message", "private", "token", "revision", "create_pr")
+            given = {name: options[name] for name in known if name in options}
+            self.push_to_hub(options.get("repo_id", Path(save_directory).name), **given)
+
+    def _architecture(self) -> str:
+        """Return the name of transformers' class for this model."""
+        return architecture(self.family)
 
     def get_parameter_or_buffer(self, target: str) -> Any:
         """Return a tensor by its name; transformers asks for each one that it saves."""
@@ -141,16 +163,13 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def add_adapter(self, *args: Any, **options: Any) -> None:
         """Add an adapter of PEFT, as in transformers; projections that get one are split."""
-        projections.split_projections(self)
-        super().add_adapter(*args, **options)
-        projections.pack_projections(self)
+        with projections.split_for_adapters(self):
+            super().add_adapter(*args, **options)
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
         """Load an adapter of PEFT, as in transformers; projections that get one are split."""
-        projections.split_projections(self)
-        loaded = super().load_adapter(*args, **options)
-        projections.pack_projections(self)
-        return loaded
+        with projections.split_for_adapters(self):
+            return super().load_adapter(*args, **options)
 
     def activation_checkpointing_enable(
         self,
@@ -511,9 +530,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     def __repr__(self) -> str:
         return super().__repr__().replace(self._get_name(), type(self).__name__, 1)
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Write HF's checkpoint; the arguments are those of transformers' `save_pretrained`.
 
         The config names HF's model class, so that every tool opens the folder.
@@ -529,16 +546,6 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                 "quantise it with split projections: from_pretrained(..., split_projections=True)"
             )
         super().save_pretrained(save_directory, **options)
-        if not options.get("is_main_process", True):
-            return
-        self.config.architectures = [architecture(self.family)]
-        self.config.__dict__.pop("auto_map", None)  # it names a file of another folder
-        if (Path(save_directory) / "config.json").is_file():
-            self.config.save_pretrained(save_directory)
-        if push_to_hub:
-            known = ("commit_message", "private", "token", "revision", "create_pr")
-            given = {name: options[name] for name in known if name in options}
-            self.push_to_hub(options.get("repo_id", Path(save_directory).name), **given)
 
     def _check_tie(self, folder: str | os.PathLike[str]) -> None:
         embedding, lm_head = self.get_input_embeddings(), self.lm_head
@@ -586,6 +593,11 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         if hasattr(cls, "family"):
             return super().from_pretrained(path, *args, **options)
         return class_at(path, cls, options).from_pretrained(path, *args, **options)
+
+    def _architecture(self) -> str:
+        names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        stem = super()._architecture().removesuffix("ForCausalLM")
+        return names.get(self.config.model_type, f"{stem}ForSequenceClassification")
 
 
 def __getattr__(name: str) -> Any:

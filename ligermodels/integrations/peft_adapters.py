@@ -6,7 +6,7 @@ import peft
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
-from ligermodels.integrations.projections import pack_projections, split_projections
+from ligermodels.integrations.projections import split_for_adapters
 
 # Methods that take the insides of transformers' models, and what stops them.
 REFUSED = {
@@ -37,9 +37,8 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
     refuse_method(peft_config)
-    split_projections(model)
-    adapted = peft.get_peft_model(model, peft_config, **options)
-    pack_projections(model)
+    with split_for_adapters(model):
+        adapted = peft.get_peft_model(model, peft_config, **options)
     if peft_config.peft_type == peft.PeftType.CPT:  # it has its own loss
         model.trains_with_logits = True
     return adapted
@@ -55,7 +54,5 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
     refuse_method(options.get("config") or peft.PeftConfig.from_pretrained(path, **options))
-    split_projections(model)
-    adapted = peft.PeftModel.from_pretrained(model, path, **options)
-    pack_projections(model)
-    return adapted
+    with split_for_adapters(model):
+        return peft.PeftModel.from_pretrained(model, path, **options)

@@ -5,6 +5,7 @@ under HF's names, a packed projection can be split into separate modules, and pa
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,26 @@ def pack_projections(model: Any) -> None:
         packed.requires_grad_(any(linear.weight.requires_grad for linear in linears))
         delattr(owner, name)
         _put(owner, {name: packed}, [part for part, _ in parts])
+
+
+@contextmanager
+def split_for_adapters(model: Any) -> Iterator[None]:
+    """Split the projections of a shell for a block that adds adapters, and then pack the others.
+
+    If the block fails, all projections are packed again. A model that was loaded with
+    split_projections=True stays as it is.
+
+    Raises:
+        ConfigError: the projections cannot be split: see `split_projections`.
+    """
+    modules = [getattr(owner, name) for owner, name, _ in _packed(model)]
+    was_split = all(isinstance(module, Concatenated) for module in modules)
+    try:
+        split_projections(model)
+        yield
+    finally:
+        if not was_split:
+            pack_projections(model)
 
 
 def separate(weight_map: WeightMap) -> WeightMap:

@@ -8,6 +8,7 @@ Nothing in TRL is changed.
 
 import copy
 import inspect
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import trl
@@ -24,7 +25,8 @@ from ligermodels.integrations.hf_model import (
     LigerPreTrainedModel,
 )
 from ligermodels.integrations.peft_adapters import refuse_method
-from ligermodels.integrations.projections import pack_projections, split_projections
+from ligermodels.integrations.projections import split_for_adapters
+from ligermodels.models.base import DecoderModel
 
 
 def use_loss_head(model: nn.Module) -> bool:
@@ -71,6 +73,11 @@ class _OnLossHead:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         if isinstance(given["model"], str):
             given["model"] = self._load(given["model"], given)
+        if isinstance(given["model"], DecoderModel):
+            raise ConfigError(
+                f"{type(self).__name__}: TRL needs the interface of transformers' models, which a "
+                "native model does not have; pass LigerForCausalLM.from_native(model)"
+            )
         own = isinstance(given["model"], LigerPreTrainedModel)
         if own and getattr(given.get("args"), "use_liger_kernel", False):
             raise ConfigError(
@@ -78,16 +85,14 @@ class _OnLossHead:
                 "fused layers; leave it out"
             )
         reference = self._reference(given)
-        adapted = given["model"] if given.get("peft_config") is not None else None
-        if own and adapted is not None:
+        adapts = own and given.get("peft_config") is not None
+        if adapts:
             refuse_method(given["peft_config"])
-            split_projections(adapted)
         try:
-            super().__init__(**given)
+            with split_for_adapters(given["model"]) if adapts else nullcontext():
+                super().__init__(**given)
         finally:
             self._restore()
-        if own and adapted is not None:
-            pack_projections(adapted)
         use_loss_head(self.model)
         if reference is not None:
             self._add(reference)

@@ -10,7 +10,12 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+)
 from trl import SFTTrainer
 from trl.scripts import sft
 
@@ -114,8 +119,56 @@ def test_the_command_line_of_trl(
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: it is no config"):
+    with pytest.raises(CheckpointError, match=r"config\.json: the file cannot be read"):
         write_auto_map(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "other"}')
-    with pytest.raises(CheckpointError, match="model_type 'other' is not supported"):
-        write_auto_map(tmp_path)
+    for config, words in {
+        "[]": "the JSON holds a list",
+        '{"model_type": "other"}': "model_type 'other' is not supported",
+        '{"model_type": ["llama"]}': r"model_type \['llama'\] is not supported",
+        '{"model_type": "llama", "auto_map": "x.Y"}': "auto_map is 'x.Y', expected an object",
+        '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}': "names a config class",
+        '{"model_type": "gemma3", "text_config": {}}': "a text model and other towers",
+    }.items():
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match=words):
+            write_auto_map(tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_text_model_of_a_checkpoint_with_other_towers(folder: Path, tmp_path: Path) -> None:
+    hf_models.build("gemma3", zoo.Feature()).save_pretrained(tmp_path / "towers")
+    with pytest.raises(CheckpointError, match="save the text model alone"):
+        write_auto_map(tmp_path / "towers")
+    text = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path / "towers"))
+    text.save_pretrained(tmp_path / "text")
+    write_auto_map(tmp_path / "text")
+    shell = AutoModelForCausalLM.from_pretrained(tmp_path / "text", trust_remote_code=True)
+    assert isinstance(shell, LigerForCausalLM)
+    for (name, weight), other in zip(text.named_parameters(), shell.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_a_quantised_checkpoint_is_split(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 192}  # on a CPU, multiples of 64
+    hf_models.build("llama", zoo.Feature(config=sizes)).save_pretrained(tmp_path / "wide")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", quantization_config=config)
+    hf.save_pretrained(tmp_path / "quantised")
+    write_auto_map(tmp_path / "quantised")
+    ids, losses = torch.tensor([[3, 4, 5, 6]]), []
+    for trust in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "quantised", trust_remote_code=trust
+        ).eval()
+        with torch.no_grad():
+            losses.append(model(ids, labels=ids).loss.item())
+        assert isinstance(model, LigerForCausalLM) == trust
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_an_auto_map_that_is_null_is_none(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": None}))
+    write_auto_map(folder)
+    assert list(json.loads(file.read_text())["auto_map"]) == ["AutoModelForCausalLM"]

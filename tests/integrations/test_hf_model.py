@@ -383,6 +383,11 @@ def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     again = type(hf).from_pretrained(tmp_path / "ours")
     assert torch.equal(again(ids()).logits, hf(ids()).logits)
     assert isinstance(ours.model, LigerModel)
+    ours.config.auto_map = {"AutoModelForCausalLM": "modeling_ligermodels.LigerLlamaForCausalLM"}
+    ours.save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert "auto_map" not in config
 
 
 def examples(lengths: list[int]) -> list[dict[str, list[int]]]:

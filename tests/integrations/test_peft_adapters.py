@@ -234,6 +234,31 @@ def test_projections_without_adapter_stay_packed(folders: dict[str, Path]) -> No
     assert {"q_proj", "k_proj", "v_proj", "gate_up_proj"} <= names and "up_proj" not in names
 
 
+def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["another_proj"])
+    for call in (
+        lambda shell: get_peft_model(shell, config),
+        lambda shell: load_peft_model(shell, str(tmp_path), config=config),
+        lambda shell: shell.add_adapter(config),
+        lambda shell: shell.load_adapter(str(tmp_path)),
+    ):
+        shell = LigerForCausalLM.from_pretrained(folders["llama"])
+        names = [name for name, _ in shell.named_modules()]
+        with pytest.raises((ValueError, OSError)):
+            call(shell)
+        assert [name for name, _ in shell.named_modules()] == names
+
+
+def test_a_second_adapter_may_be_for_others_if_all_are_split(folders: dict[str, Path]) -> None:
+    shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
+    adapted = get_peft_model(shell, LoraConfig(task_type="CAUSAL_LM"))
+    adapted.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"]))
+    adapted.set_adapter("second")
+    adapted(input_ids=ids(), labels=ids()).loss.backward()
+    grads = [p.grad for name, p in adapted.named_parameters() if "lora_B.second" in name]
+    assert len(grads) == 2 and all(grad is not None and grad.any() for grad in grads)
+
+
 def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
     """PEFT unties the head then, and the checkpoint holds both weights."""
     config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])

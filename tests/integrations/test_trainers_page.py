@@ -8,6 +8,7 @@ from ligermodels.integrations.peft_adapters import REFUSED
 from tests import markdown
 
 PAGE = (markdown.ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+EXTRAS = ("trainers", "tools")
 FOLDERS = ("integrations", "converters", "examples")
 
 
@@ -47,3 +48,13 @@ def test_every_example_is_listed() -> None:
 def test_the_methods_that_do_not_work_are_listed() -> None:
     listed = [row[:2] for row in rows("method")]
     assert listed == [[f"`{name}`", why] for name, why in sorted(REFUSED.items())]
+
+
+def test_the_extras_have_the_versions_that_are_tested() -> None:
+    project = (markdown.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tested = (markdown.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for extra in EXTRAS:
+        listed = re.search(rf"^{extra} = \[\n(.*?)^\]", project, re.M | re.S)
+        assert listed is not None
+        named = re.findall(r'^    "([^";]+)', listed[1], re.M)
+        assert len(named) > 4 and {re.sub(r"\[.*\]", "", each) for each in named} <= {*tested}

@@ -20,6 +20,7 @@ from ligermodels.integrations.hf_model import (
     LigerForSequenceClassification,
 )
 from ligermodels.memory.plan import MemoryPlan
+from ligermodels.models.auto import AutoLiger
 from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
 
@@ -255,6 +256,12 @@ def test_liger_kernels_are_refused(folder: Path) -> None:
     model = LigerForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match="use_liger_kernel=True would put"):
         run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {"use_liger_kernel": True})
+
+
+def test_a_native_model_is_refused(folder: Path) -> None:
+    words = r"LigerSFTTrainer: TRL needs .* pass LigerForCausalLM\.from_native\(model\)"
+    with pytest.raises(ConfigError, match=words):
+        run("LigerSFTTrainer", AutoLiger.from_hf(folder), folder, {"text": ANSWERS}, {})
 
 
 def test_a_method_of_peft_that_does_not_work_is_refused(folder: Path) -> None:
