@@ -53,6 +53,8 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
     variables = {
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "PYTHONPATH": str(markdown.ROOT),
     }
     # The paths of Ray's sockets have to be short.
