@@ -49,11 +49,18 @@ def _exchange(old: object, new: object) -> bool:
     return True
 
 
+_leaving = False
+
+
 def _quit(*_: object) -> None:
+    global _leaving
+    if _leaving:  # A second signal came before the process ended.
+        return
     try:
         sys.stdout.flush()
     except (OSError, RuntimeError, ValueError):  # The signal may have interrupted a print.
         pass
+    _leaving = True
     # Neither print nor sys.exit: the signal may have interrupted an import.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)

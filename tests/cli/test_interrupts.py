@@ -88,6 +88,19 @@ def interrupted(arguments, holder, name, folder):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()
 
 
+def test_a_second_signal_adds_no_line(tmp_path, monkeypatch):
+    write = os.write
+
+    def press_again(*args):
+        count = write(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+        return count
+
+    monkeypatch.setattr(os, "write", press_again)
+    said = interrupted(["families"], argparse, "Namespace", tmp_path)
+    assert said == (130, "ligermodels: interrupted\n")
+
+
 def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
     command = ["generate", checkpoint, "a", "--device", "cpu"]
     assert interrupted(command, Checkpoint, "_read_part", tmp_path) == (
