@@ -7,8 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.layers import AttentionMask
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from ligermodels.training.adapters import add_adapters
+from ligermodels.training.lora_options import LoraOptions
 from tests.families import DECODERS
 from tests.gpu.synchronisation import no_synchronisation
 
@@ -180,14 +184,11 @@ def inputs_of(given: str) -> dict[str, torch.Tensor]:
     }[given]
 
 
-@pytest.mark.parametrize("given, family", INPUTS)
-def test_training_step_in_a_cuda_graph(given, family):
-    model = make(torch.bfloat16, family)
-    ids, labels = batch(1)
-    options = inputs_of(given)
+def captured_step(model, **inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture a training step, after three that warm up; return the graph and its loss."""
 
-    def step():
-        loss = model(ids, labels=labels, **options).loss
+    def step() -> torch.Tensor:
+        loss = model(**inputs).loss
         loss.backward()
         return loss
 
@@ -201,7 +202,16 @@ def test_training_step_in_a_cuda_graph(given, family):
     model.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
+        loss = step()
+    return graph, loss
+
+
+@pytest.mark.parametrize("given, family", INPUTS)
+def test_training_step_in_a_cuda_graph(given, family):
+    model = make(torch.bfloat16, family)
+    ids, labels = batch(1)
+    options = inputs_of(given)
+    graph, captured = captured_step(model, input_ids=ids, labels=labels, **options)
     fresh, fresh_labels = batch(1)
     ids.copy_(fresh)
     labels.copy_(fresh_labels)
@@ -212,6 +222,39 @@ def test_training_step_in_a_cuda_graph(given, family):
     for name, grad in grads.items():
         # Atomics add up the embedding's gradient, and their order may differ between runs.
         assert relative(replayed[name], grad) < 1e-2, name
+
+
+LEVELS = [LayerPlan(keep, tile=tile) for keep in KEEPS for tile in (None, 64)][1:]
+
+
+@pytest.mark.parametrize("dropout", [None, 0.2])
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_recomputation_in_a_cuda_graph(level, dropout):
+    """A recomputed layer also draws the random numbers of its forward again."""
+    model = make()
+    if dropout is not None:
+        add_adapters(model, LoraOptions(4, 8.0, dropout))
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    ids, labels = batch(1)
+    found = []
+    for layer in (LayerPlan(), level):
+        model.set_memory_plan(MemoryPlan((layer,) * len(model.layers)))
+        graph, loss = captured_step(model, input_ids=ids, labels=labels)
+        for _ in range(2):  # the second replay draws other numbers than the capture
+            torch.cuda.manual_seed(3)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            graph.replay()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        found.append((loss.clone(), grads))
+    (loss, grads), (recomputed_loss, recomputed) = found
+    assert torch.equal(loss, recomputed_loss)
+    for name, grad in grads.items():
+        assert grad.norm() > 0
+        assert relative(recomputed[name], grad) < 1e-5, name
 
 
 @pytest.mark.parametrize("given, family", INPUTS)
