@@ -91,7 +91,7 @@ class Work:
 
 BASELINES = (Setting(HF, "input"), *peers(("input", None), ("attention", None)))
 LLAMA = (*BASELINES, *peers(("input", 16), ("all", None)), Setting(OURS, "attention"))
-LLAMA_80GB = (*BASELINES, *peers(("input", 26), ("input", 24), ("input", 22)))
+LLAMA_80GB = (*BASELINES, *peers(*(("input", blocks) for blocks in (26, 24, 22, 20, 19))))
 LONG = {"max_position_embeddings": 131072}
 WORKS = {
     "llama-adamw": Work(
@@ -100,7 +100,7 @@ WORKS = {
         8,
         2048,
         (*LLAMA, *plans(61.5, (61.5, 32), 70, 80, 90, None)),
-        (*LLAMA_80GB, Setting(OURS, "attention"), *plans(61.5, 70, None)),
+        (*LLAMA_80GB, Setting(OURS, "attention"), *plans(61.5, (61.5, 32), 70, None)),
     ),
     "llama-32k": Work(
         "llama",

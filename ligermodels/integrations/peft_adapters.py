@@ -7,6 +7,7 @@ import peft
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
 from ligermodels.integrations.projections import split_for_adapters
+from ligermodels.models.base import DecoderModel
 
 # Methods that take the insides of transformers' models, and what stops them.
 REFUSED = {
@@ -25,15 +26,25 @@ def refuse_method(peft_config: peft.PeftConfig) -> None:
         )
 
 
+def _refuse_without_shell(model: Any) -> None:
+    """Raise ConfigError for a native model, whose packed projections PEFT would not find."""
+    if isinstance(model, DecoderModel):
+        raise ConfigError(
+            f"{type(model).__name__} is a native model, and PEFT's adapters belong to a shell with "
+            "HF's projections; give LigerForCausalLM.from_native(model) instead"
+        )
+
+
 def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> Any:
     """Return `peft.get_peft_model(model, peft_config, **options)`, also for a native shell.
 
     Packed projections that get an adapter are split into HF's. The others stay packed.
 
     Raises:
-        ConfigError: the method is one of `REFUSED`, or the projections cannot be split: see
-            `split_projections`.
+        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell, or
+            the projections cannot be split: see `split_projections`.
     """
+    _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
     refuse_method(peft_config)
@@ -48,9 +59,10 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
     """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
 
     Raises:
-        ConfigError: the method is one of `REFUSED`, or the projections cannot be split: see
-            `split_projections`.
+        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell, or
+            the projections cannot be split: see `split_projections`.
     """
+    _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
     refuse_method(options.get("config") or peft.PeftConfig.from_pretrained(path, **options))

@@ -12,6 +12,7 @@ import torch
 import transformers
 from peft import LoraConfig
 
+from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import REFUSED, get_peft_model, load_peft_model
@@ -381,3 +382,12 @@ def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peft.PeftModel, "from_pretrained", made)
     assert get_peft_model(model, config, mixed=True) == ((model, config), {"mixed": True})
     assert load_peft_model(model, "a/b", revision="c") == ((model, "a/b"), {"revision": "c"})
+
+
+def test_a_native_model_needs_its_shell(folders: dict[str, Path]) -> None:
+    native = AutoLiger.from_hf(folders["llama"])
+    for make, what in ((get_peft_model, LoraConfig(task_type="CAUSAL_LM")), (load_peft_model, "x")):
+        with pytest.raises(ConfigError, match=r"native model.*LigerForCausalLM.from_native\(model"):
+            make(native, what)
+    shell = LigerForCausalLM.from_native(native)
+    assert get_peft_model(shell, LoraConfig(task_type="CAUSAL_LM")).active_adapter == "default"

@@ -59,12 +59,25 @@ def test_a_quantised_shell(folder, kind, split) -> None:
 def test_adapters_on_a_quantised_shell(folder, kind) -> None:
     """On a CPU, bitsandbytes has no right gradients after a forward without them."""
     peft, config = pytest.importorskip("peft"), quantization_config(kind)
-    shell = opened(LigerForCausalLM, folder, quantization_config=config, split_projections=True)
     options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
-    adapted = get_peft_model(shell.train(), peft.LoraConfig(**options))
-    adapted(input_ids=IDS, labels=IDS).loss.backward()
-    grads = [x.grad for name, x in adapted.named_parameters() if "lora_B" in name]
-    assert len(grads) == 14 and all(grad.any() for grad in grads)
+    losses, grads = [], []
+    for cls in (transformers.AutoModelForCausalLM, LigerForCausalLM):
+        split = {"split_projections": True} if cls is LigerForCausalLM else {}
+        model = opened(cls, folder, quantization_config=config, **split)
+        adapted = get_peft_model(model.train(), peft.LoraConfig(**options))
+        adapters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+        torch.manual_seed(0)
+        for name in sorted(adapters):
+            torch.nn.init.normal_(adapters[name], std=0.1)
+        losses.append(adapted(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        grads.append({name: parameter.grad for name, parameter in adapters.items()})
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    expected, found = grads
+    assert found.keys() == expected.keys() and len(found) == 28
+    for name, grad in expected.items():
+        assert grad.any()
+        assert (found[name] - grad).norm() <= 1e-4 * grad.norm(), name
 
 
 @pytest.mark.parametrize(
